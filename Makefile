@@ -1,0 +1,44 @@
+# Two commands set up all they need: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
+	@echo "make test   linter, type checker and the whole test suite"
+	@echo "make lint   linter and type checker only"
+	@echo "make bench  speed ratios, written to output/*.json"
+	@echo "make clean  remove the environment and everything generated"
+
+# One stamp per set of requirements: the environment is made anew when pyproject.toml changes.
+$(VENV)/.examples: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@touch $@ $(VENV)/.examples
+
+demo: $(VENV)/.examples
+	$(BIN)/python -m examples.regression
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+bench: $(VENV)/.test
+	$(BIN)/python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json
+
+clean:
+	rm -rf .venv* output build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,19 @@
+"""Bayesian neural networks for NumPyro: networks, priors, results for ArviZ."""
+
+from numpyro_bnn import datasets, metrics, models, nn, plots, priors, results
+from numpyro_bnn.networks import random_network
+from numpyro_bnn.results import to_inference_data
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "random_network",
+    "to_inference_data",
+    "nn",
+    "priors",
+    "models",
+    "metrics",
+    "plots",
+    "results",
+    "datasets",
+]

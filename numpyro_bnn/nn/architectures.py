@@ -1,0 +1,105 @@
+"""Usual networks, as functions that return a :class:`~numpyro_bnn.nn.Sequential`."""
+
+from collections.abc import Sequence
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.nn.base import Layer, positive
+from numpyro_bnn.nn.containers import Residual, Sequential
+from numpyro_bnn.nn.conv import AvgPool, Conv2d, Flatten, MaxPool
+from numpyro_bnn.nn.dense import Dense
+
+__all__ = ["CNN", "MLP", "ResNet"]
+
+
+def _widths(call: str, argument: str, value: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise argument_error(call, argument, value, "Pass a list of positive integers, e.g. `[50, 50, 1]`.")
+    return tuple(positive(call, argument, n, "`[50, 50, 1]`") for n in value)
+
+
+def _norms(norm: Layer | None) -> list[Layer | str]:
+    return [] if norm is None else [norm]
+
+
+def MLP(widths: Sequence[int], activation: Layer | str = "relu", norm: Layer | None = None) -> Sequential:
+    """Multi-layer perceptron: Dense, [norm], activation, ..., Dense.
+
+    :param widths: units of every layer, the last one the output, e.g. ``[50, 50, 1]``.
+    :param activation: name or layer, after every dense layer but the last.
+    :param norm: a normalisation put between dense layer and activation, e.g. ``BatchNorm()``.
+
+    >>> MLP([50, 50, 1], activation="tanh").output_shape((13,))
+    (1,)
+    """
+    *hidden, out = _widths("nn.MLP", "widths", widths)
+    layers: list[Layer | str] = []
+    for units in hidden:
+        layers += [Dense(units), *_norms(norm), activation]
+    return Sequential([*layers, Dense(out)])
+
+
+def CNN(
+    channels: Sequence[int],
+    widths: Sequence[int],
+    window: int | tuple[int, int] = 5,
+    pool: Layer | None = None,
+    padding: str | int = "SAME",
+    activation: Layer | str = "relu",
+    norm: Layer | None = None,
+) -> Sequential:
+    """Convolutional classifier: (Conv2d, [norm], activation, pool) per entry of ``channels``, Flatten, MLP.
+
+    :param channels: output channels of each convolution.
+    :param widths: dense units, the last one the output.
+    :param window: filter size.
+    :param pool: pooling layer; by default ``MaxPool(2)``.
+    :param padding: of the convolutions.
+    :param activation: name or layer.
+    :param norm: normalisation before each activation.
+
+    >>> CNN([64], [10]).output_shape((28, 28, 1))
+    (10,)
+    """
+    layers: list[Layer | str] = []
+    for out in _widths("nn.CNN", "channels", channels):
+        layers += [Conv2d(out, window, padding=padding), *_norms(norm), activation, pool or MaxPool(2)]
+    head = MLP(_widths("nn.CNN", "widths", widths), activation, norm)
+    return Sequential([*layers, Flatten(), *head.layers])
+
+
+def ResNet(
+    channels: Sequence[int],
+    outputs: int,
+    blocks: int = 1,
+    activation: Layer | str = "relu",
+    norm: Layer | None = None,
+) -> Sequential:
+    """Residual convolutional network in stages; each stage after the first halves the image.
+
+    A block is activation(x + Conv, [norm], activation, Conv, [norm]); where the shape changes the
+    shortcut is a 1 x 1 convolution. A global average pool and a dense layer follow.
+
+    :param channels: channels of each stage, e.g. ``[16, 32, 64]``.
+    :param outputs: number of outputs K.
+    :param blocks: blocks per stage.
+    :param activation: name or layer.
+    :param norm: normalisation after each convolution, e.g. ``BatchNorm()``.
+
+    Reference: He et al. (2016), section 4.2.
+
+    >>> ResNet([16, 32, 64], outputs=10).output_shape((32, 32, 3))
+    (10,)
+    """
+    stages = _widths("nn.ResNet", "channels", channels)
+    outputs = positive("nn.ResNet", "outputs", outputs, "`outputs=10`")
+    blocks = positive("nn.ResNet", "blocks", blocks, "`blocks=2`")
+    layers: list[Layer | str] = [Conv2d(stages[0], 3), *_norms(norm), activation]
+    previous = stages[0]
+    for stage, out in enumerate(stages):
+        for block in range(blocks):
+            strides = 2 if stage > 0 and block == 0 else 1
+            body = [Conv2d(out, 3, strides), *_norms(norm), activation, Conv2d(out, 3), *_norms(norm)]
+            shortcut = None if out == previous and strides == 1 else Conv2d(out, 1, strides)
+            layers += [Residual(Sequential(body), shortcut), activation]
+            previous = out
+    return Sequential([*layers, AvgPool(None), Flatten(), Dense(outputs)])

@@ -1,0 +1,205 @@
+"""Two-dimensional convolution and pooling on images shaped (height, width, channels)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn.nn.base import Layer, Run, Shape, per_feature, positive, shape_error
+
+__all__ = ["AvgPool", "Conv2d", "Flatten", "MaxPool"]
+
+Pair = tuple[int, int]
+Padding = str | tuple[Pair, Pair]
+IMAGE = "an image (height, width, channels)"
+
+
+def _pair(call: str, argument: str, value: int | Pair) -> Pair:
+    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
+    if len(pair) != 2:
+        raise argument_error(
+            call, argument, value, "Write a positive integer or a pair of them, e.g. `(3, 3)`."
+        )
+    height, width = (positive(call, argument, n, "`3`, or a pair `(3, 3)`") for n in pair)
+    return height, width
+
+
+def _padding(call: str, value: str | int) -> Padding:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return ((value, value), (value, value))
+    if value not in ("SAME", "VALID"):
+        raise unknown_name(call, "padding", value, ["SAME", "VALID", "an integer"])
+    return value
+
+
+def _window_shape(
+    layer: Layer, path: str, spatial: Shape, window: Pair, strides: Pair, padding: Padding
+) -> Pair:
+    """Spatial size after a window slides over an image."""
+    if padding == "SAME":
+        return tuple(-(-n // s) for n, s in zip(spatial, strides, strict=True))  # type: ignore[return-value]
+    pads = padding if isinstance(padding, tuple) else ((0, 0), (0, 0))
+    sizes = [n + sum(p) for n, p in zip(spatial, pads, strict=True)]
+    if any(n < k for n, k in zip(sizes, window, strict=True)):
+        raise shape_error(layer, path, f"images of at least {window[0]} x {window[1]}", spatial)
+    return tuple((n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True))  # type: ignore
+
+
+def _as_images(layer: Layer, run: Run, x: jax.Array) -> jax.Array:
+    if x.ndim < 3:
+        raise shape_error(layer, run.path, IMAGE + " behind any batch axes", x.shape)
+    layer.shapes(x.shape[-3:], run.path)  # refuses images smaller than the window
+    return x.reshape((-1, *x.shape[-3:]))
+
+
+@dataclass(frozen=True)
+class Conv2d(Layer):
+    """Two-dimensional convolution (cross-correlation), NHWC.
+
+    :param channels: number of output channels.
+    :param window: filter size, an integer or (height, width).
+    :param strides: step of the filter, an integer or a pair.
+    :param padding: ``"SAME"``, ``"VALID"`` or a number of zeros on every side.
+    :param use_bias: whether to add one bias per channel.
+
+    Parameters: ``kernel`` (h, w, in, out), ``bias`` (out,).
+
+    >>> Conv2d(16, 5, padding="VALID").output_shape((28, 28, 1))
+    (24, 24, 16)
+    """
+
+    channels: int
+    window: int | Pair = 3
+    strides: int | Pair = 1
+    padding: str | int = "SAME"
+    use_bias: bool = True
+
+    def __post_init__(self) -> None:
+        channels = positive("nn.Conv2d", "channels", self.channels, "`Conv2d(16, 5)`")
+        object.__setattr__(self, "channels", channels)
+        object.__setattr__(self, "window", _pair("nn.Conv2d", "window", self.window))
+        object.__setattr__(self, "strides", _pair("nn.Conv2d", "strides", self.strides))
+        _padding("nn.Conv2d", self.padding)
+
+    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+        if len(input_shape) != 3:
+            raise shape_error(self, path, IMAGE, input_shape)
+        padding = _padding("nn.Conv2d", self.padding)
+        spatial = _window_shape(self, path, input_shape[:2], self.window, self.strides, padding)  # type: ignore
+        params: dict[str, Shape] = {"kernel": (*self.window, input_shape[2], self.channels)}  # type: ignore
+        if self.use_bias:
+            params["bias"] = (self.channels,)
+        return params, (*spatial, self.channels)
+
+    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+        kernel, images = run["kernel"], _as_images(self, run, x)
+        if images.shape[-1] != kernel.shape[2]:
+            raise shape_error(self, run.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
+        # Unlike `@`, the convolution does not mix float32 images with float64 kernels by itself.
+        dtype = jnp.result_type(images, kernel)
+        y = lax.conv_general_dilated(
+            images.astype(dtype),
+            kernel.astype(dtype),
+            self.strides,  # type: ignore[arg-type]
+            _padding("nn.Conv2d", self.padding),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        y = y + per_feature(run["bias"], y) if self.use_bias else y
+        return y.reshape(x.shape[:-3] + y.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Pool(Layer):
+    """Common part of the pooling layers; ``window=None`` pools over the whole image."""
+
+    window: int | Pair | None = 2
+    strides: int | Pair | None = None
+    padding: str = "VALID"
+
+    def __post_init__(self) -> None:
+        call = f"nn.{type(self).__name__}"
+        if self.window is not None:
+            object.__setattr__(self, "window", _pair(call, "window", self.window))
+        if self.strides is not None:
+            object.__setattr__(self, "strides", _pair(call, "strides", self.strides))
+        if self.padding not in ("SAME", "VALID"):
+            raise unknown_name(call, "padding", self.padding, ["SAME", "VALID"])
+
+    def _geometry(self, spatial: Shape) -> tuple[Pair, Pair]:
+        window: Pair = spatial if self.window is None else self.window  # type: ignore[assignment]
+        return window, self.strides or window  # type: ignore[return-value]
+
+    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+        if len(input_shape) != 3:
+            raise shape_error(self, path, IMAGE, input_shape)
+        spatial = _window_shape(self, path, input_shape[:2], *self._geometry(input_shape[:2]), self.padding)
+        return {}, (*spatial, input_shape[2])
+
+    def _reduce(self, x: jax.Array, start: float, operation: Callable) -> jax.Array:
+        window, strides = self._geometry(x.shape[1:3])
+        return lax.reduce_window(x, start, operation, (1, *window, 1), (1, *strides, 1), self.padding)
+
+
+@dataclass(frozen=True)
+class MaxPool(_Pool):
+    """Maximum over windows of an image; ``window=None`` takes the whole image.
+
+    :param window: an integer, a pair, or ``None``.
+    :param strides: step of the window; by default the window itself.
+    :param padding: ``"VALID"`` or ``"SAME"``.
+
+    >>> MaxPool(2).output_shape((24, 24, 16))
+    (12, 12, 16)
+    """
+
+    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+        y = self._reduce(_as_images(self, run, x), -float("inf"), lax.max)
+        return y.reshape(x.shape[:-3] + y.shape[1:])
+
+
+@dataclass(frozen=True)
+class AvgPool(_Pool):
+    """Mean over windows of an image (padding is not counted); ``window=None`` takes the whole image.
+
+    :param window: an integer, a pair, or ``None``.
+    :param strides: step of the window; by default the window itself.
+    :param padding: ``"VALID"`` or ``"SAME"``.
+
+    >>> AvgPool(None).output_shape((7, 7, 64))
+    (1, 1, 64)
+    """
+
+    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+        images = _as_images(self, run, x)
+        total = self._reduce(images, 0.0, lax.add)
+        # One count per window, the same for every image and channel.
+        count = self._reduce(jnp.ones((1, *images.shape[1:3], 1), images.dtype), 0.0, lax.add)
+        y = total / count
+        return y.reshape(x.shape[:-3] + y.shape[1:])
+
+
+@dataclass(frozen=True)
+class Flatten(Layer):
+    """Image to one axis of features; give it the rank of one input where that is not an image.
+
+    :param rank: number of axes of one data point that are joined.
+
+    >>> Flatten().output_shape((12, 12, 16))
+    (2304,)
+    """
+
+    rank: int = 3
+
+    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+        if len(input_shape) != self.rank:
+            raise shape_error(self, path, f"inputs of {self.rank} axes (argument `rank`)", input_shape)
+        return {}, (prod(input_shape),)
+
+    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+        if x.ndim < self.rank:
+            raise shape_error(self, run.path, f"at least {self.rank} axes (argument `rank`)", x.shape)
+        return x.reshape((*x.shape[: x.ndim - self.rank], -1))

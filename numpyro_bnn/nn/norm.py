@@ -1,0 +1,162 @@
+"""Normalisation layers, exactly invariant to the scale of what feeds them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.nn.base import Layer, Moments, Run, Shape, per_feature, shape_error
+
+__all__ = ["BatchNorm", "LayerNorm", "standardize"]
+
+
+def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Power of two near the size of ``x`` along ``axes``, a constant for differentiation.
+
+    Dividing by it first is exact and keeps squares within range whatever the scale of the weights. The
+    normalisation does not depend on the unit, so its derivative through the unit is zero.
+    """
+    largest = lax.stop_gradient(jnp.max(jnp.abs(x), axis=axes, keepdims=True))
+    _, exponent = jnp.frexp(largest)
+    return jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1)
+
+
+def _divide(centred: jax.Array, sd: jax.Array) -> jax.Array:
+    """Centred values over their sd; 0, with gradient 0, where the sd is 0."""
+    return jnp.where(sd > 0, centred / jnp.where(sd > 0, sd, 1), 0)
+
+
+def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, Moments]:
+    """Return (x - mean) / sd along ``axes`` and the statistics used.
+
+    For any c > 0, ``standardize(c * x)`` equals ``standardize(x)`` to rounding: there is no additive
+    epsilon. A feature that is constant up to rounding has sd 0 and gives 0, with gradient 0.
+
+    :param x: array of any shape.
+    :param axes: axes over which mean and sd are taken.
+
+    >>> import jax.numpy as jnp
+    >>> y, moments = standardize(jnp.array([[1.0, 5.0], [3.0, 5.0]]), (0,))
+    >>> y.tolist(), moments.mean.tolist(), moments.sd.tolist()
+    ([[-1.0, 0.0], [1.0, 0.0]], [2.0, 5.0], [1.0, 0.0])
+    """
+    unit = _unit(x, axes)
+    u = x / unit
+    mean = jnp.mean(u, axis=axes, keepdims=True)
+    centred = u - mean
+    var = jnp.mean(centred**2, axis=axes, keepdims=True)
+    # The threshold is relative to the feature's own size: both sides scale with c^2, so the invariance holds.
+    rounding = 8 * jnp.finfo(u.dtype).eps
+    constant = var <= rounding**2 * jnp.mean(u**2, axis=axes, keepdims=True)
+    sd = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, var)))
+    return _divide(centred, sd), Moments(jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes))
+
+
+def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
+    """Refuse what broadcasting would let pass: one feature for many values, or the other way round."""
+    if x.shape[-1:] != values.shape:
+        raise shape_error(layer, path, f"(..., {', '.join(map(str, values.shape))})", x.shape)
+
+
+@dataclass(frozen=True)
+class _Norm(Layer):
+    """Common part: the learned gain and shift of the last axis."""
+
+    use_scale: bool = True
+    use_bias: bool = True
+
+    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+        if len(input_shape) < 1:
+            raise shape_error(self, path, "at least one axis of features", input_shape)
+        used = {"scale": self.use_scale, "bias": self.use_bias}
+        return {name: (input_shape[-1],) for name, on in used.items() if on}, input_shape
+
+    def _affine(self, run: Run, y: jax.Array) -> jax.Array:
+        for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):
+            if on:
+                values = run[name]
+                _same_features(self, run.path, values, y)
+                y = y * per_feature(values, y) if name == "scale" else y + per_feature(values, y)
+        return y
+
+
+@dataclass(frozen=True)
+class BatchNorm(_Norm):
+    """Normalise every feature (or channel) with mean and variance over the batch (and the image).
+
+    y = scale * (x - mean) / sd + bias, without an additive epsilon: the layer is exactly invariant to the
+    scale of what feeds it, and constant features give ``bias``.
+
+    There is no running average. While sampling, the statistics are those of the batch the layer is given. For
+    prediction they are a function of the draw and the training data, recomputed for each draw
+    (``net.statistics``; :func:`~numpyro_bnn.to_inference_data` does it), so a prediction depends on the
+    posterior draw and the training set alone, never on the other test points.
+
+    :param use_scale: whether to learn a gain per feature.
+    :param use_bias: whether to learn a shift per feature.
+
+    :raises ValueError: if there is only one value per feature to normalise with.
+
+    Reference: Ioffe & Szegedy (2015), algorithm 1, with epsilon = 0.
+
+    >>> import jax.numpy as jnp
+    >>> net = BatchNorm(use_scale=False, use_bias=False)
+    >>> net.apply({}, jnp.array([[1.0], [3.0]])).tolist()
+    [[-1.0], [1.0]]
+    >>> train = net.statistics({}, jnp.array([[1.0], [3.0]]))
+    >>> net.apply({}, jnp.array([[2.0], [2.0]]), statistics=train).tolist()
+    [[0.0], [0.0]]
+    """
+
+    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            raise shape_error(self, run.path, "at least one axis of features", x.shape)
+        if run.given is not None:
+            return self._affine(run, self._normalise_with(run.given, run.path, x))
+        if x.size == x.shape[-1]:
+            raise argument_error(
+                f"nn.BatchNorm at {run.path!r}" if run.path else "nn.BatchNorm",
+                "x",
+                f"one value per feature, shape {x.shape}",
+                "Pass a batch of at least two rows, or `statistics=net.statistics(params, x_train)`.",
+            )
+        y, run.seen[run.path] = standardize(x, tuple(range(x.ndim - 1)))
+        return self._affine(run, y)
+
+    def _normalise_with(self, given: Mapping[str, Moments], path: str, x: jax.Array) -> jax.Array:
+        try:
+            mean, sd = given[path]
+        except KeyError:
+            raise argument_error(
+                "nn.apply",
+                "statistics",
+                f"no entry {path!r}",
+                "Make them with `net.statistics(params, x_train)`.",
+            ) from None
+        _same_features(self, path, mean, x)
+        return _divide(x - per_feature(mean, x), per_feature(sd, x))
+
+
+@dataclass(frozen=True)
+class LayerNorm(_Norm):
+    """Normalise the features of each data point with their own mean and variance.
+
+    y = scale * (x - mean) / sd + bias over the last axis, without an additive epsilon.
+
+    :param use_scale: whether to learn a gain per feature.
+    :param use_bias: whether to learn a shift per feature.
+
+    Reference: Ba, Kiros & Hinton (2016), equations 3-4.
+
+    >>> import jax.numpy as jnp
+    >>> LayerNorm(use_scale=False, use_bias=False).apply({}, jnp.array([1.0, 3.0])).tolist()
+    [-1.0, 1.0]
+    """
+
+    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            raise shape_error(self, run.path, "at least one axis of features", x.shape)
+        return self._affine(run, standardize(x, (x.ndim - 1,))[0])

@@ -1,0 +1,41 @@
+"""Shared fixtures: fixed seeds, quiet progress bars, the benchmark data folder."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+# Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# NumPyro's set-up of a model makes hundreds of tiny programs; workers share what they compile, also between runs.
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def key():
+    """The fixed seed of a test."""
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def x64():
+    """Run a test in float64."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def data_folder():
+    """Folder of the benchmark data; tests that need it are skipped, with the reason, where it is absent."""
+    folder = os.environ.get("NUMPYRO_BNN_DATA")
+    if not folder or not Path(folder).is_dir():
+        if os.environ.get("NUMPYRO_BNN_REQUIRE_DATA"):
+            pytest.fail("NUMPYRO_BNN_REQUIRE_DATA is set, but NUMPYRO_BNN_DATA names no folder")
+        pytest.skip("benchmark data absent: set NUMPYRO_BNN_DATA to its folder")
+    return Path(folder)
