@@ -1,0 +1,144 @@
+"""Two usual models, each a few lines of NumPyro, with checks of the data in front."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_bnn import _checks
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.networks import random_network
+from numpyro_bnn.nn import Layer
+
+__all__ = ["classification", "regression"]
+
+Model = Callable[..., None]
+
+
+def regression(
+    net: Layer,
+    prior: Any = None,
+    noise: dist.Distribution | float | None = None,
+    heteroscedastic: bool = False,
+) -> Model:
+    """Model of real targets with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
+
+    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x (N, *input_shape) and y (N,), or
+    (N, K) for a network with K > 1 outputs; integer targets are taken as numbers. Standardise both first.
+
+    :param net: specification with one output per target; with ``heteroscedastic`` with two, mean and
+        sd = softplus(second output).
+    :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
+    :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
+    :param heteroscedastic: let the network give the noise of each data point; there is no ``sigma`` then.
+    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
+        with another number of outputs.
+
+    >>> import jax, numpyro
+    >>> from numpyro_bnn import models, nn, priors
+    >>> model = models.regression(nn.MLP([5, 1], "tanh"), priors.Hierarchical())
+    >>> x = jax.numpy.linspace(-1, 1, 20)[:, None]
+    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(x, jax.numpy.sin(3 * x[:, 0]))
+    >>> [name for name, site in trace.items() if site["type"] == "sample"][-2:]
+    ['sigma', 'y']
+    """
+    noise = dist.HalfNormal(1.0) if noise is None else noise
+    return partial(_regression, net=net, prior=prior, noise=noise, heteroscedastic=heteroscedastic)
+
+
+def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedastic):
+    call = "models.regression"
+    _check_inputs(call, x, batch_size)
+    outputs = _outputs(call, net, x, 2 if heteroscedastic else 1)
+    targets = outputs // 2 if heteroscedastic else outputs
+    if y is not None:
+        y = _real_targets(call, x, y, targets)
+    f = random_network("net", net, jnp.shape(x)[1:], prior)
+    sigma = 1.0
+    if not heteroscedastic:
+        sigma = numpyro.sample("sigma", noise) if isinstance(noise, dist.Distribution) else noise
+    with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
+        out = f(jnp.asarray(x)[index])
+        mean = out[..., :targets]
+        sd = jax.nn.softplus(out[..., targets:]) if heteroscedastic else jnp.broadcast_to(sigma, mean.shape)
+        likelihood = (
+            dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
+        )
+        numpyro.sample("y", likelihood, obs=None if y is None else y[index])
+
+
+def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
+    """Model of class labels: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
+
+    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x (N, *input_shape) and integer labels
+    y (N,) in 0..K-1.
+
+    :param net: specification with K outputs.
+    :param num_classes: K.
+    :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
+    :raises ValueError: for NaN or infinite inputs, labels outside 0..K-1, mismatched lengths, wrong rank, a batch
+        size above N, a network with another number of outputs.
+
+    >>> import jax, numpyro
+    >>> from numpyro_bnn import models, nn
+    >>> model = models.classification(nn.MLP([5, 3]), num_classes=3)
+    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(jax.numpy.ones((7, 2)))
+    >>> trace["y"]["value"].shape
+    (7,)
+    """
+    if not isinstance(num_classes, int) or num_classes < 2:
+        raise argument_error("models.classification", "num_classes", num_classes, "Pass at least 2.")
+    return partial(_classification, net=net, num_classes=num_classes, prior=prior)
+
+
+def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
+    call = "models.classification"
+    _check_inputs(call, x, batch_size)
+    _outputs(call, net, x, num_classes)
+    if y is not None:
+        _checks.rank(call, "y", y, 1, "(N,)")
+        _checks.same_length(call, x=x, y=y)
+        _checks.labels(call, "y", y, num_classes)
+        y = jnp.asarray(y, dtype=int)
+    f = random_network("net", net, jnp.shape(x)[1:], prior)
+    with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
+        logits = f(jnp.asarray(x)[index])
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=None if y is None else y[index])
+
+
+def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
+    if jnp.ndim(x) < 2:
+        raise argument_error(
+            call, "x", f"shape {jnp.shape(x)}", "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
+        )
+    _checks.finite(call, "x", x)
+    size = jnp.shape(x)[0]
+    if batch_size is not None and not 1 <= batch_size <= size:
+        raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
+
+
+def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
+    """Number of outputs of the network, a multiple of what the likelihood takes."""
+    shape = net.output_shape(jnp.shape(x)[1:])
+    good = len(shape) == 1 and (
+        shape[0] == multiple if call.endswith("classification") else shape[0] % multiple == 0
+    )
+    if not good:
+        raise argument_error(
+            call,
+            "net",
+            f"a network with output shape {shape}",
+            f"The last layer must have {multiple} outputs.",
+        )
+    return shape[0]
+
+
+def _real_targets(call: str, x: Any, y: Any, targets: int) -> jax.Array:
+    _checks.rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
+    _checks.same_length(call, x=x, y=y)
+    _checks.finite(call, "y", y)
+    return jnp.asarray(y, dtype=float)

@@ -1,0 +1,209 @@
+"""Networks as NumPyro sample sites."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro import handlers
+from numpyro.primitives import _PYRO_STACK, Messenger
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.nn import Layer, Moments, Shape
+from numpyro_bnn.priors import Normal, as_prior, noncenter
+
+__all__ = ["RandomNetwork", "random_network", "record_statistics", "use_statistics"]
+
+Statistics = Mapping[str, Moments]
+
+
+class RandomNetwork:
+    """A network whose parameters are values of sample sites; what :func:`random_network` returns.
+
+    :ivar name: prefix of its sites.
+    :ivar net: the specification.
+    :ivar params: flat dictionary of parameter values.
+    """
+
+    def __init__(self, name: str, net: Layer, params: Mapping[str, jax.Array]) -> None:
+        self.name = name
+        self.net = net
+        self.params = params
+
+    def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> jax.Array:
+        """Evaluate the network on a batch.
+
+        :param x: inputs of shape (..., *input_shape).
+        :param statistics: batch statistics to normalise with instead of those of ``x``;
+            see :meth:`statistics`.
+        """
+        if statistics is None:
+            statistics = _requested_statistics(self, x)
+        return self.net.apply(self.params, x, statistics)
+
+    def statistics(self, x: jax.Array) -> dict[str, Moments]:
+        """Statistics of every batch normalisation on the inputs ``x``, to be passed to a later call."""
+        return self.net.statistics(self.params, x)
+
+
+def random_network(
+    name: str,
+    net: Layer,
+    input_shape: Shape,
+    prior: Any = None,
+) -> RandomNetwork:
+    """Give every parameter of a network a sample site, and return the network as a callable.
+
+    The sites are ``<name>/<layer>.kernel``, ``<name>/<layer>.bias`` and so on, with the hyper-sites of the prior
+    beside them. Non-centred priors add ``<site>_base`` ~ N(0, 1) and make the parameter a deterministic site.
+
+    :param name: prefix of the sites.
+    :param net: the specification, e.g. ``nn.MLP([50, 1], activation="tanh")``.
+    :param input_shape: shape of one data point, e.g. ``x.shape[1:]``.
+    :param prior: a callable ``(name, shape) -> Distribution`` such as :class:`~numpyro_bnn.priors.Hierarchical`, a
+        distribution for all parameters, or a dictionary of these by name pattern; ``priors.Normal()`` by default.
+    :return: a callable on batches (..., *input_shape).
+    :raises ValueError: inside a plate, for an input shape the network cannot take, for a parameter without prior.
+    :raises TypeError: for a net or prior of another kind.
+
+    >>> import jax, numpyro, numpyro.distributions as dist
+    >>> from numpyro_bnn import nn, priors, random_network
+    >>> def model(x, y=None):
+    ...     net = random_network("net", nn.MLP([8, 1], "tanh"), x.shape[1:], priors.Hierarchical())
+    ...     with numpyro.plate("data", x.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.1), obs=y)
+    >>> x = jax.numpy.ones((5, 3))
+    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(x)
+    >>> trace["net/Dense_0.kernel"]["value"].shape, trace["y"]["value"].shape
+    ((3, 8), (5,))
+    """
+    if not isinstance(net, Layer):
+        raise argument_error(
+            "random_network",
+            "net",
+            net,
+            "Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules use NumPyro's"
+            " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors.",
+            TypeError,
+        )
+    if not isinstance(name, str):
+        raise argument_error("random_network", "name", name, 'Pass a string, e.g. `"net"`.', TypeError)
+    shapes = net.param_shapes(input_shape)
+    prior = as_prior(Normal() if prior is None else prior)
+    if hasattr(prior, "check"):
+        prior.check(shapes)
+    plates = [frame.name for frame in _PYRO_STACK if isinstance(frame, numpyro.plate)]
+    if plates:
+        raise argument_error(
+            "random_network",
+            "name",
+            f"{name!r} inside plate {plates[-1]!r}",
+            "Call it before the plate: inside, each data point would get weights of its own.",
+        )
+    params = {}
+    with handlers.scope(prefix=name, divider="/"), noncenter():
+        for site, shape in shapes.items():
+            params[site] = numpyro.sample(site, _over_parameter(prior(site, shape), site, shape))
+    return RandomNetwork(name, net, params)
+
+
+def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
+    """Expand what a prior gave to the whole parameter; refuse what cannot be its distribution."""
+    if not isinstance(fn, dist.Distribution):
+        raise argument_error(
+            "random_network",
+            "prior",
+            f"{fn!r} for parameter {site!r}",
+            "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`.",
+            TypeError,
+        )
+    batch_shape = shape[: max(len(shape) - fn.event_dim, 0)]
+    try:
+        fits = np.broadcast_shapes(fn.shape(), shape) == batch_shape + fn.event_shape == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise argument_error(
+            "random_network",
+            "prior",
+            f"a {type(fn).__name__} of shape {fn.shape()} for parameter {site!r}",
+            f"The parameter has shape {shape}: give it a distribution of that shape, or a scalar one.",
+        )
+    return fn.expand(batch_shape).to_event()
+
+
+# -- batch statistics between a pass over the training data and a prediction ----------------------------
+
+
+class record_statistics(Messenger):
+    """Context that collects the batch statistics of every call of a :class:`RandomNetwork`.
+
+    Run a model on its training data inside it; ``.calls`` then holds one dictionary per call.
+
+    >>> import jax.numpy as jnp
+    >>> from numpyro_bnn import nn
+    >>> net = RandomNetwork("net", nn.BatchNorm(use_scale=False, use_bias=False), {})
+    >>> with record_statistics() as training:
+    ...     _ = net(jnp.array([[1.0], [3.0]]))
+    >>> with use_statistics(training.calls):
+    ...     net(jnp.array([[2.0], [3.0]])).tolist()
+    [[0.0], [1.0]]
+    """
+
+    def __init__(self, fn: Callable | None = None) -> None:
+        self.calls: list[Statistics] = []
+        super().__init__(fn)
+
+    def __enter__(self) -> "record_statistics":
+        self.calls = []
+        super().__enter__()
+        return self
+
+    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+        """Note the statistics of a call, and let it use them."""
+        self.calls.append(network.statistics(x))
+        return self.calls[-1]
+
+
+class use_statistics(Messenger):
+    """Context in which the calls of a :class:`RandomNetwork` normalise with recorded statistics, in order.
+
+    :param calls: ``record_statistics().calls`` of a run of the same model.
+
+    Example: see :class:`record_statistics`.
+
+    >>> use_statistics([]).calls
+    []
+    """
+
+    def __init__(self, calls: list[Statistics], fn: Callable | None = None) -> None:
+        self.calls = calls
+        self._position = 0
+        super().__init__(fn)
+
+    def __enter__(self) -> "use_statistics":
+        self._position = 0  # a model may be traced more than once
+        super().__enter__()
+        return self
+
+    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+        """Return the statistics recorded for this call."""
+        if self._position == len(self.calls):
+            raise argument_error(
+                "use_statistics",
+                "calls",
+                f"{len(self.calls)} recorded calls of random networks, and one more call",
+                "The model must call its networks equally often on training data and for prediction.",
+            )
+        self._position += 1
+        return self.calls[self._position - 1]
+
+
+def _requested_statistics(network: RandomNetwork, x: jax.Array) -> Statistics | None:
+    """Ask the innermost of these contexts; they stand outside the sites, so no ``block`` or ``scope`` hides them."""
+    for frame in reversed(_PYRO_STACK):
+        if isinstance(frame, record_statistics | use_statistics):
+            return frame.visit(network, x)
+    return None

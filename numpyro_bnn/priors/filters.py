@@ -1,0 +1,155 @@
+"""Smooth convolution filters: a Gaussian process over the positions of the filter."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import Transform
+
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn.nn import Shape, inputs_first
+from numpyro_bnn.priors.base import NonCentered, Prior, check_positive
+from numpyro_bnn.priors.independent import Normal
+
+__all__ = ["COVARIANCES", "GPFilters", "filter_covariance"]
+
+# Stationary covariances as functions of distance over length scale: a new one is a row here.
+COVARIANCES = {
+    "rbf": lambda r: jnp.exp(-0.5 * r**2),
+    "matern12": lambda r: jnp.exp(-r),
+    "matern32": lambda r: (1 + 3**0.5 * r) * jnp.exp(-(3**0.5) * r),
+    "matern52": lambda r: (1 + 5**0.5 * r + 5 / 3 * r**2) * jnp.exp(-(5**0.5) * r),
+}
+
+
+def filter_covariance(window: tuple[int, int], covariance: str, length_scale: float | jax.Array) -> jax.Array:
+    """Correlation matrix of the h*w positions of a filter, row-major, distances in pixels.
+
+    :param window: (h, w).
+    :param covariance: a name of ``COVARIANCES``.
+    :param length_scale: in pixels.
+    :return: (h*w, h*w) with unit diagonal.
+    :raises ValueError: for an unknown covariance.
+
+    >>> filter_covariance((1, 2), "matern12", 1.0).round(2).tolist()
+    [[1.0, 0.3700000047683716], [0.3700000047683716, 1.0]]
+    """
+    if covariance not in COVARIANCES:
+        raise unknown_name("priors.filter_covariance", "covariance", covariance, COVARIANCES)
+    grid = jnp.stack(jnp.meshgrid(*(jnp.arange(n) for n in window), indexing="ij"), axis=-1).reshape(-1, 2)
+    squared = jnp.sum((grid[:, None] - grid[None]) ** 2, axis=-1)
+    return COVARIANCES[covariance](jnp.sqrt(squared) / length_scale)
+
+
+class _CholeskyFilter(Transform):
+    """z -> L z over the two grid axes of a kernel (h, w, in, out)."""
+
+    domain = constraints.independent(constraints.real, 4)
+    codomain = constraints.independent(constraints.real, 4)
+
+    def __init__(self, cholesky: jax.Array) -> None:
+        self.cholesky = cholesky
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("pq,...qio->...pio", self.cholesky, self._grid(x)).reshape(x.shape)
+
+    def _inverse(self, y: jax.Array) -> jax.Array:
+        grid = self._grid(y)
+        flat = jnp.moveaxis(grid, -3, 0).reshape(grid.shape[-3], -1)
+        solved = jax.scipy.linalg.solve_triangular(self.cholesky, flat, lower=True)
+        moved = solved.reshape((grid.shape[-3], *grid.shape[:-3], *grid.shape[-2:]))
+        return jnp.moveaxis(moved, 0, -3).reshape(y.shape)
+
+    def log_abs_det_jacobian(self, x, y, intermediates=None):
+        channels = x.shape[-1] * x.shape[-2]
+        log_det = channels * jnp.sum(jnp.log(jnp.diagonal(self.cholesky)))
+        return jnp.broadcast_to(log_det, x.shape[:-4])
+
+    def tree_flatten(self):
+        return (self.cholesky,), (("cholesky",), {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _CholeskyFilter) and bool(jnp.array_equal(self.cholesky, other.cholesky))
+
+    def _grid(self, x: jax.Array) -> jax.Array:
+        return x.reshape((*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
+
+
+@dataclass(frozen=True)
+class GPFilters(Prior):
+    """Spatially correlated filters: for every pair of channels w[:, :, i, o] ~ N(0, (a^2 / fan_in) K).
+
+    K[p, p'] = k(|p - p'| / l) over the grid of the filter, shared by all channels. Every other parameter
+    (dense kernels, biases, gains) gets ``other``.
+
+    :param amplitude: a, a number, or a distribution on (0, inf) (then site ``<kernel>_amplitude``).
+    :param length_scale: l in pixels, a number, or a distribution (then site ``<kernel>_length_scale``).
+    :param covariance: ``"rbf"``, ``"matern12"``, ``"matern32"`` or ``"matern52"``.
+    :param other: prior of all other parameters; by default ``Normal`` with the ``fan_in_scaling``, ``bias_scale``
+        and ``gain_scale`` given here, which are not used where ``other`` is given.
+    :param jitter: relative variance added on the diagonal; the RBF matrix of a wide length scale is singular.
+    :param centered: sample w itself instead of independent normals.
+
+    Reference: Fortuin et al. (2022), section 3.2; Rasmussen & Williams (2006), equations 4.9-4.17.
+
+    >>> prior = GPFilters(length_scale=2.0)("Conv2d_0.kernel", (3, 3, 1, 4))
+    >>> prior.event_shape
+    (3, 3, 1, 4)
+    """
+
+    amplitude: float | dist.Distribution = 1.0
+    length_scale: float | dist.Distribution = 1.0
+    covariance: str = "rbf"
+    other: Prior | None = None
+    jitter: float = 1e-5
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, amplitude=self.amplitude, length_scale=self.length_scale, jitter=self.jitter)
+        if self.covariance not in COVARIANCES:
+            raise unknown_name("priors.GPFilters", "covariance", self.covariance, COVARIANCES)
+        if not (self.other is None or isinstance(self.other, Prior)):
+            raise argument_error(
+                "priors.GPFilters", "other", self.other, "Pass a prior such as `priors.Normal()`.", TypeError
+            )
+
+    def kernel(self, name: str, shape: Shape) -> dist.Distribution:
+        if len(shape) != 4:
+            return self._other(name, shape)
+        if not inputs_first(name):
+            raise argument_error(
+                "priors.GPFilters",
+                "name",
+                repr(name),
+                "It takes Flax kernels (h, w, in, out), not Equinox ones.",
+            )
+        amplitude = _value(f"{name}_amplitude", self.amplitude)
+        correlation = filter_covariance(
+            shape[:2], self.covariance, _value(f"{name}_length_scale", self.length_scale)
+        )
+        count = correlation.shape[0]
+        # The diagonal stays 1, so that the variance of a weight is the one asked for.
+        correlation = (correlation + self.jitter * jnp.eye(count)) / (1 + self.jitter)
+        sd = amplitude * self.fan_in_factor(name, shape)
+        transform = _CholeskyFilter(sd * jnp.linalg.cholesky(correlation))
+        unit = dist.Normal(0.0, 1.0).expand(shape).to_event(4)
+        family = dist.TransformedDistribution if self.centered else NonCentered
+        return family(unit, transform)
+
+    def bias(self, name: str, shape: Shape) -> dist.Distribution:
+        return self._other(name, shape)
+
+    def scale(self, name: str, shape: Shape) -> dist.Distribution:
+        return self._other(name, shape)
+
+    def _other(self, name: str, shape: Shape) -> dist.Distribution:
+        common = {key: getattr(self, key) for key in ("fan_in_scaling", "bias_scale", "gain_scale")}
+        return (self.other or Normal(**common))(name, shape)
+
+
+def _value(site: str, prior: float | dist.Distribution) -> jax.Array | float:
+    return numpyro.sample(site, prior) if isinstance(prior, dist.Distribution) else prior
