@@ -1,0 +1,316 @@
+"""The border to ArviZ: the only module that imports it (and xarray), for both 0.x and 1.x.
+
+ArviZ 0.x keeps results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``; the rest of the package
+calls the functions below and never asks which of the two it holds.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from numpy.typing import ArrayLike, NDArray
+
+from numpyro_bnn._errors import argument_error, unknown_name
+
+with warnings.catch_warnings():
+    # ArviZ 0.23 announces its coming refactor once a day; version 1, the refactor, is supported here.
+    warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
+    import arviz as az
+
+__all__ = ["attrs", "dataset", "ess", "group", "group_names", "inference_data", "load", "rhat", "save"]
+
+Variables = Mapping[str, tuple[Sequence[str], ArrayLike]]
+
+# Told apart by number: ArviZ 1.x still has a name `InferenceData`, which only warns.
+_TREE = int(az.__version__.split(".")[0]) >= 1
+
+# ArviZ needs four draws in each chain that it splits.
+_MIN_DRAWS = 4
+
+
+def rhat(draws: ArrayLike) -> NDArray[np.float64]:
+    """Rank-normalised split R-hat of every column of ``draws``, computed by ArviZ.
+
+    A single chain is cut into halves, which are compared as two chains (each is split once more): slower
+    drifts than half the run show, another mode that no chain visits cannot.
+
+    :param draws: (C, S, ...) draws by chain.
+    :return: R-hat, shape (...). NaN where a column is constant or not finite, and everywhere when a chain
+        has fewer than 4 draws (8 when there is one chain); infinite, or too large to matter, when every
+        chain stands still at a value of its own.
+    :raises ValueError: if ``draws`` has no chain and draw axis.
+
+    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*, equations (4) and (14).
+
+    **Example**
+
+    >>> import numpy as np
+    >>> draws = np.random.default_rng(0).normal(size=(4, 500, 2))
+    >>> draws[0, :, 1] += 5.0
+    >>> (rhat(draws) < 1.05).tolist()
+    [True, False]
+    """
+    array = _by_chain("rhat", draws)
+    if array.shape[0] == 1:
+        half = array.shape[1] // 2
+        array = np.concatenate([array[:, :half], array[:, array.shape[1] - half :]])
+    return _by_column(array, az.rhat, method="rank")
+
+
+def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
+    """Effective sample size of every column of ``draws``, computed by ArviZ.
+
+    :param draws: (C, S, ...) draws by chain.
+    :param kind: ``"bulk"`` (rank-normalised) or ``"tail"`` (the smaller of the 5 % and 95 % quantiles').
+    :return: effective draws, shape (...). NaN where a column is constant or not finite, and everywhere when
+        a chain has fewer than 4 draws.
+    :raises ValueError: if ``draws`` has no chain and draw axis, or ``kind`` is unknown.
+
+    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> draws = np.random.default_rng(0).normal(size=(4, 500))
+    >>> bool(1500 < ess(draws, "bulk") < 2500)
+    True
+    """
+    kinds = ("bulk", "tail")
+    if kind not in kinds:
+        raise unknown_name("ess", "kind", kind, kinds)
+    # The quantiles are named because the default differs between the two ArviZ versions.
+    options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
+    return _by_column(_by_chain("ess", draws), az.ess, method=kind, **options)
+
+
+def dataset(
+    variables: Variables,
+    coords: Mapping[str, ArrayLike] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Build one group of results.
+
+    :param variables: by name, the dimension names and the array, e.g. ``{"w": (("chain", "draw"), w)}``.
+    :param coords: coordinate values by dimension; those of dimensions not in use are ignored, and a
+        dimension without any gets 0, 1, 2, ... as in ArviZ.
+    :param attrs: text or numbers about the group.
+    :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a name that is also
+        a dimension, dimension names that do not fit the array, or an array that netCDF cannot hold.
+    :raises TypeError: for an attribute that is neither text nor number.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> data = dataset({"w": (("chain", "draw", "unit"), np.zeros((2, 5, 3)))}, {"unit": ["a", "b", "c"]})
+    >>> dict(data.sizes)
+    {'chain': 2, 'draw': 5, 'unit': 3}
+    """
+    arrays = {name: _variable(name, dims, values) for name, (dims, values) in variables.items()}
+    sizes = {
+        dim: size for dims, values in arrays.values() for dim, size in zip(dims, values.shape, strict=True)
+    }
+    for name in sizes.keys() & arrays.keys():
+        raise argument_error(
+            "dataset",
+            "variables",
+            f"{name!r} as a variable and as a dimension",
+            f"Rename the dimension, e.g. to '{name}_dim'.",
+        )
+    given = coords or {}
+    used = {dim: np.asarray(given[dim]) if dim in given else np.arange(size) for dim, size in sizes.items()}
+    return xr.Dataset(arrays, coords=used, attrs=_attributes("dataset", attrs))
+
+
+def inference_data(groups: Mapping[str, xr.Dataset], attrs: Mapping[str, Any] | None = None) -> Any:
+    """Join groups into what the installed ArviZ works on.
+
+    :param groups: datasets by group name, e.g. ``{"posterior": dataset(...)}``; those without a variable are
+        left out.
+    :param attrs: text or numbers about the whole.
+    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
+    :raises TypeError: for an attribute that is neither text nor number.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
+    >>> group_names(idata)
+    ['posterior']
+    """
+    filled: dict[str, Any] = {name: data for name, data in groups.items() if data.data_vars}
+    about = _attributes("inference_data", attrs)
+    return _tree(filled, about) if _TREE else az.InferenceData(attrs=about, **filled)
+
+
+def group_names(idata: Any) -> list[str]:
+    """Names of the groups of ``idata``, in order."""
+    if isinstance(idata, xr.DataTree):
+        return list(idata.children)
+    if not _TREE and isinstance(idata, az.InferenceData):
+        return list(idata.groups())
+    raise argument_error(
+        "group_names",
+        "idata",
+        f"an object of type {type(idata).__name__}",
+        "Pass the result of `to_inference_data` or `load`.",
+        TypeError,
+    )
+
+
+def group(idata: Any, name: str) -> xr.Dataset:
+    """The dataset of one group.
+
+    :raises ValueError: if there is no such group; the message names those there are.
+    """
+    known = group_names(idata)
+    if name not in known:
+        raise unknown_name("group", "name", name, known)
+    held = idata[name]
+    return held.to_dataset() if isinstance(held, xr.DataTree) else held
+
+
+def attrs(idata: Any) -> dict[str, Any]:
+    """What is written about the whole of ``idata`` (not about one group)."""
+    group_names(idata)
+    return dict(idata.attrs)
+
+
+def save(idata: Any, path: str | Path) -> Path:
+    """Write ``idata`` to a netCDF file (HDF5), which either ArviZ reads; an existing file is replaced.
+
+    :return: the path.
+    :raises ValueError: if the file cannot be written.
+
+    **Example**
+
+    >>> import numpy as np, pathlib, tempfile
+    >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(idata, pathlib.Path(folder) / "fit.nc")
+    ...     group_names(load(path))
+    ['posterior']
+    """
+    target = Path(path)
+    if os.path.isdir(target) or not os.path.isdir(target.parent):
+        raise argument_error(
+            "save",
+            "path",
+            repr(str(target)),
+            "Pass the name of a file (not a folder) in a folder that exists.",
+        )
+    tree = _tree({name: group(idata, name) for name in group_names(idata)}, attrs(idata))
+    # Written beside the target and moved, so that a failure half-way leaves an older file as it was.
+    part = target.with_name(target.name + ".part")
+    try:
+        tree.to_netcdf(part, engine="h5netcdf")
+        part.replace(target)
+    except (OSError, ImportError) as cause:
+        raise _file_error("save", target, cause, "Pass a file name in a folder you may write to.") from cause
+    finally:
+        if os.path.isfile(part):
+            part.unlink()
+    return target
+
+
+def load(path: str | Path) -> Any:
+    """Read what :func:`save` (or ArviZ's ``to_netcdf``) wrote; everything is in memory afterwards.
+
+    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
+    :raises ValueError: if the file is missing, truncated or not netCDF.
+    """
+    target = Path(path)
+    if not os.path.isfile(target):
+        raise argument_error(
+            "load", "path", f"{str(target)!r}, where no file is", "Pass a file written by `save`."
+        )
+    try:
+        with xr.open_datatree(target, engine="h5netcdf") as tree:
+            groups = {name: child.to_dataset().load() for name, child in tree.children.items()}
+            return inference_data(groups, {str(name): value for name, value in tree.attrs.items()})
+    except (OSError, ImportError) as cause:
+        raise _file_error(
+            "load", target, cause, "The file is truncated or not netCDF-4: save it again."
+        ) from cause
+
+
+def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(draws, dtype=np.float64)
+    if array.ndim < 2 or 0 in array.shape:
+        raise argument_error(
+            call, "draws", f"shape {array.shape}", "Pass draws shaped (C, S, ...), chains first."
+        )
+    return array
+
+
+def _by_column(array: NDArray[np.float64], diagnostic: Any, **options: Any) -> NDArray[np.float64]:
+    """Apply an ArviZ diagnostic to the columns for which it is defined; the others are NaN."""
+    chains, draws, *shape = array.shape
+    columns = array.reshape(chains, draws, -1)
+    result = np.full(columns.shape[2], np.nan)
+    defined = np.isfinite(columns).all(axis=(0, 1)) & (np.ptp(columns, axis=(0, 1)) > 0)
+    if draws >= _MIN_DRAWS and defined.any():
+        data = xr.Dataset({"columns": (("chain", "draw", "column"), columns[:, :, defined])})
+        # Chains that stand still at values of their own divide by a within-chain variance of zero.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            result[defined] = diagnostic(data, **options)["columns"].to_numpy()
+    return result.reshape(shape)
+
+
+def _variable(name: str, dims: Iterable[str], values: ArrayLike) -> tuple[tuple[str, ...], np.ndarray]:
+    """Check one variable of a dataset."""
+    array, named = np.asarray(values), tuple(dims)
+    if "/" in name:
+        raise argument_error(
+            "dataset",
+            "variables",
+            f"the name {name!r}",
+            f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}.",
+        )
+    if len(named) != array.ndim:
+        raise argument_error(
+            "dataset",
+            "variables",
+            f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}",
+            "Name every axis once.",
+        )
+    if array.dtype.kind not in "biufUM":
+        raise argument_error(
+            "dataset",
+            "variables",
+            f"{name!r} of dtype {array.dtype}",
+            "netCDF holds real numbers, booleans and text: convert it first, e.g. `.astype('float32')`.",
+        )
+    return named, array
+
+
+def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Check attributes; booleans, which netCDF lacks, become 0 and 1."""
+    checked: dict[str, Any] = {}
+    for name, value in (values or {}).items():
+        if isinstance(value, (bool, np.bool_)):
+            checked[name] = int(value)
+        elif isinstance(value, (str, int, float, np.integer, np.floating)):
+            checked[name] = value
+        else:
+            raise argument_error(
+                call,
+                "attrs",
+                f"{name!r} of type {type(value).__name__}",
+                "netCDF attributes are text or numbers: pass `str(...)` or `json.dumps(...)` of it.",
+                TypeError,
+            )
+    return checked
+
+
+def _tree(groups: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> xr.DataTree:
+    return xr.DataTree.from_dict({"/": xr.Dataset(attrs=dict(about)), **groups})
+
+
+def _file_error(call: str, path: Path, cause: Exception, instead: str) -> Exception:
+    if isinstance(cause, ImportError):
+        instead = "netCDF needs HDF5: `pip install h5netcdf h5py`."
+    return argument_error(call, "path", f"{str(path)!r} ({type(cause).__name__}: {cause})", instead)

@@ -1,0 +1,105 @@
+"""What a program computes from what: read from its jaxpr, without running it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+__all__ = ["dependence", "indexed_lengths"]
+
+# Operations after which an index is still an index.
+ADDRESSING = frozenset(
+    "add sub broadcast_in_dim concatenate convert_element_type copy reshape select_n squeeze".split()
+)
+
+
+def dependence(
+    fn: Callable[[Mapping[str, Any]], Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> dict[str, set]:
+    """Follow the program of ``fn`` from its outputs back to its arguments.
+
+    :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of arrays.
+    :param arguments: example values.
+    :return: for each output the names of the arguments it is computed from; a superset where a sub-program
+        mixes them.
+
+    >>> import jax.numpy as jnp
+    >>> found = dependence(lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]}, {"x": jnp.ones(2), "y": jnp.ones(2)})
+    >>> {name: sorted(found[name]) for name in found}
+    {'s': ['x', 'y'], 't': ['y']}
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(dict(arguments))
+    owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
+    reached: dict[Any, set] = {var: {owner} for var, owner in zip(closed.jaxpr.invars, owners, strict=True)}
+
+    def union(variables: Any) -> set:
+        return set().union(*(reached.get(v, set()) for v in variables if not isinstance(v, Literal)))
+
+    for equation in closed.jaxpr.eqns:
+        used = union(equation.invars)
+        for var in equation.outvars:
+            reached[var] = used
+    outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
+    found: dict[str, set] = {name: set() for name in shapes}
+    for name, var in zip(outputs, closed.jaxpr.outvars, strict=True):
+        found[name] |= union([var])
+    return found
+
+
+def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
+    """Lengths of the axes that ``fn`` indexes with its argument, shifted or reshaped or not.
+
+    What is looked up with the argument counts as data: of ``effect[group[i]]`` only ``group`` is reported.
+
+    :param fn: a function of one integer array.
+    :param indices: an example.
+
+    >>> import jax.numpy as jnp
+    >>> indexed_lengths(lambda i: jnp.ones(5)[i] + jnp.ones((7, 2))[i, 0], jnp.arange(3))
+    {5, 7}
+    """
+    closed = jax.make_jaxpr(fn)(indices)
+    found: set[int] = set()
+    _follow(closed.jaxpr, set(closed.jaxpr.invars), found)
+    return found
+
+
+def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
+    """Spread marks through a jaxpr, collect axes gathered with marked indices; returns the marked outputs."""
+    made_by: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        made_by.update(dict.fromkeys(equation.outvars, equation))
+        inputs = [not isinstance(var, Literal) and var in marked for var in equation.invars]
+        if not any(inputs):
+            continue
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if equation.primitive.name == "gather":
+            shape = equation.invars[0].aval.shape
+            found |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
+        elif inner is not None and len(inner.invars) == len(inputs):
+            marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
+            out = _follow(inner, marks, found)
+            marked |= {a for a, b in zip(equation.outvars, inner.outvars, strict=False) if b in out}
+        elif equation.primitive.name in ADDRESSING:
+            marked |= set(equation.outvars)
+    return {var for var in jaxpr.outvars if not isinstance(var, Literal) and var in marked}
+
+
+def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]:
+    """The axes that a gather indexes with marked numbers: `x[i, j]` stacks i and j into one operand."""
+    axes, index = gather.params["dimension_numbers"].start_index_map, gather.invars[1]
+    if isinstance(index, Literal) or index not in marked:
+        return []
+    maker = made_by.get(index)
+    if len(axes) == 1:
+        return list(axes)
+    if maker is None or maker.primitive.name != "concatenate":
+        return []
+    if maker.params["dimension"] != len(index.aval.shape) - 1:
+        return []
+    columns = [part for part in maker.invars for _ in range(part.aval.shape[-1])]
+    return [
+        a for a, part in zip(axes, columns, strict=True) if not isinstance(part, Literal) and part in marked
+    ]

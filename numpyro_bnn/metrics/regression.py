@@ -1,0 +1,184 @@
+"""Scores of predictive draws for real-valued targets (``lppd`` for any likelihood)."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from numpyro_bnn import _checks
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.metrics._inputs import draws_and_targets, stacked, vector
+from numpyro_bnn.metrics.score import Score, mean_score, standard_error
+
+__all__ = ["Coverage", "crps", "interval_coverage", "lppd", "pit", "rmse"]
+
+
+class Coverage(NamedTuple):
+    """How often central intervals hold the target.
+
+    :param coverage: share of the N targets inside.
+    :param standard_error: binomial standard error that calibrated intervals would have,
+        :math:`\\sqrt{q(1-q)/N}` at level :math:`q`.
+    :param mean_width: mean width of the intervals, in units of y.
+    :param level: the level asked for.
+    :param inside: (N,) whether each target is inside.
+    """
+
+    coverage: float
+    standard_error: float
+    mean_width: float
+    level: float
+    inside: NDArray[np.bool_]
+
+
+def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
+    r"""Root mean squared error of point predictions, :math:`\sqrt{\frac1N \sum_n (\hat y_n - y_n)^2}`.
+
+    :param predictions: (N,) e.g. the predictive mean.
+    :param y: (N,) targets.
+    :return: the error in units of y, its standard error (delta method), and the absolute errors (N,).
+    :raises ValueError: for other ranks, unequal lengths, NaN or infinity.
+
+    **Example**
+
+    >>> rmse([0.0, 0.0], [3.0, -3.0]).value
+    3.0
+    """
+    mean, target = vector("rmse", "predictions", predictions), vector("rmse", "y", y)
+    _checks.same_length("rmse", predictions=mean, y=target)
+    errors = np.abs(mean - target)
+    value = float(np.sqrt(np.mean(errors**2)))
+    error = standard_error(errors**2) / (2 * value) if value > 0 else 0.0
+    return Score(value, error, errors)
+
+
+def lppd(log_likelihood: ArrayLike) -> Score:
+    r"""Log pointwise predictive density of the exact mixture over draws.
+
+    .. math:: \frac1N \sum_n \log \frac1S \sum_s p(y_n \mid \theta_s)
+
+    The mean over points; multiply by N for the sum that model comparison uses. On training data it
+    flatters the model: score test data, or use ``arviz.loo``.
+
+    :param log_likelihood: (S, N) or (C, S, N) log densities; minus infinity is allowed.
+    :return: the mean over points, its standard error, and the value at every point (N,).
+    :raises ValueError: for other ranks, empty data, NaN or plus infinity.
+
+    Reference: Gelman, Hwang and Vehtari (2014), *Understanding predictive information criteria*, equation (5).
+
+    **Example**
+
+    >>> import numpy as np
+    >>> round(float(np.exp(lppd(np.log([[0.2], [0.4]])).value)), 6)
+    0.3
+    """
+    array = stacked("lppd", "log_likelihood", log_likelihood)
+    bad = np.isnan(array) | np.isposinf(array)
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise argument_error(
+            "lppd",
+            "log_likelihood",
+            f"{int(bad.sum())} NaN or plus infinite values (the first at draw and point {first})",
+            "A diverged chain gives such values: look at its draws first.",
+        )
+    top = array.max(axis=0)
+    shift = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore"):
+        return mean_score(shift + np.log(np.mean(np.exp(array - shift), axis=0)))
+
+
+def crps(draws: ArrayLike, y: ArrayLike) -> Score:
+    r"""Continuous ranked probability score, by the estimator that is unbiased for any number of draws.
+
+    .. math:: \frac1S \sum_s |x_s - y| - \frac{1}{2 S (S - 1)} \sum_{s, t} |x_s - x_t|
+
+    The double sum is computed from sorted draws in :math:`O(S \log S)`. Smaller is better. Unbiased for
+    independent draws; autocorrelated ones make the second term too small.
+
+    :param draws: (S, N) or (C, S, N) draws of y, at least two.
+    :param y: (N,) targets.
+    :return: the mean over points in units of y, its standard error, and the score of every point (N,),
+        which may be negative.
+    :raises ValueError: for other ranks, unequal lengths, one draw, NaN or infinity.
+
+    Reference: Ferro (2014), *Fair scores for ensemble forecasts*;
+    Gneiting and Raftery (2007), *Strictly proper scoring rules*, equation (21).
+
+    **Example**
+
+    >>> crps([[0.0], [2.0]], [1.0]).value
+    0.0
+    """
+    array, target = draws_and_targets("crps", draws, y)
+    size = array.shape[0]
+    if size < 2:
+        raise argument_error(
+            "crps", "draws", "one draw", "Pass at least two; for one, use the absolute error."
+        )
+    # Centred at the target, so that a large offset costs no digits.
+    errors = np.sort(array - target, axis=0)
+    weights = 2.0 * np.arange(1, size + 1) - size - 1
+    half_spread = weights @ errors / (size * (size - 1))
+    return mean_score(np.abs(errors).mean(axis=0) - half_spread)
+
+
+def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Coverage:
+    """How often the central interval of the draws holds the target.
+
+    The bounds are order statistics at rank (S + 1) p, interpolated: of S draws exchangeable with y they
+    hold y with probability ``level``, where the more common rank (S - 1) p + 1 gives intervals that are
+    too narrow. At most (S - 1) / (S + 1) can be reached; beyond, the bounds are the extreme draws.
+
+    :param draws: (S, N) or (C, S, N) draws of y (of the observation, not of its mean).
+    :param y: (N,) targets.
+    :param level: probability inside, between 0 and 1.
+    :raises ValueError: for other ranks, unequal lengths, a level outside (0, 1), NaN or infinity.
+
+    Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*, definition 6.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> draws = np.random.default_rng(0).normal(size=(999, 3))
+    >>> interval_coverage(draws, [0.0, 1.0, 5.0]).inside.tolist()
+    [True, True, False]
+    """
+    array, target = draws_and_targets("interval_coverage", draws, y)
+    if not 0 < level < 1:
+        raise argument_error(
+            "interval_coverage", "level", level, "Pass a probability between 0 and 1, e.g. 0.9."
+        )
+    tail = (1 - level) / 2
+    low, high = np.quantile(array, [tail, 1 - tail], axis=0, method="weibull")
+    inside = (low <= target) & (target <= high)
+    error = float(np.sqrt(level * (1 - level) / target.size))
+    return Coverage(float(inside.mean()), error, float(np.mean(high - low)), float(level), inside)
+
+
+def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArray[np.float64]:
+    r"""Probability integral transform of every target, randomised: uniform if y is exchangeable with its draws.
+
+    .. math:: (\#\{x_s < y\} + (1 + \#\{x_s = y\})\, u) / (S + 1), \quad u \sim U(0, 1)
+
+    Exactly uniform for every number of draws, and for discrete or tied values.
+
+    :param draws: (S, N) or (C, S, N) independent draws of y.
+    :param y: (N,) targets.
+    :param rng: a generator, or the seed of one.
+    :return: (N,) values in (0, 1).
+    :raises ValueError: for other ranks, unequal lengths, NaN or infinity.
+
+    Reference: Czado, Gneiting and Held (2009), *Predictive model assessment for count data*.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> value = pit([[1.0], [2.0], [4.0]], [3.0], rng=0)
+    >>> bool(0.5 <= value[0] <= 0.75)
+    True
+    """
+    array, target = draws_and_targets("pit", draws, y)
+    below, ties = (array < target).sum(axis=0), (array == target).sum(axis=0)
+    uniform = np.random.default_rng(rng).random(target.size)
+    return (below + (1 + ties) * uniform) / (array.shape[0] + 1)

@@ -1,0 +1,91 @@
+"""The look that all figures share, and the one import of Matplotlib."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from numpyro_bnn._errors import argument_error
+
+__all__ = ["COLUMN", "CYCLE", "DATA", "FUNCTION", "MISSED", "OBSERVATION", "axes", "pyplot", "styled"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Inches of one column of a two-column paper.
+COLUMN = 3.4
+
+# Colours that people with any colour vision tell apart (Okabe and Ito, 2008); grey tones differ as well.
+CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+FUNCTION, MISSED = CYCLE[0], CYCLE[1]
+OBSERVATION, DATA = "#808080", "#000000"
+
+SETTINGS = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": False,
+    "axes.facecolor": "white",
+    "figure.facecolor": "white",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.2,
+    "figure.dpi": 200,
+}
+
+
+def pyplot() -> Any:
+    """Matplotlib's ``pyplot``, imported when a figure is drawn.
+
+    :raises ImportError: that says what to install.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as cause:
+        raise ImportError(
+            'numpyro_bnn.plots needs Matplotlib, which is not installed: pip install "numpyro_bnn[plots]"'
+        ) from cause
+    return plt
+
+
+def styled(function: Callable[P, T]) -> Callable[P, T]:
+    """Draw within the shared settings, and leave Matplotlib's own as they were."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        with pyplot().rc_context(SETTINGS):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def axes(
+    call: str,
+    given: Any,
+    shape: tuple[int, int] = (1, 1),
+    size: Sequence[float] = (COLUMN, 2.4),
+    **options: Any,
+) -> np.ndarray:
+    """The axes to draw on, (rows x columns) as a flat array: the user's, or those of a new figure."""
+    count = shape[0] * shape[1]
+    if given is None:
+        _, made = pyplot().subplots(
+            *shape, figsize=tuple(size), layout="constrained", squeeze=False, **options
+        )
+        return made.ravel()
+    array = np.atleast_1d(np.asarray(given, dtype=object)).ravel()
+    if array.size != count:
+        raise argument_error(
+            call, "ax", f"{array.size} axes", f"Pass {count}, e.g. of `plt.subplots{shape}`."
+        )
+    return array

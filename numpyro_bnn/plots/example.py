@@ -1,0 +1,61 @@
+"""Results to try figures with: a model whose posterior is known in closed form."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numpyro_bnn import _arviz
+
+__all__ = ["example_results"]
+
+SIGMA = 0.15
+SAMPLE = ("chain", "draw", "data")
+
+
+def example_results(num_points: int = 120, num_chains: int = 4, num_samples: int = 250, seed: int = 0) -> Any:
+    r"""Results like those of ``to_inference_data``, of a regression on fixed features; nothing is fitted.
+
+    .. math:: y_n \sim N(\phi(x_n)^\top w, 0.15^2), \quad w \sim N(0, I)
+
+    Gaussian bumps :math:`\phi`, 60 training points with a gap between -0.5 and 0.7, independent draws of the
+    exact posterior, and ``num_points`` test points with targets.
+
+    :param num_points: test points N.
+    :param num_chains: chains C.
+    :param num_samples: draws S of a chain.
+    :param seed: seed of data and draws.
+    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
+
+    **Example**
+
+    >>> sorted(example_results()["predictions"].data_vars)
+    ['y', 'y_mean']
+    """
+    rng = np.random.default_rng(seed)
+    centres = np.linspace(-3.0, 3.0, 13)
+    x = np.sort(np.concatenate([rng.uniform(-2.0, -0.5, 30), rng.uniform(0.7, 2.0, 30)]))
+    x_new = np.linspace(-2.5, 2.5, num_points)
+    y, y_new = (_truth(inputs) + SIGMA * rng.normal(size=inputs.size) for inputs in (x, x_new))
+    phi, phi_new = _bumps(x, centres), _bumps(x_new, centres)
+    covariance = np.linalg.inv(phi.T @ phi / SIGMA**2 + np.eye(centres.size))
+    root = np.linalg.cholesky(covariance)
+    w = covariance @ phi.T @ y / SIGMA**2 + rng.normal(size=(num_chains, num_samples, centres.size)) @ root.T
+    groups = {"posterior": _arviz.dataset({"w": (("chain", "draw", "w_dim_0"), w)})}
+    for name, features in (("posterior_predictive", phi), ("predictions", phi_new)):
+        mean = w @ features.T
+        draws = mean + SIGMA * rng.normal(size=mean.shape)
+        groups[name] = _arviz.dataset({"y": (SAMPLE, draws), "y_mean": (SAMPLE, mean)})
+    data = ("data",)
+    groups["observed_data"] = _arviz.dataset({"y": (data, y)})
+    groups["constant_data"] = _arviz.dataset({"x": (data, x)})
+    groups["predictions_constant_data"] = _arviz.dataset({"x": (data, x_new), "y": (data, y_new)})
+    return _arviz.inference_data(groups)
+
+
+def _truth(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.sin(2 * x) + 0.3 * x
+
+
+def _bumps(x: NDArray[np.float64], centres: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.exp(-0.5 * ((x[:, None] - centres) / 0.5) ** 2)

@@ -1,0 +1,6 @@
+"""Results for ArviZ: export with predictions, and files."""
+
+from numpyro_bnn._arviz import load, save
+from numpyro_bnn.results.export import to_inference_data
+
+__all__ = ["to_inference_data", "save", "load"]

@@ -1,0 +1,310 @@
+"""``to_inference_data``: from an inference result to ArviZ, in one call and one shape."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_bnn import _arviz
+from numpyro_bnn._dependence import dependence
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.results.arguments import Arguments, for_prediction
+from numpyro_bnn.results.fit import Fit, from_mcmc
+from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
+from numpyro_bnn.results.replay import map_draws, observation_mean, site_trace, training_statistics
+
+__all__ = ["to_inference_data"]
+
+CALL = "to_inference_data"
+SAMPLE_DIMS = ("chain", "draw")
+
+
+def to_inference_data(
+    result: MCMC,
+    predictions: Mapping[str, Any] | None = None,
+    *,
+    rng_key: jax.Array | None = None,
+    log_likelihood: bool = True,
+    posterior_predictive: bool = True,
+    draws_per_chunk: int | None = None,
+    coords: Mapping[str, Sequence] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    attrs: Mapping[str, str | int | float] | None = None,
+) -> Any:
+    """Export an inference result to ArviZ.
+
+    Subsampled plates are made full first: every group covers the full data, in order. Names have ``.`` for the
+    ``/`` of a site, because netCDF and DataTree refuse it: ``net/Dense_0.kernel`` is ``net.Dense_0.kernel``.
+
+    Groups (``y`` stands for the name of each observed site):
+
+    - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, by ArviZ's names.
+    - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the mean of the observation;
+      ``y_probs``, class probabilities, for a categorical one) at the training inputs, and the deterministic sites
+      that are functions of arguments (kept out of ``posterior``, which is about parameters).
+    - ``log_likelihood``: pointwise, at the training data.
+    - ``predictions``: the same as ``posterior_predictive`` at new inputs, and ``y_log_likelihood`` where new
+      targets are given. Batch normalisations use the statistics of the
+      training data under each draw.
+    - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
+
+    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`.
+    :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
+    :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
+    :param log_likelihood: whether to compute that group.
+    :param posterior_predictive: whether to compute that group.
+    :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
+    :param coords: coordinate values by dimension, e.g. ``{"data": dates}``.
+    :param dims: dimension names by variable, for axes that are no plates.
+    :param attrs: further text or numbers to store.
+    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
+    :raises ValueError: for a result without run or model, unknown arguments in ``predictions``, NaN, wrong shapes.
+    :raises TypeError: for another kind of result.
+
+    >>> import jax, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import MCMC, BarkerMH
+    >>> import numpyro_bnn as bnn
+    >>> def model(x, y=None):
+    ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    ...     with numpyro.plate("data", x.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
+    >>> x = jax.numpy.linspace(-1, 1, 5)
+    >>> mcmc = MCMC(BarkerMH(model), num_warmup=20, num_samples=10, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), x, 2 * x)
+    >>> idata = bnn.to_inference_data(mcmc, predictions={"x": x[:2]})
+    >>> dict(idata["predictions"]["y_mean"].sizes)
+    {'chain': 1, 'draw': 10, 'data': 2}
+    """
+    if not isinstance(result, MCMC):
+        raise argument_error(
+            CALL, "result", type(result).__name__, "Pass a run `numpyro.infer.MCMC`.", TypeError
+        )
+    fit = from_mcmc(result)
+    rng_key = jax.random.key(0) if rng_key is None else rng_key
+    train_key, new_key = jax.random.split(rng_key)
+    exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
+    new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
+    groups = exporter.training_groups(train_key, log_likelihood, posterior_predictive)
+    if new is not None:
+        groups |= exporter.prediction_groups(new_key, new, set(predictions or {}))
+    return _arviz.inference_data(groups, {**_versions(), **fit.attrs, **_key_attr(rng_key), **(attrs or {})})
+
+
+class _Exporter:
+    """Turns the parts of a fit into ArviZ groups."""
+
+    def __init__(self, fit: Fit, coords: Mapping, dims: Mapping, draws_per_chunk: int | None) -> None:
+        self.fit = fit
+        self.coords = coords
+        self.dims = dims
+        self.draws_per_chunk = draws_per_chunk
+        self.first = {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
+        self.sites = self._trace(fit.arguments, predict=False)
+        self._check_parameters()
+        self.observed_sites = [
+            name
+            for name, site in self.sites.items()
+            if site["type"] == "sample" and site["is_observed"] and not _auxiliary(site)
+        ]
+        self.latent = {
+            name: value
+            for name, value in fit.posterior.items()
+            if name in self.sites and self.sites[name]["type"] == "sample"
+        }
+        found = dependence(self._watched, fit.arguments.arrays)
+        self.observed = set().union(*(found[name] for name in self.observed_sites))
+        self.dependent = [
+            name for name, site in self.sites.items() if site["type"] == "deterministic" and found[name]
+        ]
+
+    # -- the model at one draw -------------------------------------------------------------------------
+
+    def _trace(
+        self, arguments: Arguments, predict: bool, values: Mapping | None = None, seed: int = 0
+    ) -> dict:
+        args, kwargs = arguments.call(values)
+        return site_trace(self.fit.model, self.first, jax.random.key(seed), args, kwargs, predict)
+
+    def _watched(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the observed and deterministic sites as a function of the array arguments."""
+        sites = self._trace(self.fit.arguments, predict=False, values=arrays)
+        return {
+            name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")
+        }
+
+    def _check_parameters(self) -> None:
+        """Parameter sites must not depend on the key: the values of the run are not known afterwards."""
+        again = self._trace(self.fit.arguments, predict=False, seed=1)
+        for name, site in self.sites.items():
+            if site["type"] not in ("param", "mutable"):
+                continue
+            pairs = zip(
+                *(jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again)), strict=True
+            )
+            if any(isinstance(a, jax.Array) and not np.array_equal(a, b) for a, b in pairs):
+                raise argument_error(
+                    CALL,
+                    "result",
+                    f"a model whose parameter site {name!r} starts at random values",
+                    "MCMC froze them and does not keep them: fix them with `handlers.substitute` before the run.",
+                )
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def training_groups(self, rng_key: jax.Array, log_likelihood: bool, predictive: bool) -> dict[str, Any]:
+        fit = self.fit
+        posterior = {
+            safe(name): (SAMPLE_DIMS + self._dims(safe(name), value.shape[2:]), value)
+            for name, value in fit.posterior.items()
+            if name not in self.dependent
+        }
+        stats = {
+            name: (SAMPLE_DIMS + parameter_dims(name, value.shape[2:]), value)
+            for name, value in fit.sample_stats.items()
+        }
+        groups = {"posterior": self._dataset(posterior), "sample_stats": self._dataset(stats)}
+        call = fit.arguments.call()
+
+        def at_draw(draw: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+            values: dict[str, jax.Array] = {}
+            given = site_trace(fit.model, draw, key, *call, predict=False)
+            if predictive:
+                values |= self._predicted(site_trace(fit.model, draw, key, *call, predict=True))
+                values |= self._functions(given)
+            if log_likelihood:
+                values |= self._log_likelihood(given, "log_likelihood/")
+            return values
+
+        if (predictive and (self.observed_sites or self.dependent)) or (
+            log_likelihood and self.observed_sites
+        ):
+            values = self._map(at_draw, rng_key)
+            groups["log_likelihood"] = self._sampled(
+                {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}, self.sites
+            )
+            groups["posterior_predictive"] = self._sampled(
+                {k: v for k, v in values.items() if "/" not in k}, self.sites
+            )
+        groups["observed_data"] = self._dataset(
+            {
+                safe(name): (site_dims(self.sites[name], safe(name), np.shape(value)), np.asarray(value))
+                for name in self.observed_sites
+                for value in [self.sites[name]["value"]]
+            }
+        )
+        groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
+        return groups
+
+    def prediction_groups(self, rng_key: jax.Array, new: Arguments, given: set[str]) -> dict[str, Any]:
+        model, training, call = self.fit.model, self.fit.arguments.call(), new.call()
+        scored = bool(self.observed) and self.observed <= given
+
+        def at_draw(draw: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+            with training_statistics(model, draw, key, training):
+                sites = site_trace(model, draw, key, *call, predict=True)
+            values = self._predicted(sites) | self._functions(sites)
+            if scored:
+                with training_statistics(model, draw, key, training):
+                    observed = site_trace(model, draw, key, *call, predict=False)
+                values |= self._log_likelihood(observed, "", "_log_likelihood")
+            return values
+
+        with training_statistics(model, self.first, rng_key, training):
+            sites = self._trace(new, predict=True)
+        arrays = {name: value for name, value in new.arrays.items() if name in given}
+        return {
+            "predictions": self._sampled(self._map(at_draw, rng_key), sites),
+            "predictions_constant_data": self._constants(arrays, set(), sites),
+        }
+
+    # -- pieces ----------------------------------------------------------------------------------------
+
+    def _map(self, fn: Callable, rng_key: jax.Array) -> dict[str, np.ndarray]:
+        return map_draws(fn, self.latent, rng_key, self.draws_per_chunk)
+
+    def _predicted(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+        values = {}
+        for name in self.observed_sites:
+            values[safe(name)] = sites[name]["value"]
+            mean = observation_mean(sites[name]["fn"])
+            if mean is not None:
+                values[f"{safe(name)}_{mean.suffix}"] = mean.value
+        return values
+
+    def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+        """Deterministic sites that are functions of the inputs."""
+        return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
+
+    def _log_likelihood(
+        self, sites: Mapping[str, dict], prefix: str, suffix: str = ""
+    ) -> dict[str, jax.Array]:
+        return {
+            f"{prefix}{safe(name)}{suffix}": sites[name]["fn"].log_prob(sites[name]["value"])
+            for name in self.observed_sites
+        }
+
+    def _sampled(self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict]) -> Any:
+        """Dataset of values that came from observed or deterministic sites, dimensions by plate."""
+        by_name = {safe(name): site for name, site in sites.items()}
+        variables = {}
+        for name, value in values.items():
+            site = by_name.get(name) or by_name[_stem(name, by_name)]
+            variables[name] = (SAMPLE_DIMS + site_dims(site, name, value.shape[2:]), value)
+        return self._dataset(variables)
+
+    def _constants(self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]) -> Any:
+        """Dataset of array arguments; a leading axis as long as a plate is that plate."""
+        plates = {site["args"][0]: safe(name) for name, site in sites.items() if site["type"] == "plate"}
+        variables = {}
+        for name, value in arrays.items():
+            if name not in left_out:
+                axes = list(self._dims(name, np.shape(value)))
+                axes[0] = plates.get(np.shape(value)[0], axes[0])
+                variables[name] = (tuple(axes), np.asarray(value))
+        return self._dataset(variables)
+
+    def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.dims[name]) if name in self.dims else parameter_dims(name, shape)
+
+    def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
+        # A plate may have the name of an argument; ArviZ wants dimensions and variables apart.
+        taken = set(variables)
+        apart = {
+            name: (tuple(f"{dim}_dim" if dim in taken else dim for dim in axes), value)
+            for name, (axes, value) in variables.items()
+        }
+        sizes = {dim: n for axes, value in apart.values() for dim, n in zip(axes, value.shape, strict=True)}
+        fitting = {dim: values for dim, values in self.coords.items() if sizes.get(dim) == len(values)}
+        return _arviz.dataset(apart, fitting)
+
+
+def _stem(name: str, sites: Mapping[str, Any]) -> str:
+    """The site a derived variable such as ``y_mean`` belongs to: the longest site name in front of it."""
+    return max((site for site in sites if name.startswith(f"{site}_")), key=len)
+
+
+def _auxiliary(site: Mapping[str, Any]) -> bool:
+    return bool(site.get("infer", {}).get("is_auxiliary", False))
+
+
+def _versions() -> dict[str, str]:
+    packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
+    return {
+        "created_at": datetime.now(UTC).isoformat(),
+        "inference_library": "numpyro",
+        "inference_library_version": version("numpyro"),
+        "python_version": platform.python_version(),
+        **{f"{name}_version": version(name) for name in packages},
+    }
+
+
+def _key_attr(rng_key: jax.Array) -> dict[str, str]:
+    from numpyro_bnn.results.fit import key_text
+
+    return {"predictive_rng_key": key_text(rng_key)}

@@ -1,0 +1,105 @@
+"""What an inference result gives to be exported: draws, statistics, the model and its arguments."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.results.arguments import Arguments, bind
+
+__all__ = ["Fit", "from_mcmc", "key_text"]
+
+# Names ArviZ gives to NumPyro's fields.
+SAMPLE_STATS = {
+    "potential_energy": "lp",
+    "adapt_state.step_size": "step_size",
+    "num_steps": "n_steps",
+    "accept_prob": "acceptance_rate",
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One inference result.
+
+    :param model: the NumPyro model.
+    :param arguments: of the run.
+    :param posterior: constrained draws (C, S, ...) by site.
+    :param sample_stats: (C, S, ...) by ArviZ's names.
+    :param attrs: algorithm and settings.
+    """
+
+    model: Callable
+    arguments: Arguments
+    posterior: Mapping[str, np.ndarray]
+    sample_stats: Mapping[str, np.ndarray]
+    attrs: Mapping[str, Any]
+
+
+def from_mcmc(mcmc: MCMC) -> Fit:
+    """Read a run :class:`~numpyro.infer.mcmc.MCMC`.
+
+    :raises ValueError: if it has not been run, or has no model (a bare potential function).
+    """
+    if mcmc.last_state is None:
+        raise argument_error(
+            "to_inference_data", "result", "an MCMC that has not run", "Call `mcmc.run(...)` first."
+        )
+    if mcmc.sampler.model is None:
+        raise argument_error(
+            "to_inference_data",
+            "result",
+            "an MCMC of a potential function",
+            "Pass a kernel made from a model, or use `arviz.from_dict`.",
+        )
+    samples = jax.device_get(mcmc.get_samples(group_by_chain=True))
+    fields = jax.device_get(mcmc.get_extra_fields(group_by_chain=True))
+    settings = {
+        "algorithm": type(mcmc.sampler).__name__,
+        "num_warmup": mcmc.num_warmup,
+        "num_samples": mcmc.num_samples,
+        "num_chains": mcmc.num_chains,
+        "thinning": mcmc.thinning,
+        "chain_method": str(mcmc.chain_method),
+        "last_rng_key": key_text(mcmc.last_state.rng_key),
+    }
+    settings |= _described(mcmc)
+    return Fit(
+        model=mcmc.sampler.model,
+        arguments=bind(mcmc.sampler.model, mcmc._args, mcmc._kwargs),
+        posterior=samples,
+        sample_stats=_sample_stats(fields),
+        attrs=settings,
+    )
+
+
+def _described(mcmc: MCMC) -> dict[str, Any]:
+    """What the kernels of :mod:`numpyro_bnn.infer` tell about a run; they say aloud when a chain diverged."""
+    if not hasattr(mcmc.sampler, "describe"):
+        return {}
+    report = mcmc.sampler.divergence_report(mcmc.last_state)
+    if report:
+        warnings.warn(report, stacklevel=4)
+    return mcmc.sampler.describe(mcmc.last_state)
+
+
+def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    stats = {}
+    for field, value in fields.items():
+        if not isinstance(value, np.ndarray):
+            continue  # a tree of values, e.g. a gradient: not a statistic of a draw
+        name = SAMPLE_STATS.get(field, field.replace("/", "."))
+        stats[name] = -value if name == "lp" else value
+        if name == "n_steps":
+            stats["tree_depth"] = np.floor(np.log2(value)).astype(int) + 1
+    return stats
+
+
+def key_text(key: jax.Array) -> str:
+    data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return str(np.asarray(data).tolist())

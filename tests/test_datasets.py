@@ -1,0 +1,591 @@
+"""The data sets: shapes and splits as published, honest scaling, and every damaged file refused with a reason."""
+
+import gzip
+import hashlib
+import os
+import struct
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn.preprocessing import StandardScaler
+
+from numpyro_bnn.datasets import (
+    Dataset,
+    Scaler,
+    load_california,
+    load_idx,
+    load_images,
+    load_neal,
+    load_sklearn,
+    load_uci,
+    standardize,
+)
+
+pytestmark = pytest.mark.core
+
+# name: (file, N, D, splits), from the published benchmark.
+UCI = {
+    "boston": ("bostonHousing", 506, 13, 20),
+    "concrete": ("concrete", 1030, 8, 20),
+    "energy": ("energy", 768, 8, 20),
+    "kin8nm": ("kin8nm", 8192, 8, 20),
+    "naval": ("naval-propulsion-plant", 11934, 16, 20),
+    "power": ("power-plant", 9568, 4, 20),
+    "protein": ("protein-tertiary-structure", 45730, 9, 5),
+    "wine": ("wine-quality-red", 1599, 11, 20),
+    "yacht": ("yacht", 308, 6, 20),
+}
+# name: (training rows, all rows, D, classes or 0)
+NEAL = {
+    "rdata": (100, 1100, 1, 0),
+    "odata": (100, 1100, 1, 0),
+    "bdata": (300, 1300, 2, 2),
+    "cdata": (400, 1400, 4, 3),
+    "xdata": (3000, 13000, 2, 2),
+}
+# name: (N, D, classes or 0)
+SKLEARN = {
+    "diabetes": (442, 10, 0),
+    "breast_cancer": (569, 30, 2),
+    "wine": (178, 13, 3),
+    "digits": (1797, 64, 10),
+}
+
+
+def published_splits(num_rows, num_splits):
+    """The generator behind the standard splits: they must not depend on the file that lists them."""
+    state = np.random.RandomState(1)
+    cut = round(num_rows * 0.9)
+    for _ in range(num_splits):
+        order = state.choice(num_rows, num_rows, replace=False)
+        yield order[:cut], order[cut:]
+
+
+def sorted_rows(x, y):
+    table = np.column_stack([x, y])
+    return table[np.lexsort(table.T)]
+
+
+# ---------------------------------------------------------------------------------------------------- UCI
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", UCI)
+def test_uci_has_the_published_rows_and_splits(name, data_folder):
+    file, num_rows, num_features, num_splits = UCI[name]
+    with np.load(data_folder / "uci" / f"{file}.npz", allow_pickle=False) as raw:
+        x, y = raw["X"], raw["y"]
+    assert x.shape == (num_rows, num_features)
+    splits = list(published_splits(num_rows, num_splits))
+    for split in (0, num_splits - 1):
+        data = load_uci(name, split, data_folder)
+        train, test = splits[split]
+        np.testing.assert_array_equal(data.x_train, x[train])
+        np.testing.assert_array_equal(data.y_train, y[train])
+        np.testing.assert_array_equal(data.x_test, x[test])
+        np.testing.assert_array_equal(data.y_test, y[test])
+    assert data.x_train.dtype == data.y_train.dtype == np.float64
+    assert (data.name, len(data.feature_names)) == (name, num_features)
+    with pytest.raises(ValueError, match=rf"argument `split` got {num_splits}\..*from 0 to {num_splits - 1}"):
+        load_uci(name, num_splits, data_folder)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", UCI)
+def test_standardised_uci_has_unit_training_statistics(name, data_folder):
+    raw = load_uci(name, 0, data_folder)
+    data = standardize(raw)
+    constant = [8, 11] if name == "naval" else []
+    varying = np.setdiff1d(np.arange(raw.x_train.shape[1]), constant)
+    # The mean of N numbers of size max|z| is computed to about max|z| sqrt(N) eps, plus the rounding of the
+    # subtracted mean, |mean| / scale * eps; 100 of each is a bound no correct program reaches.
+    size = np.abs(data.x_train).max() * np.sqrt(len(raw.x_train)) + np.abs(
+        data.x_scaler.mean / data.x_scaler.scale
+    )
+    bound = 100 * np.finfo(np.float64).eps * size[varying]
+    assert (np.abs(data.x_train.mean(0))[varying] < bound).all()
+    assert (np.abs(data.x_train.std(0)[varying] - 1) < bound).all()
+    assert (data.x_train[:, constant] == 0).all()
+    assert (data.x_scaler.scale[constant] == 1).all()
+    assert abs(data.y_train.std() - 1) < 1e-10
+    for part in (data.x_train, data.x_test, data.y_train, data.y_test):
+        assert np.isfinite(part).all()
+    np.testing.assert_allclose(data.y_scaler.inverse(data.y_test), raw.y_test, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_constant_naval_columns_become_exactly_zero(dtype, data_folder):
+    x = load_uci("naval", 0, data_folder).x_train.astype(dtype)
+    assert x[:, [8, 11]].std(0).max() < 1e-4  # the trap: on some machines this is 0, on others rounding
+    scaled = Scaler.fit(x).transform(x)
+    assert scaled.dtype == dtype
+    assert (scaled[:, [8, 11]] == 0).all()
+    assert np.isfinite(scaled).all()
+
+
+def write_uci(folder, **changes):
+    """A yacht file of ten rows and two splits; ``changes`` replace arrays, ``None`` leaves one out."""
+    rng = np.random.default_rng(0)
+    order = np.stack([rng.permutation(10), rng.permutation(10)])
+    arrays = {"X": rng.normal(size=(10, 3)), "y": rng.normal(size=10)}
+    arrays |= {"train_idx": order[:, :8], "test_idx": order[:, 8:]} | changes
+    (folder / "uci").mkdir(exist_ok=True)
+    path = folder / "uci" / "yacht.npz"
+    np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
+    return path
+
+
+def test_uci_file_with_integers_gives_floats(tmp_path):
+    write_uci(tmp_path, X=np.arange(30).reshape(10, 3), y=np.arange(10))
+    data = load_uci("yacht", 1, tmp_path)
+    assert data.x_train.dtype == data.y_test.dtype == np.float64
+    assert sorted([*data.y_train, *data.y_test]) == list(range(10))
+
+
+LEAKS = {
+    "overlap": {"test_idx": np.zeros((2, 2), int)},
+    "row missing": {"train_idx": np.tile(np.arange(7), (2, 1)), "test_idx": np.tile([7, 8], (2, 1))},
+    "out of range": {"train_idx": np.tile(np.arange(8), (2, 1)), "test_idx": np.tile([8, 10], (2, 1))},
+    "negative": {"train_idx": np.tile(np.arange(8), (2, 1)), "test_idx": np.tile([8, -1], (2, 1))},
+}
+
+
+@pytest.mark.parametrize("changes", LEAKS.values(), ids=LEAKS)
+def test_split_that_is_no_disjoint_cover_is_refused(changes, tmp_path):
+    write_uci(tmp_path, **changes)
+    with pytest.raises(ValueError, match="not disjoint covers of its 10 rows"):
+        load_uci("yacht", 0, tmp_path)
+
+
+BAD_ARRAYS = {
+    "no y": ({"y": None}, "must hold"),
+    "NaN": ({"X": np.full((10, 3), np.nan)}, r"`yacht.npz\[X\]` got 30 NaN or infinite"),
+    "infinity": ({"y": np.r_[np.zeros(9), np.inf]}, r"`yacht.npz\[y\]` got 1 NaN or infinite"),
+    "text": ({"X": np.full((10, 3), "a")}, "Store numbers"),
+    "rank of X": ({"X": np.zeros(10)}, "rank 2"),
+    "rank of y": ({"y": np.zeros((10, 1))}, "rank 1"),
+    "lengths": ({"y": np.zeros(9)}, "X has 10, y has 9"),
+    "float index": ({"test_idx": np.zeros((2, 2))}, "integer row numbers"),
+    "rank of index": ({"test_idx": np.zeros(2, int)}, r"\(splits, rows\)"),
+    "numbers of splits": ({"test_idx": np.zeros((3, 2), int)}, "train_idx has 2, test_idx has 3"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_bad_arrays_are_refused(changes, message, tmp_path):
+    write_uci(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"(?s)^load_uci: argument .*{message}"):
+        load_uci("yacht", 0, tmp_path)
+
+
+@pytest.mark.parametrize("split", [-1, 2, 0.0, True, "0", None])
+def test_split_outside_range_is_refused(split, tmp_path):
+    write_uci(tmp_path)
+    with pytest.raises(ValueError, match=r"argument `split` .* from 0 to 1"):
+        load_uci("yacht", split, tmp_path)
+
+
+# --------------------------------------------------------------------------------------- damaged archives
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "empty":
+        content = b""
+    elif how == "text":
+        content = b"x0,x1\n1,2\n"
+    elif how == "one array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+        return
+    elif how == "flipped bytes":  # inside the first array: only its checksum can tell
+        content[200:210] = bytes(b ^ 0xFF for b in content[200:210])
+    else:
+        content = content[: int(len(content) * how)]
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["empty", "text", "one array", "flipped bytes", 0.02, 0.3, 0.7, 0.99])
+def test_damaged_archive_is_refused(how, tmp_path):
+    path = write_uci(tmp_path)
+    load_uci("yacht", 0, tmp_path)
+    damage(path, how)
+    with pytest.raises(ValueError, match=r"(?s)^load_uci: argument `folder` .*yacht.npz.*intact"):
+        load_uci("yacht", 0, tmp_path)
+
+
+class Trap:
+    """Unpickling it would make a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["object array", "bare pickle"])
+def test_pickle_is_never_loaded(inside, tmp_path):
+    trap = Trap(str(tmp_path / "sprung"))
+    if inside:
+        write_uci(tmp_path, y=np.array([trap] * 10, dtype=object))
+    else:
+        np.array([trap], dtype=object).dump(write_uci(tmp_path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_uci("yacht", 0, tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+# ---------------------------------------------------------------------------------------- names and folders
+
+LOADERS = {
+    "load_uci": lambda folder: load_uci("yacht", folder=folder),
+    "load_california": lambda folder: load_california(folder),
+    "load_neal": lambda folder: load_neal("rdata", folder),
+    "load_images": lambda folder: load_images("mnist", folder),
+}
+
+
+@pytest.mark.parametrize("call", LOADERS)
+def test_folder_errors_say_what_to_do(call, tmp_path, monkeypatch):
+    load = LOADERS[call]
+    monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
+    with pytest.raises(ValueError, match=f"^{call}: argument `folder` got None.*NUMPYRO_BNN_DATA"):
+        load(None)
+    with pytest.raises(ValueError, match=f"^{call}: .*absent.*No such folder"):
+        load(tmp_path / "absent")
+    with pytest.raises(ValueError, match=rf"^{call}: .*It holds no file '.*\.npz'.*no file known here"):
+        load(tmp_path)
+
+
+def test_environment_names_the_folder_and_siblings_are_listed(tmp_path, monkeypatch):
+    write_uci(tmp_path)
+    monkeypatch.setenv("NUMPYRO_BNN_DATA", str(tmp_path))
+    assert load_uci("yacht").x_train.shape == (8, 3)
+    with pytest.raises(ValueError, match=r"no file 'uci/bostonHousing\.npz'\. Present: uci/yacht\.npz\."):
+        load_uci("boston")
+
+
+@pytest.mark.parametrize(
+    ("load", "typo", "close"),
+    [
+        (load_uci, "bostn", "boston"),
+        (load_neal, "rdat", "rdata"),
+        (load_images, "fashion-mnist", "fashion_mnist"),
+        (load_sklearn, "diabets", "diabetes"),
+    ],
+)
+def test_unknown_name_offers_the_closest(load, typo, close):
+    with pytest.raises(
+        ValueError, match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'"
+    ):
+        load(typo)
+
+
+# ------------------------------------------------------------------------------------------------- scaling
+
+
+def test_scaler_agrees_with_scikit_learn():
+    rng = np.random.default_rng(1)
+    train, test = rng.normal([3, -40, 0.01], [2, 1e-3, 70], (50, 3)), rng.normal(size=(20, 3))
+    ours, theirs = Scaler.fit(train), StandardScaler().fit(train)
+    np.testing.assert_allclose(ours.mean, theirs.mean_, rtol=1e-13)
+    np.testing.assert_allclose(ours.scale_factor, theirs.scale_, rtol=1e-12)
+    np.testing.assert_allclose(ours.transform(test), theirs.transform(test), rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_is_constant_but_small_variation_is_not(dtype):
+    rng = np.random.default_rng(2)
+    eps = np.finfo(dtype).eps
+    column = dtype(0.3) * (1 + dtype(eps) * rng.integers(0, 2, 400).astype(dtype))
+    real = (1 + 1e4 * eps * rng.normal(size=400)).astype(dtype)
+    assert len(np.unique(column)) == 2
+    scaler = Scaler.fit(np.stack([column, real], axis=1))
+    scaled = scaler.transform(np.stack([column, real], axis=1))
+    assert scaler.scale[0] == 1
+    assert np.abs(scaled[:, 0]).max() < 2 * eps  # not blown up to +-1
+    assert abs(scaled[:, 1].std() - 1) < 1e-3
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -1e300, 1e-310, 7])
+def test_constant_column_is_centred_exactly(value):
+    train = np.full(37, value)
+    scaler = Scaler.fit(train)
+    assert (scaler.transform(train) == 0).all()
+    assert scaler.scale_factor == 1.0
+    assert (scaler.inverse(np.zeros(3)) == value).all()
+
+
+def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
+    rng = np.random.default_rng(3)
+    target, inputs = Scaler.fit(rng.normal(5, 3, 30)), Scaler.fit(rng.normal(5, 3, (30, 4)))
+    draws = rng.normal(size=(2, 5, 7)).astype(np.float32)  # (C, S, N)
+    assert target.inverse(draws).dtype == np.float32
+    np.testing.assert_allclose(target.transform(target.inverse(draws)), draws, atol=2e-6)  # 5 eps |y| / scale
+    assert inputs.inverse(np.zeros((2, 5, 7, 4))).shape == (2, 5, 7, 4)
+    assert inputs.transform(np.arange(4)).dtype == np.float64
+    for method, argument in ((inputs.transform, "x"), (inputs.inverse, "z")):
+        with pytest.raises(ValueError, match=rf"argument `{argument}` got shape \(4, 3\).* ends in \(4,\)"):
+            method(np.zeros((4, 3)))
+    with pytest.raises(ValueError, match=r"got shape \(\)"):
+        inputs.transform(1.0)
+
+
+def test_scale_factor_carries_densities_and_errors_back():
+    rng = np.random.default_rng(4)
+    y = rng.normal(20, 6, 100)
+    scaler = Scaler.fit(y)
+    mean, std = 18.0, 5.0
+    standardised = stats.norm.logpdf(
+        scaler.transform(y), (mean - scaler.mean) / scaler.scale_factor, std / scaler.scale_factor
+    )
+    np.testing.assert_allclose(
+        standardised - np.log(scaler.scale_factor), stats.norm.logpdf(y, mean, std), rtol=1e-12
+    )
+    rmse = np.sqrt(np.mean((scaler.transform(y) - scaler.transform(np.full(100, mean))) ** 2))
+    assert rmse * scaler.scale_factor == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)), rel=1e-12)
+    assert isinstance(scaler.scale_factor, float)
+
+
+@pytest.mark.parametrize("train", [1.0, np.zeros((0, 3)), [1.0, np.nan], [np.inf, 1.0]])
+def test_scaler_refuses_what_has_no_statistics(train):
+    with pytest.raises(ValueError, match=r"^Scaler\.fit: argument `train`"):
+        Scaler.fit(train)
+
+
+def test_standardize_uses_training_rows_only_and_leaves_labels():
+    raw = load_sklearn("diabetes")
+    moved = replace(raw, x_test=raw.x_test + 1e6, y_test=raw.y_test - 1e6)
+    np.testing.assert_array_equal(standardize(raw).x_train, standardize(moved).x_train)
+    assert standardize(raw).y_scaler.scale_factor == standardize(moved).y_scaler.scale_factor
+    labelled = load_sklearn("wine")
+    scaled = standardize(labelled, targets=False)
+    assert scaled.y_train is labelled.y_train
+    assert scaled.y_scaler is None
+    with pytest.raises(ValueError, match=r"argument `targets` got True for class labels.*`targets=False`"):
+        standardize(labelled)
+    with pytest.raises(ValueError, match="argument `dataset` got a standardised data set"):
+        standardize(scaled)
+    with pytest.raises(ValueError, match="'wine' without training rows"):
+        standardize(replace(labelled, x_train=labelled.x_train[:0], y_train=labelled.y_train[:0]))
+
+
+# -------------------------------------------------------------------------------------------- scikit-learn
+
+
+@pytest.mark.parametrize("name", SKLEARN)
+def test_sklearn_sets_are_cut_into_disjoint_covers(name):
+    from sklearn import datasets as sklearn_datasets
+
+    num_rows, num_features, num_classes = SKLEARN[name]
+    kwargs = {"scaled": False} if name == "diabetes" else {}
+    bunch = getattr(sklearn_datasets, f"load_{name}")(**kwargs)
+    data = load_sklearn(name, test_fraction=0.25, seed=3)
+    num_test = round(0.25 * num_rows)
+    assert data.x_train.shape == (num_rows - num_test, num_features)
+    assert data.x_test.shape == (num_test, num_features)
+    assert data.x_train.dtype == np.float64
+    assert data.y_train.dtype == (np.int32 if num_classes else np.float64)
+    assert len(data.feature_names) == num_features
+    together = sorted_rows(np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test])
+    np.testing.assert_array_equal(together, sorted_rows(bunch.data, bunch.target))
+    if num_classes:
+        assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
+
+
+def test_seed_decides_the_cut():
+    first, again, other = (load_sklearn("wine", seed=seed) for seed in (5, np.int64(5), 6))
+    np.testing.assert_array_equal(first.x_test, again.x_test)
+    assert not np.array_equal(first.x_test, other.x_test)
+
+
+def test_diabetes_is_not_scaled_by_its_test_rows():
+    data = load_sklearn("diabetes")
+    age = data.x_train[:, data.feature_names.index("age")]
+    assert 18 <= age.min() < age.max() < 90  # years, not scikit-learn's unit-norm columns
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, "0.2", None, np.nan, 0.001, 0.999])
+def test_test_fraction_must_leave_rows_on_both_sides(fraction):
+    with pytest.raises(ValueError, match=r"^load_sklearn: argument `test_fraction`"):
+        load_sklearn("wine", test_fraction=fraction)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.0, True, None, "0"])
+def test_seed_must_be_a_natural_number(seed):
+    with pytest.raises(ValueError, match=r"^load_sklearn: argument `seed`"):
+        load_sklearn("wine", seed=seed)
+
+
+def test_missing_scikit_learn_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro_bnn\[examples\]"'):
+        load_sklearn("wine")
+
+
+# ------------------------------------------------------------------------------------ California and Neal
+
+
+@pytest.mark.data
+def test_california(data_folder):
+    data = load_california(data_folder, test_fraction=0.1, seed=1)
+    assert data.x_train.shape == (18576, 8)
+    assert data.x_test.shape == (2064, 8)
+    x, y = np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test]
+    with np.load(data_folder / "california_housing.npz", allow_pickle=False) as raw:
+        np.testing.assert_array_equal(sorted_rows(x, y), sorted_rows(raw["X"], raw["y"]))
+    # Column means of scikit-learn's copy, printed to six decimals.
+    means = dict(zip(data.feature_names, x.mean(0), strict=True)) | {"target": y.mean()}
+    published = {"MedInc": 3.870671, "AveRooms": 5.429000, "Longitude": -119.569704, "target": 2.068558}
+    for name, value in published.items():
+        assert means[name] == pytest.approx(value, abs=6e-7)
+
+
+def test_california_checks_its_names(tmp_path):
+    table = {"X": np.ones((5, 2)), "y": np.ones(5)}
+    np.savez(tmp_path / "california_housing.npz", feature_names=["MedInc"], **table)
+    with pytest.raises(ValueError, match=r"got 1 names\. Store 2 names"):
+        load_california(tmp_path)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", NEAL)
+def test_neal(name, data_folder):
+    num_train, num_rows, num_features, num_classes = NEAL[name]
+    data = load_neal(name, data_folder)
+    assert data.x_train.shape == (num_train, num_features)
+    assert data.x_test.shape == (num_rows - num_train, num_features)
+    assert data.y_train.dtype == (np.int32 if num_classes else np.float64)
+    if num_classes:
+        assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
+    with np.load(data_folder / "extra" / "neal_fbm.npz", allow_pickle=False) as raw:
+        np.testing.assert_array_equal(np.r_[data.x_train, data.x_test], raw[f"{name}_X"])
+        np.testing.assert_array_equal(np.r_[data.y_train, data.y_test], raw[f"{name}_y"])
+
+
+@pytest.mark.parametrize("count", [0, 4, -1, 2.0, [2]])
+def test_neal_checks_its_division(count, tmp_path):
+    (tmp_path / "extra").mkdir()
+    table = {"rdata_X": np.ones((4, 1)), "rdata_y": np.ones(4), "rdata_n_train": count}
+    np.savez(tmp_path / "extra" / "neal_fbm.npz", **table)
+    with pytest.raises(ValueError, match=r"rdata_n_train.*between 1 and 3"):
+        load_neal("rdata", tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------- images
+
+# name: (test images, test labels): md5 sums of the original IDX files.
+ORIGINALS = {
+    "mnist": ("2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637"),
+    "fashion_mnist": ("8181f5470baa50b63fa0f6fddb340f0a", "15d484375f8d13e6eb1aabb0c3f46965"),
+}
+
+
+def as_idx(array):
+    """An IDX file written by hand from the description of the format."""
+    codes = {"u1": 8, "i1": 9, "i2": 11, "i4": 12, "f4": 13, "f8": 14}
+    array = np.asarray(array)
+    kind = array.dtype.str[1:]
+    header = bytes([0, 0, codes[kind], array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(">" + kind).tobytes()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_images_are_the_originals(name, data_folder, tmp_path):
+    data = load_images(name, data_folder)
+    assert (data.x_train.shape, data.x_test.shape) == ((60000, 28, 28, 1), (10000, 28, 28, 1))
+    assert (data.x_test.dtype, data.y_train.dtype) == (np.float32, np.int32)
+    assert (data.x_train.min(), data.x_train.max()) == (0, 1)
+    assert set(np.bincount(data.y_test)) == {1000} or name == "mnist"
+    pixels = np.rint(data.x_test[..., 0] * 255).astype(np.uint8)
+    contents = as_idx(pixels), as_idx(data.y_test.astype(np.uint8))
+    assert tuple(hashlib.md5(c, usedforsecurity=False).hexdigest() for c in contents) == ORIGINALS[name]
+    (tmp_path / "images").write_bytes(contents[0])
+    np.testing.assert_array_equal(load_idx(tmp_path / "images"), pixels)
+
+
+@pytest.mark.data
+def test_kmnist_has_test_rows_only(data_folder):
+    data = load_images("kmnist", data_folder)
+    assert (data.x_train.shape, data.y_train.shape) == ((0, 28, 28, 1), (0,))
+    assert data.x_test.shape == (10000, 28, 28, 1)
+    assert list(np.bincount(data.y_test)) == [1000] * 10
+
+
+BAD_IMAGES = {
+    "float pixels": (np.zeros((2, 4, 4)), np.zeros(2, int), "uint8"),
+    "rank": (np.zeros((2, 16), np.uint8), np.zeros(2, int), "rank 3"),
+    "lengths": (np.zeros((2, 4, 4), np.uint8), np.zeros(3, int), "x has 2, y has 3"),
+    "label 10": (np.zeros((2, 4, 4), np.uint8), np.array([0, 10]), "labels 0..9"),
+    "float labels": (np.zeros((2, 4, 4), np.uint8), np.zeros(2), "integer class labels"),
+    "empty": (np.zeros((0, 4, 4), np.uint8), np.zeros(0, int), "at least one image"),
+}
+
+
+@pytest.mark.parametrize(("x", "y", "message"), BAD_IMAGES.values(), ids=BAD_IMAGES)
+def test_bad_images_are_refused(x, y, message, tmp_path):
+    (tmp_path / "image").mkdir()
+    np.savez(tmp_path / "image" / "kmnist_test.npz", x_test=x, y_test=y)
+    with pytest.raises(ValueError, match=f"^load_images: argument .*{message}"):
+        load_images("kmnist", tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- IDX
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("kind", ["u1", "i1", "i2", "i4", "f4", "f8"])
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), (0, 3)])
+def test_idx_round_trip(kind, shape, packed, tmp_path):
+    array = np.random.default_rng(7).integers(0, 100, shape).astype(kind)
+    array = -array if kind[0] in "if" else array
+    path = tmp_path / "data"  # the content, not the suffix, says whether it is packed
+    path.write_bytes(gzip.compress(as_idx(array)) if packed else as_idx(array))
+    loaded = load_idx(str(path))
+    assert loaded.dtype == np.dtype(kind)
+    assert loaded.dtype.isnative
+    np.testing.assert_array_equal(loaded, array)
+
+
+GOOD = as_idx(np.arange(6, dtype=np.uint8).reshape(2, 3))
+BAD_IDX = {
+    "empty": (b"", "no bytes"),
+    "three bytes": (GOOD[:3], "magic number 00 00 08 "),
+    "magic": (b"\x01" + GOOD[1:], "magic number 01 00 08 02"),
+    "type code": (GOOD[:2] + b"\x0a" + GOOD[3:], "magic number 00 00 0a 02"),
+    "no axes": (GOOD[:3] + b"\0" + GOOD[4:], "magic number 00 00 08 00"),
+    "header cut": (GOOD[:9], "header of 2 axes is cut off after 9 bytes"),
+    "data cut": (GOOD[:-1], r"shape \(2, 3\) takes 6 bytes of data, 5 are there"),
+    "bytes left over": (GOOD + b"\0", "takes 6 bytes of data, 7 are there"),
+    "huge shape": (GOOD[:4] + b"\xff" * 8 + GOOD[12:], "takes 18446744065119617025 bytes"),
+    "gzip cut": (gzip.compress(GOOD)[:-9], "cannot be read"),
+    "gzip garbage": (b"\x1f\x8b" + bytes(range(40)), "cannot be read"),
+    "gzip flipped": (gzip.compress(GOOD)[:-6] + b"\xff" * 6, "cannot be read"),
+    "NaN": (as_idx(np.array([1.0, np.nan])), "1 NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_IDX.values(), ids=BAD_IDX)
+def test_bad_idx_is_refused(content, message, tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^load_idx: argument `path` got .*{message}"):
+        load_idx(path)
+
+
+def test_absent_idx_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^load_idx: argument `path` .*absent.*cannot be read"):
+        load_idx(tmp_path / "absent")
+
+
+def test_repr_shows_shapes_not_numbers():
+    shown = repr(Dataset(np.zeros((3, 2)), np.zeros(3), np.zeros((1, 2)), np.zeros(1), "mine"))
+    assert (
+        shown == "Dataset('mine', x_train=(3, 2), y_train=(3,) float64, x_test=(1, 2), y_test=(1,) float64)"
+    )

@@ -1,0 +1,416 @@
+"""Figures: what their artists hold, not that they run."""
+
+import inspect
+import sys
+
+import jax
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import scipy.stats
+from matplotlib.colors import to_rgb
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_bnn import _arviz, metrics, plots
+from numpyro_bnn.plots.calibrated import binomial_band
+from numpyro_bnn.results import to_inference_data
+
+pytestmark = pytest.mark.core
+
+FIGURES = [plots.predictive_band, plots.predicted_vs_observed, plots.calibration, plots.function_trace]
+SAMPLE = ("chain", "draw", "data")
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    """No figure outlives its test, and none changes the settings of Matplotlib."""
+    before = dict(mpl.rcParams)
+    yield
+    plt.close("all")
+    assert dict(mpl.rcParams) == before
+
+
+@pytest.fixture(scope="module")
+def idata():
+    return plots.example_results()
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """A real fit: the layout that `to_inference_data` gives."""
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(w[0] + w[1] * x[:, 0], 0.3), obs=y)
+
+    x = np.linspace(-1, 1, 30)[:, None]
+    y = x[:, 0] + 0.3 * np.random.default_rng(0).normal(size=30)
+    mcmc = MCMC(NUTS(model), num_warmup=100, num_samples=100, progress_bar=False)
+    mcmc.run(jax.random.key(0), x, y)
+    return to_inference_data(mcmc, predictions={"x": x[:20] + 0.01, "y": y[:20]})
+
+
+@pytest.fixture(scope="module")
+def classified():
+    """Overconfident draws of three classes, with labels."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(scale=2, size=(1, 1, 800, 3)) + rng.normal(scale=0.5, size=(2, 50, 800, 3))
+    probs = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    flat = probs.mean(axis=(0, 1)) ** 0.5
+    labels = ((flat / flat.sum(axis=1, keepdims=True)).cumsum(axis=1) < rng.random((800, 1))).sum(axis=1)
+    draws = (probs.cumsum(axis=-1) < rng.random((2, 50, 800, 1))).sum(axis=-1)
+    groups = {
+        "predictions": _arviz.dataset({"y": (SAMPLE, draws), "y_probs": ((*SAMPLE, "class"), probs)}),
+        "predictions_constant_data": _arviz.dataset({"y": (("data",), labels)}),
+    }
+    return _arviz.inference_data(groups), probs, labels
+
+
+def changed(idata, **groups):
+    """The same results with groups replaced, or (None) left out."""
+    held = {name: _arviz.group(idata, name) for name in _arviz.group_names(idata)} | groups
+    return _arviz.inference_data({name: data for name, data in held.items() if data is not None})
+
+
+def values(idata, group, name):
+    return _arviz.group(idata, group)[name].to_numpy()
+
+
+def legend(axis):
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def fills(axis):
+    """Bands by label: x, lower and upper bound."""
+    found = {}
+    for band in axis.collections:
+        if "%" in str(band.get_label()):
+            edge = band.get_paths()[0].vertices
+            x = np.unique(edge[:, 0])
+            bounds = [edge[edge[:, 0] == at, 1] for at in x]
+            found[band.get_label()] = (
+                x,
+                np.array([b.min() for b in bounds]),
+                np.array([b.max() for b in bounds]),
+            )
+    return found
+
+
+# --- predictive_band
+
+
+def test_band_holds_the_quantiles_of_function_and_observation(idata):
+    axis = plots.predictive_band(idata, levels=(0.8, 0.5))
+    x = values(idata, "predictions_constant_data", "x")
+    found = fills(axis)
+    assert list(found) == ["y, 80 %", "y, 50 %", "function, 80 %", "function, 50 %"]  # the widest at the back
+    for name, variable in (("y", "y"), ("function", "y_mean")):
+        draws = values(idata, "predictions", variable).reshape(-1, x.size)
+        for level in (80, 50):
+            at, low, high = found[f"{name}, {level} %"]
+            tail = (1 - level / 100) / 2
+            expected = scipy.stats.mstats.mquantiles(draws, [tail, 1 - tail], alphap=0, betap=0, axis=0)
+            np.testing.assert_allclose(at, x)
+            np.testing.assert_allclose([low, high], expected, rtol=1e-10)
+    (mean,) = axis.lines
+    np.testing.assert_allclose(mean.get_xdata(), x)
+    np.testing.assert_allclose(mean.get_ydata(), values(idata, "predictions", "y_mean").mean(axis=(0, 1)))
+
+
+def test_band_shows_the_training_data_and_names_its_axes(idata):
+    axis = plots.predictive_band(idata)
+    (points,) = [c for c in axis.collections if c.get_label() == "data"]
+    expected = [values(idata, "constant_data", "x"), values(idata, "observed_data", "y")]
+    np.testing.assert_allclose(points.get_offsets().T, expected)
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "y")
+    assert legend(axis) == ["y, 90 %", "y, 50 %", "function, 90 %", "function, 50 %", "function mean", "data"]
+    bare = plots.predictive_band(changed(idata, constant_data=None), xlabel="s [m]", ylabel="T [K]")
+    assert (bare.get_xlabel(), bare.get_ylabel()) == ("s [m]", "T [K]")
+    assert "data" not in legend(bare)
+
+
+def test_band_takes_labels_from_the_attributes(idata):
+    inputs = _arviz.group(idata, "predictions_constant_data").copy()
+    inputs["x"].attrs.update(long_name="distance", units="km")
+    assert (
+        plots.predictive_band(changed(idata, predictions_constant_data=inputs)).get_xlabel()
+        == "distance [km]"
+    )
+
+
+def test_band_orders_inputs_and_takes_values_to_draw_against(idata):
+    x = np.random.default_rng(0).permutation(120) / 10.0
+    axis = plots.predictive_band(idata, x, levels=[0.9])
+    mean = values(idata, "predictions", "y_mean").mean(axis=(0, 1))
+    np.testing.assert_allclose(axis.lines[0].get_xdata(), np.sort(x))
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), mean[np.argsort(x)])
+    assert "data" not in legend(axis)  # nothing says where they lie on this axis
+
+
+def test_band_draws_the_data_where_there_are_no_predictions(idata):
+    axis = plots.predictive_band(changed(idata, predictions=None, predictions_constant_data=None))
+    np.testing.assert_allclose(axis.lines[0].get_xdata(), values(idata, "constant_data", "x"))
+    same = plots.predictive_band(idata, group="posterior_predictive")
+    np.testing.assert_allclose(same.lines[0].get_ydata(), axis.lines[0].get_ydata())
+
+
+def test_band_works_on_the_mean_alone(idata):
+    only = _arviz.group(idata, "predictions")[["y_mean"]]
+    axis = plots.predictive_band(changed(idata, predictions=only))
+    assert list(fills(axis)) == ["function, 90 %", "function, 50 %"]
+
+
+# --- predicted_vs_observed
+
+
+def test_predicted_vs_observed_holds_means_intervals_and_scores(idata):
+    axis = plots.predicted_vs_observed(idata, level=0.8)
+    y = values(idata, "predictions_constant_data", "y")
+    draws = values(idata, "predictions", "y").reshape(-1, y.size)
+    mean = values(idata, "predictions", "y_mean").mean(axis=(0, 1))
+    coverage = metrics.interval_coverage(draws, y, 0.8)
+    bars, dots = axis.collections[0::2], axis.collections[1::2]
+    for inside, bar, dot in zip((True, False), bars, dots, strict=True):
+        these = coverage.inside == inside
+        np.testing.assert_allclose(dot.get_offsets(), np.stack([y[these], mean[these]], axis=1))
+        bounds = np.quantile(draws[:, these], [0.1, 0.9], axis=0, method="weibull")
+        np.testing.assert_allclose([segment[:, 1] for segment in bar.get_segments()], bounds.T, rtol=1e-12)
+    assert to_rgb(dots[0].get_facecolor()[0, :3]) != to_rgb(dots[1].get_facecolor()[0, :3])
+    title = axis.get_legend().get_title().get_text()
+    assert f"RMSE {metrics.rmse(mean, y).value:.3g} ±" in title
+    assert (
+        f"{100 * coverage.coverage:.1f} % of targets inside (80 ± {100 * coverage.standard_error:.1f}"
+        in title
+    )
+    (line,) = axis.lines
+    np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("observed y", "predicted y")
+
+
+def test_predicted_vs_observed_says_that_it_shows_training_data(idata):
+    without = _arviz.group(idata, "predictions_constant_data")[["x"]]
+    axis = plots.predicted_vs_observed(changed(idata, predictions_constant_data=without))
+    assert axis.get_xlabel() == "observed y (training data)"
+    assert sum(len(dots.get_offsets()) for dots in axis.collections[1::2]) == 60
+
+
+def test_targets_may_have_a_name_of_their_own(idata):
+    renamed = _arviz.group(idata, "predictions_constant_data").rename(y="targets")
+    other = changed(idata, predictions_constant_data=renamed)
+    axis = plots.predicted_vs_observed(other, target="targets")
+    assert axis.get_xlabel() == "observed y"
+    assert plots.predicted_vs_observed(other).get_xlabel() == "observed y (training data)"
+
+
+# --- calibration
+
+
+def test_calibration_holds_the_transform_and_the_coverage(idata):
+    histogram, curve = plots.calibration(idata, bins=8, seed=3)
+    y = values(idata, "predictions_constant_data", "y")
+    draws = values(idata, "predictions", "y").reshape(-1, y.size)
+    expected, _ = np.histogram(metrics.pit(draws, y, 3), bins=8, range=(0, 1), density=True)
+    np.testing.assert_allclose(histogram.patches[-1].get_data().values, expected)
+    x, found = curve.lines[-1].get_data()
+    np.testing.assert_allclose(x, np.linspace(0.05, 0.95, 19))
+    np.testing.assert_allclose(found, [metrics.interval_coverage(draws, y, level).coverage for level in x])
+    _, low, high = fills(curve)["95 % if calibrated"]
+    np.testing.assert_allclose(np.transpose([low, high]), [binomial_band(y.size, level) for level in x])
+
+
+def test_calibration_shows_overconfidence():
+    idata = plots.example_results(num_points=1000, num_samples=100)
+    narrow = _arviz.group(idata, "predictions").copy()
+    narrow["y"] = narrow["y_mean"] + 0.3 * (narrow["y"] - narrow["y_mean"])
+    histogram, curve = plots.calibration(changed(idata, predictions=narrow))
+    heights = histogram.patches[-1].get_data().values
+    band = next(patch for patch in histogram.patches if patch.get_label() == "95 % if calibrated")
+    top = band.get_y() + band.get_height()
+    assert min(heights[0], heights[-1]) > top
+    assert heights[3:7].mean() < 1
+    _, low, _ = fills(curve)["95 % if calibrated"]
+    assert (curve.lines[-1].get_ydata() < low).all()
+
+
+@pytest.mark.parametrize(("count", "share"), [(1, 0.5), (20, 0.1), (150, 0.95), (100_000, 0.3)])
+def test_binomial_band_is_that_of_scipy(count, share):
+    expected = np.array(scipy.stats.binom.interval(0.95, count, share)) / count
+    np.testing.assert_allclose(binomial_band(count, share), expected, atol=1e-12)
+
+
+def test_calibration_of_classes_holds_the_reliability_curve(classified):
+    idata, probs, labels = classified
+    shares, curve = plots.calibration(idata, bins=10)
+    table = metrics.ece(probs, labels, bins=10)
+    filled = table.counts > 0
+    np.testing.assert_allclose(shares.patches[-1].get_data().values, table.counts / labels.size)
+    np.testing.assert_allclose(curve.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
+    assert curve.get_title(loc="left") == f"ECE {100 * table.ece:.1f} %"
+    (bands,) = curve.collections
+    for segment, size, mean in zip(
+        bands.get_segments(), table.counts[filled], table.confidence[filled], strict=True
+    ):
+        np.testing.assert_allclose(segment[:, 1], binomial_band(size, mean))
+
+
+# --- function_trace
+
+
+def test_trace_holds_every_chain_at_the_chosen_points(idata):
+    axes = plots.function_trace(idata, points=3)
+    mean = values(idata, "predictions", "y_mean")
+    result = metrics.function_space(mean)
+    x = values(idata, "predictions_constant_data", "x")
+    for axis, point in zip(axes, (0, 60, 119), strict=True):
+        np.testing.assert_allclose([line.get_ydata() for line in axis.lines], mean[:, :, point])
+        title = axis.get_title(loc="left")
+        assert title.startswith(f"x = {x[point]:.3g}: R-hat {result.rhat[point]:.2f}, ")
+        assert f"ESS {result.ess_bulk[point]:.0f} bulk, {result.ess_tail[point]:.0f} tail" in title
+        assert len({line.get_color() for line in axis.lines}) == 4
+    assert axes[1].get_ylabel() == "mean of y"
+    assert axes[-1].get_xlabel() == "draw"
+
+
+def test_trace_shows_a_chain_elsewhere(idata):
+    moved = _arviz.group(idata, "predictions").copy(deep=True)
+    moved["y_mean"][1, :, 5] += 10.0
+    axes = plots.function_trace(changed(idata, predictions=moved), points=[5, 6])
+    found = [float(axis.get_title(loc="left").split("R-hat ")[1].split(",")[0]) for axis in axes]
+    assert found[0] > 1.5
+    assert found[1] < 1.05
+
+
+def test_trace_of_a_class_probability(classified):
+    idata, probs, _ = classified
+    (axis,) = plots.function_trace(idata, points=[7], output=1)
+    np.testing.assert_allclose([line.get_ydata() for line in axis.lines], probs[:, :, 7, 1])
+    assert axis.get_ylabel() == "P(y = 1)"
+    assert axis.get_title(loc="left").startswith("point 7: ")
+    (last,) = plots.function_trace(idata, points=1)
+    assert last.get_ylabel() == "P(y = 2)"
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_draw_on_the_axes_they_are_given_and_save(figure, idata, tmp_path):
+    count = {plots.calibration: 2, plots.function_trace: 3}.get(figure, 1)
+    canvas, axes = plt.subplots(1, count, squeeze=False)
+    result = figure(idata, ax=axes[0] if count > 1 else axes[0, 0])
+    assert list(np.atleast_1d(np.asarray(result, dtype=object))) == list(axes[0])
+    assert plt.get_fignums() == [canvas.number]
+    canvas.savefig(tmp_path / "figure.pdf")
+    with pytest.raises(ValueError, match=r"argument `ax` got 5 axes"):
+        figure(idata, ax=plt.subplots(1, 5)[1])
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_draw_what_to_inference_data_gives(figure, fitted, tmp_path):
+    axes = np.atleast_1d(np.asarray(figure(fitted), dtype=object))
+    axes[0].figure.savefig(tmp_path / "figure.png")
+    assert any(axis.lines or axis.collections for axis in axes)
+    if figure is plots.predictive_band:
+        assert "data" in legend(axes[0])
+        np.testing.assert_allclose(
+            axes[0].lines[0].get_xdata(), np.linspace(-1, 1, 30)[:20] + 0.01, rtol=1e-6
+        )
+    if figure is plots.predicted_vs_observed:
+        assert "training" not in axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_new_figures_fit_a_column_or_the_page(figure, idata):
+    axes = np.atleast_1d(np.asarray(figure(idata), dtype=object))
+    canvas = axes[0].figure
+    canvas.draw_without_rendering()
+    width = 6.8 if figure is plots.calibration else 3.4
+    assert canvas.get_figwidth() == pytest.approx(width)
+    frame = canvas.bbox
+    for axis in axes:
+        box = axis.get_tightbbox()  # with its labels, title and legend
+        assert box.x0 >= frame.x0 - 1
+        assert box.x1 <= frame.x1 + 1
+        assert box.y0 >= frame.y0 - 1
+        assert box.y1 <= frame.y1 + 1
+        assert min(text.get_fontsize() for text in axis.get_yticklabels()) >= 7
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_without_matplotlib_the_error_says_what_to_install(figure, idata, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro_bnn\[plots\]"'):
+        figure(idata)
+
+
+def test_matplotlib_is_imported_in_functions_only():
+    for name, module in list(sys.modules.items()):
+        if name.startswith("numpyro_bnn.plots"):
+            held = [value for value in vars(module).values() if inspect.ismodule(value)]
+            assert not [value for value in held if value.__name__.startswith("matplotlib")]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda i: plots.predictive_band(i, levels=(90,)),
+            r"predictive_band: argument `levels` got \[90.0\]",
+        ),
+        (lambda i: plots.predictive_band(i, "z"), "`x` got 'z'.*Known: x"),
+        (lambda i: plots.predictive_band(i, np.zeros(3)), r"shape \(3,\).*each of 120 points"),
+        (lambda i: plots.predictive_band(i, site="z"), "`site` got 'z'.*Known: y"),
+        (
+            lambda i: plots.predictive_band(i, group="prior"),
+            "`group` got 'prior'.*Known: predictions, posterior_",
+        ),
+        (lambda i: plots.predicted_vs_observed(i, target="z"), "`target` got 'z'.*Known: x, y"),
+        (lambda i: plots.predicted_vs_observed(i, level=90), r"`level` got \[90.0\]"),
+        (lambda i: plots.calibration(i, bins=0), "`bins` got 0"),
+        (lambda i: plots.function_trace(i, points=[120]), "indices between 0 and 119"),
+        (lambda i: plots.function_trace(i, points=0), "`points` got 0"),
+    ],
+)
+def test_errors_say_what_to_write(idata, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(idata)
+    assert plt.get_fignums() == []
+
+
+def test_results_without_what_is_needed_are_refused(idata, classified):
+    bare = _arviz.inference_data({"observed_data": _arviz.group(idata, "observed_data")})
+    with pytest.raises(ValueError, match=r"without predictions\. Pass them to `to_inference_data`"):
+        plots.predictive_band(bare)
+    with pytest.raises(ValueError, match="without predictions and their targets"):
+        plots.calibration(bare)
+    with pytest.raises(ValueError, match="'y', a class label"):
+        plots.predictive_band(classified[0])
+    with pytest.raises(ValueError, match=r"'y', a class label.*plots\.calibration"):
+        plots.predicted_vs_observed(classified[0])
+    with pytest.raises(ValueError, match=r"function has 3: pass 0\.\.2"):
+        plots.function_trace(classified[0], output=3)
+
+
+def test_several_sites_or_inputs_must_be_named(idata):
+    two = _arviz.group(idata, "observed_data").copy()
+    two["z"] = two["y"]
+    both = changed(idata, observed_data=two)
+    with pytest.raises(ValueError, match=r"`site` got nothing, and there are 2 sites.*\['y', 'z'\]"):
+        plots.predictive_band(both)
+    assert plots.predictive_band(both, site="y").get_ylabel() == "y"
+    inputs = _arviz.group(idata, "predictions_constant_data").copy()
+    inputs["t"] = 2 * inputs["x"]
+    timed = changed(idata, predictions_constant_data=inputs)
+    with pytest.raises(ValueError, match="there are 2 inputs"):
+        plots.predictive_band(timed)
+    assert plots.predictive_band(timed, "t").get_xlabel() == "t"
+
+
+def test_inputs_of_several_columns_ask_for_one(idata):
+    inputs = _arviz.dataset({"x": (("data", "column"), np.zeros((120, 2)))})
+    with pytest.raises(ValueError, match=r"'x' of shape \(120, 2\).*e.g. x\[:, 0\]"):
+        plots.predictive_band(changed(idata, predictions_constant_data=inputs))

@@ -1,0 +1,345 @@
+"""`to_inference_data`: what every group holds, against the model evaluated by hand."""
+
+import os
+import subprocess
+import sys
+
+import arviz as az
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer import MCMC, NUTS, BarkerMH, log_likelihood
+
+import numpyro_bnn as bnn
+from numpyro_bnn import _arviz, results
+
+pytestmark = pytest.mark.core
+
+N, M = 30, 7
+CHAINS, DRAWS = 2, 12
+NET = bnn.nn.MLP([6, 1], activation="tanh")
+
+
+def bnn_model(x, y=None, batch_size=None):
+    net = bnn.random_network("net", NET, x.shape[1:], bnn.priors.Hierarchical())
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        f = numpyro.deterministic("f", net(x[i])[..., 0])
+        numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
+
+
+def sample(model, *args, draws=DRAWS, chains=CHAINS, key=None, kernel=BarkerMH, extra_fields=(), **kwargs):
+    """A short run; Barker's kernel compiles several times faster than NUTS, and the export does not care."""
+    mcmc = MCMC(
+        kernel(model),
+        num_warmup=10,
+        num_samples=draws,
+        num_chains=chains,
+        chain_method="sequential",
+        progress_bar=False,
+    )
+    key = jax.random.key(0) if key is None else key
+    mcmc.run(key, *args, extra_fields=extra_fields, **kwargs)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def data():
+    x = jax.random.normal(jax.random.key(1), (N + M, 2))
+    y = jnp.sin(x[:, 0]) + 0.1 * x[:, 1]
+    return {"x": x[:N], "y": y[:N], "x_test": x[N:], "y_test": y[N:]}
+
+
+@pytest.fixture(scope="module")
+def mcmc(data):
+    return sample(
+        bnn_model, data["x"], data["y"], kernel=NUTS, extra_fields=("potential_energy", "num_steps")
+    )
+
+
+@pytest.fixture(scope="module")
+def idata(mcmc, data):
+    new = {"x": data["x_test"], "y": data["y_test"]}
+    return bnn.to_inference_data(
+        mcmc, predictions=new, attrs={"dataset": "toy"}, coords={"data": range(100, 100 + N)}
+    )
+
+
+def params_of(draws):
+    return {
+        k.removeprefix("net/"): v
+        for k, v in draws.items()
+        if k.startswith("net/") and "_" not in k.split(".")[1]
+    }
+
+
+def test_groups_dims_and_coords(idata):
+    assert set(_arviz.group_names(idata)) == {
+        "posterior", "sample_stats", "log_likelihood", "posterior_predictive",
+        "predictions", "observed_data", "constant_data", "predictions_constant_data",
+    }  # fmt: skip
+    posterior = _arviz.group(idata, "posterior")
+    kernel = posterior["net.Dense_0.kernel"]
+    assert kernel.dims == ("chain", "draw", "net.Dense_0.kernel_in", "net.Dense_0.kernel_out")
+    assert kernel.shape == (CHAINS, DRAWS, 2, 6)
+    assert not any("/" in name for name in posterior)
+    likelihood = _arviz.group(idata, "log_likelihood")["y"]
+    assert likelihood.dims == ("chain", "draw", "data")
+    assert likelihood["data"].to_numpy().tolist() == list(range(100, 100 + N))
+    predictions = _arviz.group(idata, "predictions")
+    assert dict(predictions["y_mean"].sizes) == {"chain": CHAINS, "draw": DRAWS, "data": M}
+    assert predictions["data"].to_numpy().tolist() == list(range(M))
+    assert set(predictions) == {"y", "y_mean", "f", "y_log_likelihood"}
+    assert _arviz.group(idata, "predictions_constant_data")["x"].dims == ("data", "x_dim_1")
+
+
+def test_observed_and_constant_data_are_the_arguments(idata, data):
+    np.testing.assert_array_equal(_arviz.group(idata, "observed_data")["y"], data["y"])
+    constants = _arviz.group(idata, "constant_data")
+    np.testing.assert_array_equal(constants["x"], data["x"])
+    assert "y" not in constants
+    np.testing.assert_array_equal(_arviz.group(idata, "predictions_constant_data")["y"], data["y_test"])
+
+
+def test_predictions_are_the_network_at_the_draws(idata, mcmc, data):
+    draws = mcmc.get_samples(group_by_chain=True)
+    params, sigma = params_of(draws), np.asarray(draws["sigma"])
+    f = jax.vmap(jax.vmap(lambda p: NET.apply(p, data["x_test"])[..., 0]))(params)
+    predictions = _arviz.group(idata, "predictions")
+    np.testing.assert_allclose(predictions["y_mean"], f, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(predictions["f"], f, rtol=1e-5, atol=1e-5)
+    exact = dist.Normal(f, sigma[..., None]).log_prob(data["y_test"])
+    np.testing.assert_allclose(predictions["y_log_likelihood"], exact, rtol=1e-4, atol=1e-4)
+    # 168 standardised residuals y - f: a standard normal's |mean| stays below 5 / sqrt(168), failure rate 6e-7.
+    z = (predictions["y"].to_numpy() - f) / sigma[..., None]
+    assert abs(float(z.mean())) < 5 / z.size**0.5
+    assert abs(float((z**2).mean()) - 1) < 5 * (2 / z.size) ** 0.5
+
+
+def numpyro_log_likelihood(run, data):
+    draws = {name: value for name, value in run.get_samples().items() if name != "f"}
+    values = log_likelihood(bnn_model, draws, data["x"], data["y"])["y"]
+    return values.reshape(CHAINS, DRAWS, N)
+
+
+def test_log_likelihood_agrees_with_numpyro(idata, mcmc, data):
+    exported = _arviz.group(idata, "log_likelihood")["y"]
+    np.testing.assert_allclose(exported, numpyro_log_likelihood(mcmc, data), rtol=1e-4, atol=1e-4)
+
+
+def test_sample_stats_have_arviz_names(idata, mcmc):
+    stats = _arviz.group(idata, "sample_stats")
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    np.testing.assert_array_equal(stats["lp"], -np.asarray(fields["potential_energy"]))
+    np.testing.assert_array_equal(stats["n_steps"], fields["num_steps"])
+    assert (2 ** (stats["tree_depth"].to_numpy() - 1) <= stats["n_steps"].to_numpy()).all()
+    assert "acceptance_rate" not in stats  # it was not collected, so it is not there
+
+
+def test_attrs_tell_algorithm_settings_versions_and_key(idata):
+    attrs = _arviz.attrs(idata)
+    assert attrs["algorithm"] == "NUTS"
+    assert (attrs["num_warmup"], attrs["num_samples"], attrs["num_chains"]) == (10, DRAWS, CHAINS)
+    assert attrs["dataset"] == "toy"
+    assert attrs["numpyro_bnn_version"] == bnn.__version__
+    assert attrs["predictive_rng_key"] == "[0, 0]"
+    assert "jax_version" in attrs
+
+
+def test_round_trip_through_netcdf(idata, tmp_path):
+    path = results.save(idata, tmp_path / "fit.nc")
+    loaded = results.load(path)
+    for name in _arviz.group_names(idata):
+        assert _arviz.group(loaded, name).equals(_arviz.group(idata, name)), name
+    assert _arviz.attrs(loaded) == _arviz.attrs(idata)
+
+
+def test_arviz_reads_it(idata):
+    assert "sigma" in az.summary(idata, var_names=["sigma"]).index
+    with np.errstate(all="ignore"), pytest.warns(UserWarning, match="shape parameter"):
+        loo = az.loo(idata)  # 24 draws: ArviZ is right to warn
+    assert np.isfinite(float(getattr(loo, "elpd_loo", getattr(loo, "elpd", np.nan))))
+
+
+def test_results_do_not_depend_on_the_chunk(mcmc, data, idata):
+    new = {"x": data["x_test"], "y": data["y_test"]}
+    chunked = bnn.to_inference_data(mcmc, predictions=new, draws_per_chunk=5)
+    for group in ("predictions", "posterior_predictive", "log_likelihood"):
+        for name, values in _arviz.group(chunked, group).items():
+            # One more or fewer draw per call changes how XLA orders sums, nothing else.
+            np.testing.assert_allclose(values, _arviz.group(idata, group)[name], rtol=2e-5, atol=2e-5)
+
+
+def test_subsampled_plate_is_exported_in_full_and_in_order(data):
+    frozen = handlers.seed(
+        bnn_model, 3
+    )  # these kernels need a frozen minibatch; the export must not inherit it
+    run = sample(frozen, data["x"], data["y"], batch_size=8)
+    exported = bnn.to_inference_data(run)
+    np.testing.assert_array_equal(_arviz.group(exported, "observed_data")["y"], data["y"])
+    assert run.get_samples()["f"].shape == (CHAINS * DRAWS, 8)  # what NumPyro kept: the minibatch
+    np.testing.assert_allclose(
+        _arviz.group(exported, "log_likelihood")["y"], numpyro_log_likelihood(run, data), rtol=1e-4, atol=1e-4
+    )
+    predictive = _arviz.group(exported, "posterior_predictive")
+    assert "f" not in _arviz.group(exported, "posterior")
+    np.testing.assert_array_equal(predictive["f"], predictive["y_mean"])
+
+
+@pytest.mark.parametrize("key", [jax.random.key(4), jax.random.PRNGKey(4)], ids=["typed", "legacy"])
+def test_both_kinds_of_keys(data, key):
+    run = sample(bnn_model, data["x"], data["y"], draws=4, key=key)
+    exported = bnn.to_inference_data(run, {"x": data["x_test"]}, rng_key=key)
+    assert _arviz.attrs(exported)["predictive_rng_key"] == "[0, 4]"
+    assert "y_log_likelihood" not in _arviz.group(exported, "predictions")  # no targets, no score
+
+
+def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
+    net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
+    model = bnn.models.regression(net)
+    run = sample(model, data["x"], data["y"], draws=5, chains=1)
+    exported = bnn.to_inference_data(run, {"x": data["x_test"]})
+
+    def predict(params):
+        return net.apply(params, data["x_test"], net.statistics(params, data["x"]))[..., 0]
+
+    params = {k.removeprefix("net/"): v for k, v in run.get_samples().items() if k.startswith("net/")}
+    mean = _arviz.group(exported, "predictions")["y_mean"][0]
+    np.testing.assert_allclose(mean, jax.vmap(predict)(params), rtol=1e-5, atol=1e-5)
+    # A prediction is about one point: alone or among others it is the same.
+    alone = bnn.to_inference_data(run, {"x": data["x_test"][:1]})
+    np.testing.assert_allclose(
+        _arviz.group(alone, "predictions")["y_mean"][0], mean[:, :1], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_classification_exports_probabilities(data):
+    labels = (data["x"][:, 0] > 0).astype(int) + (data["x"][:, 1] > 1)
+    model = bnn.models.classification(bnn.nn.MLP([4, 3]), num_classes=3)
+    run = sample(model, data["x"], labels, draws=5)
+    test_labels = jnp.zeros(M, int)
+    predictions = _arviz.group(
+        bnn.to_inference_data(run, {"x": data["x_test"], "y": test_labels}), "predictions"
+    )
+    probs = predictions["y_probs"]
+    assert probs.dims == ("chain", "draw", "data", "y_probs_dim_1")
+    np.testing.assert_allclose(probs.sum("y_probs_dim_1"), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.log(probs[..., 0]), predictions["y_log_likelihood"], rtol=1e-4, atol=1e-4)
+    assert predictions["y"].dtype.kind == "i"
+
+
+@pytest.mark.parametrize(("outputs", "heteroscedastic"), [(2, False), (2, True), (4, True)])
+def test_regression_heads(data, outputs, heteroscedastic):
+    targets = outputs // 2 if heteroscedastic else outputs
+    y = data["y"] if targets == 1 else jnp.stack([data["y"]] * targets, axis=-1)
+    model = bnn.models.regression(bnn.nn.MLP([4, outputs]), heteroscedastic=heteroscedastic)
+    run = sample(model, data["x"], y, draws=3, chains=1)
+    assert ("sigma" in run.get_samples()) is not heteroscedastic
+    exported = bnn.to_inference_data(run, {"x": data["x_test"]})
+    shape = (1, 3, M) if targets == 1 else (1, 3, M, targets)
+    assert _arviz.group(exported, "predictions")["y_mean"].shape == shape
+    assert _arviz.group(exported, "log_likelihood")["y"].shape == (1, 3, N)
+
+
+def test_flax_module_with_our_prior(data):
+    flax = pytest.importorskip("flax.linen", reason="extra `flax`")
+    from numpyro.contrib.module import random_flax_module
+
+    def model(x, y=None):
+        module = flax.Sequential([flax.Dense(4), flax.tanh, flax.Dense(1)])
+        net = random_flax_module("net", module, bnn.priors.Hierarchical(), input_shape=(1, 2))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.3), obs=y)
+
+    run = sample(bnn.priors.noncenter(model), data["x"], data["y"], draws=4, chains=1)
+    predictions = _arviz.group(bnn.to_inference_data(run, {"x": data["x_test"]}), "predictions")
+    draw = {k: v[-1] for k, v in run.get_samples().items()}
+    h = jnp.tanh(data["x_test"] @ draw["net/layers_0.kernel"] + draw["net/layers_0.bias"])
+    f = (h @ draw["net/layers_2.kernel"] + draw["net/layers_2.bias"])[:, 0]
+    np.testing.assert_allclose(predictions["y_mean"][0, -1], f, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_frozen_at_random_values_are_refused(data):
+    def model(x, y=None):
+        w = numpyro.param("w", lambda key: jax.random.normal(key, (2,)))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, sigma), obs=y)
+
+    run = sample(model, data["x"], data["y"], draws=2, chains=1)
+    with pytest.raises(ValueError, match=r"parameter site 'w'.*handlers\.substitute"):
+        bnn.to_inference_data(run)
+    fixed = handlers.substitute(model, data={"w": jnp.ones(2)})
+    bnn.to_inference_data(sample(fixed, data["x"], data["y"], draws=2, chains=1))
+
+
+def covariate_model(x, groups, y=None, **options):
+    slope = numpyro.sample("slope", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x[:, 0] * slope[groups] + options["shift"], 0.5), obs=y)
+
+
+def test_keyword_arguments_and_further_covariates(data):
+    groups = jnp.arange(N) % 2
+    run = sample(covariate_model, data["x"], groups, y=data["y"], shift=jnp.zeros(1), draws=3, chains=1)
+    with pytest.raises(ValueError, match="no value for 'groups'"):
+        bnn.to_inference_data(run, {"x": data["x_test"]})
+    new = {"x": data["x_test"], "groups": groups[:M], "shift": jnp.ones(1)}
+    mean = _arviz.group(bnn.to_inference_data(run, new), "predictions")["y_mean"][0]
+    slope = run.get_samples()["slope"]
+    np.testing.assert_allclose(mean, data["x_test"][:, 0] * slope[:, groups[:M]] + 1, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"X": np.ones((3, 2))}, r"predictions.*Did you mean 'x'"),
+        ({"x": np.full((3, 2), np.nan)}, r"6 NaN or infinite values"),
+        ({"x": np.ones((3, 5))}, r"shape \(3, 5\).*one row per new point"),
+        ({"x": np.ones((3, 2)), "y": np.ones(4)}, r"mismatched lengths \(x has 3, y has 4\)"),
+    ],
+)
+def test_bad_predictions_are_refused(mcmc, new, message):
+    with pytest.raises(ValueError, match=message):
+        bnn.to_inference_data(mcmc, new)
+
+
+def test_bad_results_are_refused(mcmc):
+    with pytest.raises(ValueError, match=r"has not run.*mcmc\.run"):
+        bnn.to_inference_data(MCMC(NUTS(bnn_model), num_warmup=1, num_samples=1))
+    with pytest.raises(TypeError, match="dict"):
+        bnn.to_inference_data(mcmc.get_samples())
+    run = MCMC(NUTS(potential_fn=lambda z: z**2), num_warmup=1, num_samples=1, progress_bar=False)
+    run.run(jax.random.key(0), init_params=jnp.zeros(()))
+    with pytest.raises(ValueError, match="potential function"):
+        bnn.to_inference_data(run)
+
+
+PEAK_MEMORY = """
+import resource, sys
+import jax, numpy as np
+from numpyro_bnn import nn
+from numpyro_bnn.results.replay import map_draws
+draws = int(sys.argv[1])
+net, x = nn.MLP([1000, 1]), np.ones((4000, 1), np.float32)
+rng = np.random.default_rng(0)
+params = {k: rng.normal(size=(1, draws, *s)).astype(np.float32) for k, s in net.param_shapes((1,)).items()}
+out = map_draws(lambda p, key: {"f": net.apply(p, x)[..., 0]}, params, jax.random.key(0))
+assert out["f"].shape == (1, draws, 4000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_peak_memory_does_not_grow_with_the_draws():
+    """One draw makes 16 MB of hidden units; 400 draws at once would take 6.4 GB, their output takes 6.4 MB."""
+
+    def peak(draws):
+        command = [sys.executable, "-c", PEAK_MEMORY, str(draws)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout)
+
+    inputs_and_outputs = 400 * 4 * (4000 + 3 * 1000 + 1) * 2
+    assert peak(400) - peak(40) < inputs_and_outputs + 64 * 2**20
