@@ -9,9 +9,17 @@ from jax.extend.core import Literal
 __all__ = ["dependence", "indexed_lengths"]
 
 # Operations after which an index is still an index.
-ADDRESSING = frozenset(
-    "add sub broadcast_in_dim concatenate convert_element_type copy reshape select_n squeeze".split()
-)
+ADDRESSING = {
+    "add",
+    "sub",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "select_n",
+    "squeeze",
+}
 
 
 def dependence(

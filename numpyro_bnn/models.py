@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn._plates import full_plates
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
 
@@ -117,7 +119,9 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
         )
     _checks.finite(call, "x", x)
     size = jnp.shape(x)[0]
-    if batch_size is not None and not 1 <= batch_size <= size:
+    # Predictions run on full plates, where the batch size of the run has no meaning.
+    whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
+    if not whole and batch_size is not None and not 1 <= batch_size <= size:
         raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
 
 

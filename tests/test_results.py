@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import arviz as az
 import jax
@@ -160,8 +161,9 @@ def test_round_trip_through_netcdf(idata, tmp_path):
 
 def test_arviz_reads_it(idata):
     assert "sigma" in az.summary(idata, var_names=["sigma"]).index
-    with np.errstate(all="ignore"), pytest.warns(UserWarning, match="shape parameter"):
-        loo = az.loo(idata)  # 24 draws: ArviZ is right to warn
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # 24 draws: one of the two versions says they are too few
+        loo = az.loo(idata)
     assert np.isfinite(float(getattr(loo, "elpd_loo", getattr(loo, "elpd", np.nan))))
 
 
