@@ -1,0 +1,65 @@
+"""Stochastic-gradient MCMC on flat vectors: pure ``init``, ``step`` and ``run``, built from interchangeable parts."""
+
+from numpyro_bnn.sgmcmc.engine import Sampler, Seeds, State, Statistics, build, fresh_seeds, reset_statistics
+from numpyro_bnn.sgmcmc.gradients import SVRG, ControlVariates, Full, Minibatch
+from numpyro_bnn.sgmcmc.metropolis import GGMC, MALA
+from numpyro_bnn.sgmcmc.minibatches import Epochs, Keys, Nothing, Rows, Stream, Together, WithReplacement
+from numpyro_bnn.sgmcmc.overdamped import Overdamped
+from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Evaluation, Gradient, Move, Preconditioner
+from numpyro_bnn.sgmcmc.preconditioners import (
+    Blocks,
+    Dense,
+    Diagonal,
+    Identity,
+    RMSProp,
+    from_squared_gradients,
+)
+from numpyro_bnn.sgmcmc.schedules import Constant, Cyclical, Polynomial, constant, cyclical, polynomial
+from numpyro_bnn.sgmcmc.thermostat import NoseHoover
+from numpyro_bnn.sgmcmc.underdamped import BAOAB, OBABO
+
+__all__ = [
+    "build",
+    "Sampler",
+    "State",
+    "Statistics",
+    "Seeds",
+    "fresh_seeds",
+    "reset_statistics",
+    "Gradient",
+    "Full",
+    "Minibatch",
+    "ControlVariates",
+    "SVRG",
+    "Stream",
+    "Nothing",
+    "WithReplacement",
+    "Epochs",
+    "Keys",
+    "Rows",
+    "Together",
+    "Dynamics",
+    "Overdamped",
+    "BAOAB",
+    "OBABO",
+    "NoseHoover",
+    "MALA",
+    "GGMC",
+    "Preconditioner",
+    "Identity",
+    "Diagonal",
+    "Dense",
+    "Blocks",
+    "RMSProp",
+    "from_squared_gradients",
+    "Constant",
+    "Polynomial",
+    "Cyclical",
+    "constant",
+    "polynomial",
+    "cyclical",
+    "Draw",
+    "Environment",
+    "Evaluation",
+    "Move",
+]

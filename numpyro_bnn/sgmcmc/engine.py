@@ -1,0 +1,376 @@
+"""The step loop of every sampler: gradient x dynamics x preconditioner x schedule x temperature."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.sgmcmc import noise
+from numpyro_bnn.sgmcmc.parts import (
+    Draw,
+    Dynamics,
+    Environment,
+    Evaluation,
+    Gradient,
+    Move,
+    Preconditioner,
+    check_count,
+    check_number,
+    squared_norm,
+)
+from numpyro_bnn.sgmcmc.preconditioners import Identity
+from numpyro_bnn.sgmcmc.schedules import Schedule, as_schedule
+
+__all__ = ["Sampler", "State", "Seeds", "Statistics", "build", "fresh_seeds", "reset_statistics"]
+
+# Numbers drawn ahead in one block: enough to amortise the cost of a draw, few enough to stay in cache.
+_BLOCK_NORMALS, _BLOCK_STEPS = 2**15, 64
+# Most memory for the rows of data of a block.
+_BLOCK_BYTES = 2**21
+
+
+class Seeds(NamedTuple):
+    """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the start, and noise-level probes."""
+
+    noise: jax.Array
+    batch: jax.Array
+    uniform: jax.Array
+    start: jax.Array
+    start_batch: jax.Array
+    probe: jax.Array
+
+
+class Statistics(NamedTuple):
+    """Means over the steps since the last reset.
+
+    :param num_steps: number of steps that did not diverge.
+    :param kinetic_temperature: mean of r'r / P, r the whitened momentum after a step; None without momentum.
+    :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
+    :param accept_prob: mean acceptance probability; None where nothing is rejected.
+    :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
+    """
+
+    num_steps: jax.Array
+    kinetic_temperature: jax.Array | None
+    configurational_temperature: jax.Array
+    accept_prob: jax.Array | None
+    num_gradients: jax.Array
+
+
+class State(NamedTuple):
+    """State of one chain.
+
+    :param position: (P,).
+    :param step: steps made so far, also the argument of the schedules.
+    :param num_warmup: steps with a number below this one are warm-up: the preconditioner adapts.
+    :param seeds: the :class:`Seeds`; step t uses counters of its own, so states can be resumed at any step.
+    :param memory: state of the dynamics.
+    :param estimator: state of the gradient estimator.
+    :param adaptation: state of the preconditioner.
+    :param statistics: the :class:`Statistics`.
+    :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there.
+    """
+
+    position: jax.Array
+    step: jax.Array
+    num_warmup: jax.Array
+    seeds: Seeds
+    memory: Any
+    estimator: Any
+    adaptation: Any
+    statistics: Statistics
+    first_divergence: jax.Array
+
+
+def fresh_seeds(rng_key: jax.Array) -> Seeds:
+    """Derive the seeds of a chain from one key, typed or legacy; ``state._replace(seeds=...)`` gives new randomness.
+
+    >>> import jax
+    >>> fresh_seeds(jax.random.key(0)).noise.shape
+    (2,)
+    """
+    return Seeds(*noise.seeds(rng_key, len(Seeds._fields)))
+
+
+def reset_statistics(state: State) -> State:
+    """Return the state with its means set to zero, e.g. after warm-up.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc import Full, Overdamped
+    >>> sampler = build(Full(lambda q: 0.5 * q @ q), Overdamped(), schedule=0.1)
+    >>> state = sampler.run(sampler.init(jnp.zeros(3), jax.random.key(0)), 10)
+    >>> int(state.statistics.num_steps), int(reset_statistics(state).statistics.num_steps)
+    (10, 0)
+    """
+    return state._replace(statistics=jax.tree.map(jnp.zeros_like, state.statistics))
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """A sampler put together by :func:`build`; all methods are pure and can be jitted, vmapped and scanned.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc import BAOAB, Full
+    >>> sampler = build(Full(lambda q: 0.5 * q @ q), BAOAB(friction=1.0), schedule=0.1)
+    >>> chains = jax.vmap(sampler.init, (None, 0))(jnp.zeros(3), jax.random.split(jax.random.key(0), 4))
+    >>> jax.vmap(sampler.step)(chains).position.shape
+    (4, 3)
+    """
+
+    gradient: Gradient
+    dynamics: Dynamics
+    preconditioner: Preconditioner
+    schedule: Schedule
+    temperature: Schedule
+
+    def init(self, position: jax.Array, rng_key: jax.Array, num_warmup: int = 0) -> State:
+        """Start a chain.
+
+        :param position: floating vector (P,).
+        :param rng_key: one PRNG key, typed or legacy.
+        :param num_warmup: number of steps in which the preconditioner adapts.
+        :raises ValueError: for a position of another rank, or an adapting preconditioner without warm-up.
+        :raises TypeError: for a position that is not floating, or a wrong key.
+        """
+        position = self._check_start(position, num_warmup)
+        seeds = fresh_seeds(rng_key)
+        estimator, adaptation = self.gradient.init(position), self.preconditioner.init(position)
+        zero, step = jnp.zeros((), position.dtype), jnp.int32(0)
+        memory = self._start_memory(position, step, seeds, estimator, adaptation)
+        statistics = Statistics(
+            jnp.int32(0),
+            None if self.dynamics.momentum(memory) is None else zero,
+            zero,
+            zero if self.dynamics.exact else None,
+            jnp.int32(0),
+        )
+        warmup = jnp.asarray(num_warmup, jnp.int32)
+        return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
+
+    def refresh(self, state: State, recentre: bool | jax.Array = False) -> State:
+        """Recompute what the state caches of the target, after its position or the target has changed.
+
+        :param recentre: move the centre of control variates to the position instead of keeping it.
+        :return: the state with fresh gradients and potentials; momenta and thermostat stay.
+        """
+        kept_centre = state.position if state.estimator == () else state.estimator.position
+        centre = jnp.where(recentre, state.position, kept_centre)
+        estimator = self.gradient.init(centre)
+        fresh = self._start_memory(state.position, state.step, state.seeds, estimator, state.adaptation)
+        kept = {n: getattr(state.memory, n) for n in ("momentum", "friction") if hasattr(state.memory, n)}
+        return state._replace(estimator=estimator, memory=fresh._replace(**kept) if kept else fresh)
+
+    def step(self, state: State) -> State:
+        """Make one step; ``run(state, n)`` equals n of them."""
+        return self._advance(state, self._draw(state.seeds, state.step, state.position))
+
+    def run(self, state: State, num_steps: int) -> State:
+        """Make ``num_steps`` steps in one compiled loop, with the random numbers drawn ahead in blocks.
+
+        :param num_steps: a Python integer, at least 1.
+        """
+        check_count("sgmcmc.Sampler.run", "num_steps", num_steps)
+        prepare, sampler, row_bytes = self._separated(state)
+        normals = self.dynamics.rows * state.position.shape[0]
+        most = min(_BLOCK_STEPS, _BLOCK_NORMALS // normals, _BLOCK_BYTES // max(1, row_bytes))
+        num_blocks = -(-num_steps // max(1, most))
+        size = -(-num_steps // num_blocks)
+
+        def run_block(block, state):
+            steps = state.step + lax.iota(jnp.int32, size)
+            draw = partial(jax.vmap(self._draw, (None, 0, None)), state.seeds, steps, state.position)
+            # Always true, which the compiler cannot know: it would hash each index again for every number picked.
+            draws = lax.cond(
+                state.step >= 0, draw, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(draw))
+            )
+            draws = draws._replace(batch=prepare(draws.batch))
+            # The last block may be shorter; a constant bound where it is not compiles to a cheaper loop.
+            bound = size if num_blocks * size == num_steps else jnp.minimum(size, num_steps - block * size)
+            return lax.fori_loop(
+                0, bound, lambda i, s: sampler._advance(s, jax.tree.map(lambda x: x[i], draws)), state
+            )
+
+        return lax.fori_loop(0, num_blocks, run_block, state)
+
+    def _separated(self, state: State) -> tuple[Callable[[Any], Any], "Sampler", int]:
+        """Return how to prepare the minibatches of a block, the sampler that takes them so, and bytes per step."""
+        batch = jax.eval_shape(self.gradient.stream.draw, state.seeds.batch, state.step)
+        if not jax.tree.leaves(batch):
+            return (lambda batches: batches), self, 0
+        prepare, gradient = self.gradient.separate(state.position, batch)
+        prepared = jax.tree.leaves(jax.eval_shape(prepare, batch))
+        row_bytes = self.dynamics.batches * sum(x.size * x.dtype.itemsize for x in prepared)
+        for _ in range(1 if self.dynamics.batches == 1 else 2):
+            prepare = jax.vmap(prepare)
+        return prepare, replace(self, gradient=gradient), row_bytes
+
+    def gradient_noise(self, state: State, num_batches: int = 8) -> jax.Array:
+        """Estimate the variance of the gradient estimate at the present position.
+
+        :param num_batches: R >= 2 minibatches of their own, independent of those of the chain.
+        :return: unbiased variance per coordinate (P,), of the gradient of the full potential.
+        """
+        check_count("sgmcmc.Sampler.gradient_noise", "num_batches", num_batches, minimum=2)
+
+        def one(number):
+            batch = self.gradient.stream.draw(state.seeds.probe, state.step * num_batches + number)
+            return self.gradient(state.estimator, state.position, batch)[1]
+
+        return jnp.var(lax.map(one, lax.iota(jnp.int32, num_batches)), axis=0, ddof=1)
+
+    def _check_start(self, position: jax.Array, num_warmup: Any) -> jax.Array:
+        call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
+        if position.ndim != 1 or position.shape[0] == 0:
+            raise argument_error(
+                call, "position", f"shape {position.shape}", "Pass one flat vector (P,): see `ravel_pytree`."
+            )
+        if not jnp.issubdtype(position.dtype, jnp.floating):
+            raise argument_error(
+                call, "position", f"dtype {position.dtype}", "Pass floating numbers.", TypeError
+            )
+        if isinstance(num_warmup, int):
+            check_count(call, "num_warmup", num_warmup, minimum=0)
+            if num_warmup == 0 and self.preconditioner.adapts:
+                raise argument_error(
+                    call,
+                    "num_warmup",
+                    num_warmup,
+                    "The preconditioner learns during warm-up: pass some steps.",
+                )
+        return position
+
+    def _start_memory(
+        self, position: jax.Array, step: jax.Array, seeds: Seeds, estimator: Any, adaptation: Any
+    ) -> Any:
+        """Memory of a dynamics that starts at a position: momenta drawn, gradients evaluated."""
+        draw = Draw(
+            noise.normal(seeds.start, step, position.shape[0], position.dtype)[None],
+            self.gradient.stream.draw(seeds.start_batch, step),
+            jnp.ones((), position.dtype),
+        )
+        environment = self._environment(estimator, adaptation, step, jnp.asarray(False), position.dtype)
+        return self.dynamics.init(environment, position, draw)
+
+    def _draw(self, seeds: Seeds, step: jax.Array, position: jax.Array) -> Draw:
+        """Make all random numbers of one step."""
+        rows, batches, size = self.dynamics.rows, self.dynamics.batches, position.shape[0]
+        flat = noise.normal(seeds.noise, step, rows * size, position.dtype)
+        stream = self.gradient.stream
+        if batches == 1:
+            batch = stream.draw(seeds.batch, step)
+        else:
+            counters = step * batches + lax.iota(jnp.int32, batches)
+            batch = jax.vmap(stream.draw, (None, 0))(seeds.batch, counters)
+        return Draw(flat.reshape(rows, size), batch, noise.uniform(seeds.uniform, step, position.dtype))
+
+    def _environment(
+        self, estimator: Any, adaptation: Any, step: jax.Array, warming: jax.Array, dtype: Any
+    ) -> Environment:
+        def evaluate(position, batch):
+            potential, gradient = self.gradient(estimator, position, batch)
+            return Evaluation(
+                position, potential, gradient, self.preconditioner.update(adaptation, gradient, warming)
+            )
+
+        return Environment(
+            evaluate,
+            self.preconditioner.root,
+            self.preconditioner.transpose,
+            adaptation,
+            jnp.asarray(self.schedule(step), dtype),
+            jnp.asarray(self.temperature(step), dtype),
+        )
+
+    def _advance(self, state: State, draw: Draw) -> State:
+        """Make one step with given random numbers; a step that is not finite freezes the chain."""
+        step, dtype = state.step, state.position.dtype
+        estimator, renewals = self.gradient.refresh(state.estimator, state.position, step)
+        environment = self._environment(estimator, state.adaptation, step, step < state.num_warmup, dtype)
+        move = self.dynamics.step(environment, state.position, state.memory, draw)
+        virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
+        # Both sums are finite only if all their terms are: cheaper than a test of each.
+        finite = jnp.isfinite(squared_norm(move.position) + virial) & (state.first_divergence < 0)
+        spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
+        new = (
+            move.position,
+            move.memory,
+            estimator,
+            move.evaluation.adaptation,
+            self._count(state.statistics, move, virial, spent),
+        )
+        old = (state.position, state.memory, state.estimator, state.adaptation, state.statistics)
+        position, memory, estimator, adaptation, statistics = jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), new, old
+        )
+        newly = ~finite & (state.first_divergence < 0)
+        return state._replace(
+            position=position,
+            step=step + 1,
+            memory=memory,
+            estimator=estimator,
+            adaptation=adaptation,
+            statistics=statistics,
+            first_divergence=jnp.where(newly, step, state.first_divergence),
+        )
+
+    def _count(self, statistics: Statistics, move: Move, virial: jax.Array, spent: jax.Array) -> Statistics:
+        count, size = statistics.num_steps + 1, move.position.shape[0]
+        weight = 1.0 / count.astype(virial.dtype)
+        momentum = self.dynamics.momentum(move.memory)
+        kinetic = None if momentum is None else squared_norm(momentum) / size
+        seen = (kinetic, virial / size, move.accept_prob)
+        kinetic, virial, accept = jax.tree.map(
+            lambda mean, x: mean + weight * (x - mean), statistics[1:4], seen
+        )
+        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent)
+
+
+def build(
+    gradient: Gradient,
+    dynamics: Dynamics,
+    preconditioner: Preconditioner | None = None,
+    *,
+    schedule: Schedule | float,
+    temperature: Callable[[jax.Array], Any] | float = 1.0,
+) -> Sampler:
+    """Put a sampler together from its parts.
+
+    :param gradient: a gradient estimator of the potential U, the full negative log density.
+    :param dynamics: how the position moves.
+    :param preconditioner: G; default the identity.
+    :param schedule: step size eps > 0, or a callable step -> eps. eps means theta += (eps / 2) g~ + N(0, eps T) in
+        every dynamics; those with momentum take time steps h = sqrt(eps).
+    :param temperature: T >= 0, or a callable step -> T; the target is exp(-U / T).
+    :raises ValueError: for a step size or temperature out of range, or parts that do not fit together.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc import Full, Overdamped
+    >>> sampler = build(Full(lambda q: 0.5 * q @ q), Overdamped(), schedule=0.1)
+    >>> state = jax.jit(sampler.run, static_argnums=1)(sampler.init(jnp.zeros(3), jax.random.key(0)), 100)
+    >>> state.position.shape, int(state.step), int(state.first_divergence)
+    ((3,), 100, -1)
+    """
+    call = "sgmcmc.build"
+    preconditioner = Identity() if preconditioner is None else preconditioner
+    dynamics.check(gradient)
+    if dynamics.exact and not callable(temperature):
+        check_number(call, "temperature", temperature, strict=True)
+    if dynamics.exact and preconditioner.biased:
+        raise argument_error(
+            call,
+            "preconditioner",
+            preconditioner,
+            f"{type(dynamics).__name__} is exact only with a frozen one.",
+        )
+    return Sampler(
+        gradient,
+        dynamics,
+        preconditioner,
+        as_schedule(call, "schedule", schedule, strict=True),
+        as_schedule(call, "temperature", temperature, strict=False),
+    )

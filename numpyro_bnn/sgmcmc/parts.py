@@ -1,0 +1,227 @@
+"""What the parts of a sampler hand to each other: the contracts of gradient, preconditioner and dynamics."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_bnn._errors import argument_error
+
+__all__ = ["Evaluation", "Environment", "Draw", "Move", "Gradient", "Preconditioner", "Dynamics"]
+
+Array = jax.Array
+
+
+class Evaluation(NamedTuple):
+    """The target seen at one position.
+
+    :param position: (P,).
+    :param potential: scalar estimate of U.
+    :param gradient: (P,) estimate of the gradient of U.
+    :param adaptation: state of the preconditioner after it saw this gradient.
+    """
+
+    position: Array
+    potential: Array
+    gradient: Array
+    adaptation: Any
+
+
+class Environment(NamedTuple):
+    """What one step of a dynamics may use.
+
+    :param evaluate: ``evaluate(position, batch) -> Evaluation``.
+    :param root: ``root(adaptation, v)`` multiplies by L, where the preconditioner is G = L L'.
+    :param transpose: ``transpose(adaptation, v)`` multiplies by L'.
+    :param adaptation: state of the preconditioner at the start of the step.
+    :param step_size: eps of this step.
+    :param temperature: T of this step.
+    """
+
+    evaluate: Callable[[Array, Any], Evaluation]
+    root: Callable[[Any, Array], Array]
+    transpose: Callable[[Any, Array], Array]
+    adaptation: Any
+    step_size: Array
+    temperature: Array
+
+
+class Draw(NamedTuple):
+    """The randomness of one step.
+
+    :param noise: standard normals (rows, P).
+    :param batch: a minibatch; with a leading axis where the dynamics takes several per step.
+    :param uniform: scalar in (0, 1].
+    """
+
+    noise: Array
+    batch: Any
+    uniform: Array
+
+
+class Move(NamedTuple):
+    """The outcome of one step.
+
+    :param position: (P,).
+    :param memory: the state of the dynamics (momenta, cached gradients).
+    :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
+    :param accept_prob: Metropolis acceptance probability, or None where nothing is rejected.
+    """
+
+    position: Array
+    memory: Any
+    evaluation: Evaluation
+    accept_prob: Array | None = None
+
+
+class Gradient:
+    """Estimates the potential and its gradient from a minibatch; see :mod:`numpyro_bnn.sgmcmc.gradients`.
+
+    Attribute ``stream``: the source of minibatches.
+
+    >>> Gradient().evaluations, Gradient().markov
+    (1, True)
+    """
+
+    stream: Any
+
+    @property
+    def evaluations(self) -> int:
+        """Gradients of the minibatch potential per estimate."""
+        return 1
+
+    @property
+    def markov(self) -> bool:
+        """Whether an estimate depends on nothing of the chain but its position."""
+        return True
+
+    def init(self, position: Array) -> Any:
+        """Return the state of the estimator; default none."""
+        return ()
+
+    def refresh(self, state: Any, position: Array, step: Array) -> tuple[Any, Array]:
+        """Renew the state before a step; return it with the number of full gradients spent."""
+        return state, jnp.int32(0)
+
+    def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], "Gradient"]:
+        """Return ``prepare`` and an estimator that takes ``prepare(batch)`` where this one takes ``batch``.
+
+        What depends on the minibatch alone can so be computed for many steps at once; default nothing.
+        """
+        return (lambda batch: batch), self
+
+    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
+        """Return estimates of the potential and of its gradient (P,)."""
+        raise NotImplementedError
+
+
+class Preconditioner:
+    """A symmetric positive definite G = L L'; see :mod:`numpyro_bnn.sgmcmc.preconditioners`.
+
+    >>> Preconditioner().adapts, Preconditioner().biased
+    (False, False)
+    """
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it needs a warm-up."""
+        return False
+
+    @property
+    def biased(self) -> bool:
+        """Whether it goes on changing after warm-up."""
+        return False
+
+    def init(self, position: Array) -> Any:
+        """Return the state for positions like this one."""
+        return ()
+
+    def update(self, state: Any, gradient: Array, warming: Array) -> Any:
+        """Learn from a gradient; default nothing."""
+        return state
+
+    def root(self, state: Any, v: Array) -> Array:
+        """Return L v."""
+        raise NotImplementedError
+
+    def transpose(self, state: Any, v: Array) -> Array:
+        """Return L' v."""
+        raise NotImplementedError
+
+
+class Dynamics:
+    """Moves the position; says how many normals, minibatches and gradients a step takes.
+
+    >>> Dynamics().rows, Dynamics().batches, Dynamics().evaluations, Dynamics().exact
+    (1, 1, 1, False)
+    """
+
+    @property
+    def rows(self) -> int:
+        """Rows of P normals per step."""
+        return 1
+
+    @property
+    def batches(self) -> int:
+        """Minibatches per step."""
+        return 1
+
+    @property
+    def evaluations(self) -> int:
+        """Gradient estimates per step."""
+        return 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether a Metropolis test removes the discretisation error."""
+        return False
+
+    def check(self, gradient: Gradient) -> None:
+        """Refuse gradient estimators under which the dynamics would be wrong; default none."""
+
+    def init(self, environment: Environment, position: Array, draw: Draw) -> Any:
+        """Return the memory (momenta, cached gradients) of a chain that starts here."""
+        return ()
+
+    def step(self, environment: Environment, position: Array, memory: Any, draw: Draw) -> Move:
+        """Make one step."""
+        raise NotImplementedError
+
+    def momentum(self, memory: Any) -> Array | None:
+        """Return the whitened momentum (P,), or None."""
+        return None
+
+
+def check_number(
+    call: str,
+    argument: str,
+    value: Any,
+    *,
+    minimum: float = 0.0,
+    strict: bool = False,
+    infinite: bool = False,
+) -> None:
+    """Refuse NaN, numbers below (``strict``: or at) ``minimum``, and infinity unless ``infinite``."""
+    if isinstance(value, jax.core.Tracer):
+        return  # its value is not known yet
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise argument_error(call, argument, value, "Pass a number.", TypeError) from None
+    low = number <= minimum if strict else number < minimum
+    if math.isnan(number) or low or (math.isinf(number) and not infinite):
+        bound = f"{'above' if strict else 'at least'} {minimum:g}"
+        raise argument_error(call, argument, value, f"Pass a finite number {bound}.")
+
+
+def check_count(call: str, argument: str, value: Any, minimum: int = 1) -> None:
+    """Refuse anything but an integer of at least ``minimum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise argument_error(call, argument, value, f"Pass an integer, at least {minimum}.")
+
+
+def squared_norm(v: Array) -> Array:
+    """Return v'v."""
+    return jnp.vdot(v, v)

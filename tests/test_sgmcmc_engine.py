@@ -1,0 +1,372 @@
+"""The engine: limits with known answers, purity, reproducibility, divergence, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_bnn.sgmcmc import (
+    BAOAB,
+    GGMC,
+    MALA,
+    OBABO,
+    SVRG,
+    ControlVariates,
+    Diagonal,
+    Epochs,
+    Full,
+    Keys,
+    Minibatch,
+    NoseHoover,
+    Overdamped,
+    RMSProp,
+    Rows,
+    Together,
+    WithReplacement,
+    build,
+    fresh_seeds,
+    reset_statistics,
+)
+
+pytestmark = pytest.mark.core
+
+N = 40
+DATA = jnp.asarray(np.random.default_rng(0).normal(1.0, 1.0, (N, 3)), jnp.float32)
+TARGET = jnp.array([1.0, 2.0, 3.0])
+
+
+def minibatch_potential(q, index):
+    return 0.5 * q @ q + (N / index.shape[0]) * 0.5 * jnp.sum((DATA[index] - q[None]) ** 2)
+
+
+def full_potential(q):
+    return minibatch_potential(q, jnp.arange(N))
+
+
+def stretched(q):
+    return 0.5 * jnp.vdot(q, TARGET * q) + 0.1 * jnp.sum(q**4)
+
+
+PLAIN = Minibatch(minibatch_potential, WithReplacement(N, 4))
+VARIATES = ControlVariates(minibatch_potential, full_potential, WithReplacement(N, 4))
+# One row per kind of sampler; every test below that takes `sampler` runs on each.
+SAMPLERS = {
+    "SGLD": build(PLAIN, Overdamped(), schedule=0.01),
+    "pSGLD": build(PLAIN, Overdamped(), RMSProp(num_data=N, damping=0.1), schedule=0.01),
+    "BAOAB": build(PLAIN, BAOAB(1.0), Diagonal(jnp.array([1.0, 2.0, 0.5])), schedule=0.01),
+    "OBABO": build(Minibatch(minibatch_potential, Epochs(N, 3)), OBABO(1.0), schedule=0.01),
+    "thermostat": build(VARIATES, NoseHoover(1.0), schedule=0.01),
+    "SVRG": build(
+        SVRG(minibatch_potential, full_potential, WithReplacement(N, 4), period=7),
+        Overdamped(),
+        schedule=0.01,
+    ),
+    "MALA": build(Full(full_potential), MALA(), schedule=0.05),
+    "GGMC": build(PLAIN, GGMC(full_potential, 3, friction=1.0), schedule=0.01),
+    "GGMC1": build(VARIATES, GGMC(full_potential, 1, friction=1.0), schedule=0.01),
+}
+
+
+@pytest.fixture(params=SAMPLERS)
+def sampler(request):
+    return SAMPLERS[request.param]
+
+
+def start(sampler, key=0, position=None):
+    position = jnp.array([0.5, -0.5, 1.0]) if position is None else position
+    return jax.jit(lambda q, k: sampler.init(q, k, num_warmup=5))(position, jax.random.key(key))
+
+
+def run(sampler, state, num_steps):
+    return jax.jit(sampler.run, static_argnums=1)(state, num_steps)
+
+
+def normals(sampler, state, step):
+    return jax.jit(sampler._draw)(state.seeds, jnp.int32(step), state.position).noise
+
+
+def assert_same(a, b, rtol=2e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-5)
+
+
+def test_run_equals_single_steps_and_resumes(sampler):
+    """150 steps take three blocks of noise; stepping, splitting and batching must not change the chain."""
+    state = start(sampler)
+    whole = run(sampler, state, 150)
+    single = jax.jit(lambda s: jax.lax.scan(lambda s, _: (sampler.step(s), None), s, None, 150)[0])(state)
+    assert_same(whole, single, rtol=1e-3)
+    assert_same(whole, run(sampler, run(sampler, state, 75), 75), rtol=1e-3)
+    assert int(whole.step) == 150
+    assert int(whole.first_divergence) == -1
+    assert np.isfinite(jax.tree.leaves(whole.statistics)).all()
+
+
+def test_vmapped_chains_equal_single_ones(sampler):
+    keys = jax.random.split(jax.random.key(5), 3)
+    position = jnp.array([0.5, -0.5, 1.0])
+
+    def chain(key):
+        return sampler.run(sampler.init(position, key, num_warmup=5), 20)
+
+    batched = jax.jit(jax.vmap(chain))(keys)
+    for number in range(3):
+        assert_same(
+            jax.tree.map(lambda leaf, i=number: leaf[i], batched), jax.jit(chain)(keys[number]), rtol=1e-3
+        )
+    assert len(np.unique(np.asarray(batched.position)[:, 0])) == 3
+
+
+def test_legacy_and_typed_keys_agree(sampler):
+    legacy = sampler.init(jnp.array([0.5, -0.5, 1.0]), jax.random.PRNGKey(0), num_warmup=5)
+    assert_same(sampler.step(legacy), sampler.step(start(sampler)))
+
+
+def test_new_seeds_give_new_randomness(sampler):
+    state = start(sampler)
+    other = state._replace(seeds=fresh_seeds(jax.random.key(9)))
+    a, b = run(sampler, state, 3), run(sampler, other, 3)
+    assert np.abs(np.asarray(a.position - b.position)).min() > 0
+
+
+def test_strict_promotion_and_key_reuse(sampler):
+    """The whole step under JAX's hostile modes."""
+    with jax.numpy_rank_promotion("raise"), jax.debug_key_reuse(True), jax.numpy_dtype_promotion("strict"):
+        assert np.isfinite(np.asarray(run(sampler, start(sampler), 2).position)).all()
+
+
+@pytest.mark.parametrize(
+    "dynamics", [Overdamped(), OBABO(1.0), GGMC(full_potential, 2, 1.0)], ids=lambda d: type(d).__name__
+)
+def test_keys_of_the_potential_are_never_reused(dynamics):
+    """A potential with randomness of its own gets a fresh key per minibatch, shared only on purpose."""
+
+    def potential(q, batch):
+        return minibatch_potential(q, batch["data"]) + 0.1 * q @ jax.random.normal(batch["key"], (3,))
+
+    stream = Together({"data": WithReplacement(N, 4), "key": Keys()})
+    for gradient in (Minibatch(potential, stream), ControlVariates(potential, full_potential, stream)):
+        sampler = build(gradient, dynamics, schedule=0.01)
+        with jax.debug_key_reuse(True):
+            state = run(sampler, start(sampler), 2)
+        assert np.isfinite(np.asarray(state.position)).all()
+
+
+def test_float64(sampler, x64):
+    state = start(sampler, position=jnp.array([0.5, -0.5, 1.0], jnp.float64))
+    after = jax.eval_shape(sampler.step, state)
+    assert after.position.dtype == jnp.float64
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
+    assert dtypes == [leaf.dtype for leaf in jax.tree.leaves(after)]
+    assert jnp.float32 not in dtypes
+
+
+@pytest.mark.parametrize("preconditioner", [None, Diagonal(jnp.array([1.0, 2.0, 0.5]))])
+def test_zero_temperature_is_gradient_descent(preconditioner):
+    eps, G = 0.1, jnp.ones(3) if preconditioner is None else preconditioner.values
+    sampler = build(Full(stretched), Overdamped(), preconditioner, schedule=eps, temperature=0.0)
+    q = jnp.array([0.5, -0.5, 1.0])
+    state = run(sampler, start(sampler), 20)
+    for _ in range(20):
+        q = q - eps / 2 * G * jax.grad(stretched)(q)
+    np.testing.assert_allclose(state.position, q, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dynamics", [BAOAB(0.0), OBABO(0.0), OBABO(float("inf"))], ids=["BAOAB", "OBABO", "OBABO-inf"]
+)
+def test_zero_temperature_starts_at_rest_and_descends(dynamics):
+    sampler = build(Full(stretched), dynamics, schedule=0.1, temperature=0.0)
+    state = start(sampler)
+    np.testing.assert_array_equal(sampler.dynamics.momentum(state.memory), 0.0)
+    after = sampler.step(state)
+    # From rest, one leapfrog step is gradient descent with rate eps / 2.
+    np.testing.assert_allclose(
+        after.position, state.position - 0.05 * jax.grad(stretched)(state.position), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dynamics", [BAOAB(0.0), OBABO(0.0)], ids=lambda d: type(d).__name__)
+def test_zero_friction_is_leapfrog(dynamics):
+    """... which conserves energy to order h^2 and comes back when the momentum is reversed."""
+    h = 0.05
+    sampler = build(Full(stretched), dynamics, schedule=h**2)
+    state = start(sampler)
+    q, p = state.position, state.memory.momentum
+    energy = stretched(q) + 0.5 * p @ p
+    for _ in range(40):
+        p = p - h / 2 * jax.grad(stretched)(q)
+        q = q + h * p
+        p = p - h / 2 * jax.grad(stretched)(q)
+    end = run(sampler, state, 40)
+    np.testing.assert_allclose(end.position, q, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(end.memory.momentum, p, rtol=1e-4, atol=1e-5)
+    p = end.memory.momentum
+    assert abs(float(stretched(end.position) + 0.5 * p @ p - energy)) < h**2
+    back = run(sampler, end._replace(memory=end.memory._replace(momentum=-p)), 40)
+    np.testing.assert_allclose(back.position, state.position, atol=1e-4)
+
+
+def test_infinite_friction_is_sgld():
+    """OBABO with fresh momenta makes, from the same normals, the very steps of SGLD with the same step size."""
+    eps = 0.1
+    sampler = build(Full(stretched), OBABO(float("inf")), schedule=eps, temperature=0.7)
+    state = start(sampler)
+    drift = -eps / 2 * jax.grad(stretched)(state.position)
+    expected = state.position + drift + jnp.sqrt(eps * 0.7) * normals(sampler, state, 0)[0]
+    np.testing.assert_allclose(sampler.step(state).position, expected, rtol=1e-5)
+
+
+def test_infinite_friction_of_baoab_averages_neighbouring_noises():
+    """theta += (eps / 2) g + sqrt(eps T) (z_n + z_(n+1)) / 2 from the second step on."""
+    eps = 0.1
+    sampler = build(Full(stretched), BAOAB(float("inf")), schedule=eps)
+    state = sampler.step(start(sampler))
+    noises = [normals(sampler, state, step)[0] for step in (0, 1)]
+    drift = -eps / 2 * jax.grad(stretched)(state.position)
+    expected = state.position + drift + jnp.sqrt(eps) * (noises[0] + noises[1]) / 2
+    np.testing.assert_allclose(sampler.step(state).position, expected, rtol=1e-5)
+
+
+def test_streams_of_randomness_are_uncorrelated():
+    """Start momentum, both noise rows, accept tests and minibatches: every pair, 4.5 standard errors."""
+    n = 20_000
+    sampler = build(Full(lambda q: 0.5 * q @ q), OBABO(1.0), schedule=0.1)
+    state = sampler.init(jnp.zeros(n), jax.random.key(0))
+    first, second = (normals(sampler, state, step) for step in (0, 1))
+    streams = [state.memory.momentum, first[0], first[1], second[0], second[1]]
+    batches = build(Minibatch(minibatch_potential, WithReplacement(N, 1)), Overdamped(), schedule=0.1)
+    seeds = batches.init(jnp.zeros(1), jax.random.key(0)).seeds
+    draws = jax.jit(jax.vmap(batches._draw, (None, 0, None)))(seeds, jnp.arange(n), jnp.zeros(1))
+    streams += [draws.noise[:, 0, 0], draws.batch[:, 0], draws.uniform]
+    correlation = np.corrcoef(np.asarray(streams, np.float64)) - np.eye(len(streams))
+    assert np.abs(correlation).max() < 4.5 / n**0.5
+
+
+def test_refresh_renews_what_is_cached_of_the_target(sampler):
+    """After a move from outside: gradients and potentials as at a fresh start, momenta kept."""
+    state = run(sampler, start(sampler), 3)
+    moved = state._replace(position=state.position + 1.0)
+    fresh = jax.jit(sampler.refresh)(moved)
+    memory, old = fresh.memory, state.memory
+    np.testing.assert_array_equal(fresh.position, moved.position)
+    if sampler.dynamics.momentum(old) is not None:
+        np.testing.assert_array_equal(memory.momentum, old.momentum)
+    if isinstance(sampler.dynamics, MALA | GGMC):
+        np.testing.assert_allclose(memory.potential, full_potential(moved.position), rtol=1e-5)
+    if isinstance(sampler.dynamics, MALA):
+        np.testing.assert_allclose(memory.gradient, jax.grad(full_potential)(moved.position), rtol=1e-5)
+    if isinstance(sampler.dynamics, BAOAB | OBABO | NoseHoover):
+        assert np.abs(np.asarray(memory.gradient - old.gradient)).min() > 1
+    assert np.isfinite(np.asarray(run(sampler, fresh, 2).position)).all()
+
+
+def test_statistics_are_means_of_what_happened():
+    sampler = SAMPLERS["BAOAB"]
+    state = start(sampler)
+    kinetic, virial = [], []
+    step = jax.jit(sampler.step)
+    for _ in range(6):
+        state = step(state)
+        kinetic.append(float(state.memory.momentum @ state.memory.momentum) / 3)
+        virial.append(float(state.position @ state.memory.gradient) / 3)
+    statistics = state.statistics
+    np.testing.assert_allclose(statistics.kinetic_temperature, np.mean(kinetic), rtol=1e-5)
+    np.testing.assert_allclose(statistics.configurational_temperature, np.mean(virial), rtol=1e-5)
+    assert (int(statistics.num_steps), int(statistics.num_gradients)) == (6, 6)
+    assert statistics.accept_prob is None
+    assert int(reset_statistics(state).statistics.num_gradients) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"), [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("GGMC", 6), ("GGMC1", 4)]
+)
+def test_gradients_are_counted(name, gradients):
+    state = run(SAMPLERS[name], start(SAMPLERS[name]), 5)
+    assert int(state.statistics.num_gradients) == 5 * gradients
+    assert (state.statistics.accept_prob is None) == (name not in ("MALA", "GGMC", "GGMC1"))
+
+
+def test_divergence_freezes_the_chain_and_names_the_step():
+    sampler = build(Full(stretched), Overdamped(), schedule=lambda t: jnp.where(t < 10, 0.01, 1e3))
+    state = run(sampler, start(sampler), 10)
+    assert int(state.first_divergence) == -1
+    after = run(sampler, state, 30)
+    first = int(after.first_divergence)
+    assert 10 < first < 40
+    assert np.isfinite(np.asarray(after.position)).all()
+    assert int(after.step) == 40
+    # It is frozen where it was before the first bad step.
+    np.testing.assert_allclose(after.position, run(sampler, state, first - 10).position, rtol=1e-4)
+    assert int(after.statistics.num_steps) == first
+
+
+@pytest.mark.parametrize(
+    "dynamics",
+    [Overdamped(), BAOAB(1.0), OBABO(1.0), NoseHoover(1.0), MALA()],
+    ids=lambda d: type(d).__name__,
+)
+def test_a_gradient_that_is_not_finite_is_seen(dynamics):
+    sampler = build(Full(lambda q: jnp.sum(jnp.sqrt(q))), dynamics, schedule=0.01)
+    state = run(sampler, sampler.init(jnp.array([1.0, -1.0]), jax.random.key(0)), 3)
+    assert int(state.first_divergence) == 0
+    np.testing.assert_array_equal(state.position, [1.0, -1.0])
+
+
+def test_metropolis_rejects_what_is_not_finite():
+    """A wall at 0: proposals behind it have no potential and are refused, not reported as divergence."""
+    sampler = build(Full(lambda q: jnp.sum(q - jnp.log(q))), MALA(), schedule=1.5)
+    state = run(sampler, sampler.init(jnp.ones(1), jax.random.key(0)), 300)
+    assert int(state.first_divergence) == -1
+    assert float(state.position[0]) > 0
+    assert float(state.statistics.accept_prob) < 0.99
+
+
+def test_rows_give_the_chain_of_their_indices():
+    stream = WithReplacement(N, 4)
+
+    def on_rows(q, rows):
+        return 0.5 * q @ q + (N / 4) * 0.5 * jnp.sum((rows - q[None]) ** 2)
+
+    by_rows = build(Minibatch(on_rows, Rows(stream, DATA)), Overdamped(), schedule=0.01)
+    assert_same(
+        run(by_rows, start(by_rows), 30).position, run(SAMPLERS["SGLD"], start(SAMPLERS["SGLD"]), 30).position
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: build(PLAIN, Overdamped(), schedule=0.0), "schedule"),
+        (lambda: build(PLAIN, Overdamped(), schedule=float("nan")), "schedule"),
+        (lambda: build(PLAIN, Overdamped(), schedule=0.1, temperature=-1.0), "temperature"),
+        (lambda: build(Full(full_potential), MALA(), schedule=0.1, temperature=0.0), "temperature"),
+        (lambda: build(PLAIN, MALA(), schedule=0.1), "gradient"),
+        (lambda: build(SAMPLERS["SVRG"].gradient, GGMC(full_potential, 2, 1.0), schedule=0.1), "SVRG"),
+        (lambda: build(SAMPLERS["OBABO"].gradient, GGMC(full_potential, 2, 1.0), schedule=0.1), "Epochs"),
+        (lambda: build(Full(full_potential), MALA(), RMSProp(running=True), schedule=0.1), "frozen"),
+        (lambda: BAOAB(-1.0), "friction"),
+        (lambda: NoseHoover(float("inf")), "friction"),
+        (lambda: GGMC(full_potential, 0, 1.0), "num_steps"),
+        (lambda: SAMPLERS["SGLD"].init(jnp.zeros((2, 2)), jax.random.key(0)), "position"),
+        (lambda: SAMPLERS["pSGLD"].init(jnp.zeros(3), jax.random.key(0)), "num_warmup"),
+        (lambda: SAMPLERS["SGLD"].run(start(SAMPLERS["SGLD"]), 0), "num_steps"),
+        (lambda: SAMPLERS["SGLD"].gradient_noise(start(SAMPLERS["SGLD"]), 1), "num_batches"),
+    ],
+)
+def test_bad_arguments_are_refused(make, argument):
+    with pytest.raises(ValueError, match=argument):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build(PLAIN, Overdamped(), schedule="fast"),
+        lambda: SAMPLERS["SGLD"].init(jnp.arange(3), jax.random.key(0)),
+        lambda: SAMPLERS["SGLD"].init(jnp.zeros(3), 0),
+    ],
+)
+def test_wrong_types_are_refused(make):
+    with pytest.raises(TypeError):
+        make()

@@ -1,0 +1,314 @@
+"""Stationary laws against the exact theory of each discretisation.
+
+The targets are products of P equal coordinates, so that one flat chain holds P independent ones: the standard error
+of a moment is the spread over coordinates / sqrt(P). Bands of 4 standard errors fail with probability 6e-5 each;
+seeds are fixed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate, optimize, special
+from scipy.linalg import solve_discrete_lyapunov
+
+from numpyro_bnn.sgmcmc import (
+    BAOAB,
+    GGMC,
+    MALA,
+    OBABO,
+    Dense,
+    Diagonal,
+    Full,
+    Keys,
+    Minibatch,
+    NoseHoover,
+    Overdamped,
+    RMSProp,
+    build,
+    reset_statistics,
+)
+
+pytestmark = pytest.mark.core
+
+LAM = 1.3
+QUARTIC = 2 * special.gamma(0.75) / special.gamma(0.25)  # E[x^2] under exp(-x^4 / 4), 0.676
+
+
+def gaussian(q):
+    return 0.5 * LAM * jnp.vdot(q, q)
+
+
+def quartic(q):
+    return 0.25 * jnp.sum(q**4)
+
+
+def convex(q):
+    """Not Gaussian, with second derivatives in [1, 3]."""
+    return 0.5 * jnp.vdot(q, q) + 2 * jnp.sum(jnp.log(jnp.cosh(q)))
+
+
+def second_moment(density):
+    return integrate.quad(lambda x: x**2 * density(x), -9, 9)[0] / integrate.quad(density, -9, 9)[0]
+
+
+def noisy(potential, variance):
+    """Return an estimator whose gradient has independent noise of the given variance in each coordinate."""
+
+    def potential_fn(q, key):
+        return potential(q) + jnp.sqrt(variance) * jnp.vdot(q, jax.random.normal(key, q.shape))
+
+    return Minibatch(potential_fn, Keys())
+
+
+def moments(sampler, size, burn, keep, thin=1, seed=1, num_warmup=0):
+    """Return per-coordinate means of x^2, (size,), and the final state."""
+
+    @jax.jit
+    def run(state):
+        def body(carry, _):
+            state, total = carry
+            state = sampler.run(state, thin)
+            return (state, total + state.position**2), None
+
+        state = reset_statistics(sampler.run(state, burn))
+        return jax.lax.scan(body, (state, jnp.zeros(size)), None, keep)[0]
+
+    state, total = run(sampler.init(jnp.zeros(size), jax.random.key(seed), num_warmup))
+    assert int(state.first_divergence) == -1
+    return np.asarray(total, np.float64) / keep, state
+
+
+def assert_mean(values, expected, sigmas=4.0):
+    error = values.std() / len(values) ** 0.5
+    assert abs(values.mean() - expected) < sigmas * error, (values.mean(), expected, error)
+    assert error < 0.02 * expected  # the band is narrow enough to see an error of 10 %
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sgld_has_the_theoretical_variance(temperature):
+    eps, variance = 0.5, 2.0
+    sampler = build(noisy(gaussian, variance), Overdamped(), schedule=eps, temperature=temperature)
+    squares, _ = moments(sampler, 4096, 60, 150)
+    eta = eps / 2
+    assert_mean(squares, (2 * eta * temperature + eta**2 * variance) / (1 - (1 - eta * LAM) ** 2))
+
+
+def kernel_of(name, h, rate, variance, temperature, spread):
+    """Return (A, noise covariance) of the linear map of (x, r, g), g the gradient shared by two kicks."""
+    x, r, g = np.eye(3)
+    if name == "BAOAB":
+        kicked = r - h / 2 * g
+        fresh, gain = np.exp(-rate) * kicked, spread
+        x_new, x_noise = x + h / 2 * (kicked + fresh), h / 2 * gain
+        r_new, r_noise = fresh, gain
+        extra = 0.0
+    else:
+        half = np.exp(-rate / 2)
+        gain = np.sqrt((1 - half**2) * temperature)
+        kicked = half * r - h / 2 * g
+        x_new, x_noise = x + h * kicked, h * gain
+        r_new, r_noise = kicked, gain
+        extra = gain
+    g_new, g_noise = LAM * x_new, LAM * x_noise
+    r_new, r_noise = r_new - h / 2 * g_new, r_noise - h / 2 * g_noise
+    sources = [np.array([x_noise, r_noise, g_noise]), np.sqrt(variance) * np.array([0, -h / 2, 1])]
+    if name == "OBABO":
+        r_new, scale = half * r_new, np.diag([1, half, 1])
+        sources = [scale @ source for source in sources] + [np.array([0, extra, 0])]
+    return np.stack([x_new, r_new, g_new]), sum(np.outer(s, s) for s in sources)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("variance", [0.0, 3.0])
+@pytest.mark.parametrize("dynamics", [BAOAB(1.5), OBABO(1.5)], ids=["BAOAB", "OBABO"])
+def test_underdamped_has_the_theoretical_moments(dynamics, variance, temperature):
+    name, eps = type(dynamics).__name__, 0.64
+    h = eps**0.5
+    spread = np.sqrt((1 - np.exp(-2 * 1.5 * h)) * temperature)
+    theory = solve_discrete_lyapunov(*kernel_of(name, h, 1.5 * h, variance, temperature, spread))
+    if variance == 0:  # the published closed forms
+        x, r = {"BAOAB": (1, 1 - eps * LAM / 4), "OBABO": (1 / (1 - eps * LAM / 4), 1)}[name]
+        np.testing.assert_allclose([theory[0, 0], theory[1, 1]], [x * temperature / LAM, r * temperature])
+    gradient = noisy(gaussian, variance) if variance else Full(gaussian)
+    squares, state = moments(build(gradient, dynamics, schedule=eps, temperature=temperature), 4096, 40, 120)
+    assert_mean(squares, theory[0, 0])
+    # Time average of the kinetic temperature over 4096 coordinates; correlated steps counted as 120 / 8.
+    error = theory[1, 1] * (2 / (4096 * 120 / 8)) ** 0.5
+    assert abs(float(state.statistics.kinetic_temperature) - theory[1, 1]) < 4 * error
+
+
+def test_nose_hoover_corrects_unknown_gradient_noise():
+    """For P -> infinity xi is constant, and the chain is BAOAB with noise A and friction xi: a linear problem."""
+    eps, friction, variance = 0.09, 1.0, 4.0
+    h = eps**0.5
+
+    def theory(xi):
+        spread = np.sqrt(friction * (1 - np.exp(-2 * xi * h)) / xi)
+        cov = solve_discrete_lyapunov(*kernel_of("BAOAB", h, xi * h, variance, 1.0, spread))
+        kick = np.array([0, 1, -h / 2])
+        kicked = kick @ cov @ kick
+        fresh = np.exp(-2 * xi * h) * kicked + spread**2
+        return cov[0, 0], kicked, (kicked + fresh) / 2 - 1
+
+    xi = optimize.brentq(lambda value: theory(value)[2], 0.5, 5)
+    # The text-book value, up to order h^2.
+    np.testing.assert_allclose(xi, friction + h * variance / 2, rtol=h**2)
+    sampler = build(noisy(gaussian, variance), NoseHoover(friction), schedule=eps)
+    squares, state = moments(sampler, 8192, 150, 300)
+    position, kicked, _ = theory(xi)
+    assert_mean(squares, position)
+    # A step ends half a thermostat step after its refresh; xi fluctuates by 1 / sqrt(P), 4 of which are allowed.
+    np.testing.assert_allclose(state.memory.friction, xi - h / 2 * (kicked - 1), atol=4 / 8192**0.5)
+    # Without the thermostat the same noise heats the positions by about h V / (2 A), 60 %; with it by order h^2.
+    assert abs(squares.mean() * LAM - 1) < h**2 / 2
+    hot, _ = moments(build(noisy(gaussian, variance), BAOAB(friction), schedule=eps), 8192, 150, 100)
+    assert hot.mean() * LAM > 1.5
+
+
+class GGMCWithoutFlip(GGMC):
+    """The mistake of public implementations: a rejected trajectory keeps its momentum."""
+
+    def after_rejection(self, momentum):
+        return momentum
+
+
+def chains(sampler, count, steps, seed=2):
+    """Return each chain's time average of x^2 after half of the steps, (count,)."""
+
+    def one(key):
+        def body(state, _):
+            state = sampler.step(state)
+            return state, (state.position[0] ** 2, state.statistics.accept_prob)
+
+        state = sampler.init(0.5 * jax.random.normal(key, (1,)), jax.random.fold_in(key, 1))
+        state, (squares, _) = jax.lax.scan(body, state, None, steps)
+        return squares[steps // 2 :].mean(), state.statistics.accept_prob
+
+    squares, accept = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(seed), count))
+    assert 0.3 < accept.mean() < 0.97  # some rejections, or nothing is tested
+    return np.asarray(squares, np.float64)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("target", ["gaussian", "quartic"])
+def test_mala_is_unbiased(target, temperature):
+    potential = {"gaussian": gaussian, "quartic": quartic}[target]
+    expected = {"gaussian": temperature / LAM, "quartic": QUARTIC * temperature**0.5}[target]
+    sampler = build(Full(potential), MALA(), schedule=0.8, temperature=temperature)
+    assert_mean(chains(sampler, 4000, 120), expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("target", ["gaussian", "quartic"])
+def test_ggmc_is_unbiased_with_minibatch_noise(target, temperature):
+    potential = {"gaussian": gaussian, "quartic": quartic}[target]
+    expected = {"gaussian": temperature / LAM, "quartic": QUARTIC * temperature**0.5}[target]
+    sampler = build(
+        noisy(potential, 1.0), GGMC(potential, 3, friction=0.5), schedule=0.5, temperature=temperature
+    )
+    assert_mean(chains(sampler, 4000, 80), expected)
+
+
+def test_the_test_sees_a_missing_momentum_flip():
+    def squares(kind):
+        return chains(build(Full(gaussian), kind(gaussian, 3, friction=0.05), schedule=1.0), 4000, 80)
+
+    assert_mean(squares(GGMC), 1 / LAM)
+    wrong = squares(GGMCWithoutFlip)
+    assert wrong.mean() - 1 / LAM > 8 * wrong.std() / 4000**0.5
+
+
+@pytest.mark.parametrize("dynamics", [Overdamped(), BAOAB(1.0)], ids=["SGLD", "BAOAB"])
+def test_dense_preconditioner_keeps_the_target(dynamics):
+    """With G equal to the covariance every direction behaves like a unit Gaussian."""
+    covariance = np.array([[1.0, 0.9], [0.9, 1.0]]) * np.outer([1, 30], [1, 30])
+    precision = jnp.asarray(np.linalg.inv(covariance), jnp.float32)
+    sampler = build(Full(lambda q: 0.5 * q @ precision @ q), dynamics, Dense(covariance), schedule=0.4)
+
+    def one(key):
+        def body(state, _):
+            state = sampler.run(state, 4)
+            return state, jnp.outer(state.position, state.position)
+
+        return jax.lax.scan(body, sampler.run(sampler.init(jnp.zeros(2), key), 60), None, 40)[1].mean(0)
+
+    outer = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(5), 1500)), np.float64)
+    eta = 0.2
+    factor = 2 * eta / (1 - (1 - eta) ** 2) if isinstance(dynamics, Overdamped) else 1.0
+    for i, j in ((0, 0), (0, 1), (1, 1)):
+        assert_mean(outer[:, i, j], covariance[i, j] * factor)
+
+
+def test_fixed_preconditioner_pays_on_an_ill_conditioned_target():
+    """Condition number 10^4: effective sample size per step, from the variance of means of stationary chains."""
+    variances = np.repeat([1.0, 1e-4], 256).astype(np.float32)
+    precision = jnp.asarray(1 / variances)
+    gradient = Full(lambda q: 0.5 * jnp.vdot(q, precision * q))
+    steps = 2000
+
+    def slowest_ess_per_step(preconditioner, eps):
+        sampler = build(gradient, Overdamped(), preconditioner, schedule=eps)
+        start = sampler.init(
+            jnp.sqrt(variances) * jax.random.normal(jax.random.key(6), (512,)), jax.random.key(7)
+        )
+
+        def body(carry, _):
+            state = sampler.step(carry[0])
+            return (state, carry[1] + state.position), None
+
+        total = jax.jit(lambda s: jax.lax.scan(body, (s, jnp.zeros(512)), None, steps)[0][1])(start)
+        means = np.asarray(total).reshape(2, 256) / steps
+        return min(variances[::256] / (steps * means.var(axis=1)))
+
+    plain = slowest_ess_per_step(None, 1e-4)  # eta * lam = 1/2 in the stiff direction
+    preconditioned = slowest_ess_per_step(Diagonal(variances), 1.0)
+    assert preconditioned > 50 * plain, (preconditioned, plain)
+
+
+@pytest.mark.parametrize(("running", "low", "high"), [(False, 0.65, 0.71), (True, 1.0, 1.5)])
+def test_rmsprop_frozen_is_right_and_running_is_not(running, low, high):
+    """Target exp(-x^4 / 4), E[x^2] = 0.676. The band of the frozen form is 5 %: step-size bias 2 %, 4 MCSE 2 %."""
+    preconditioner = RMSProp(decay=0.9, damping=1e-1, running=running)
+    sampler = build(Full(quartic), Overdamped(), preconditioner, schedule=0.02)
+    squares, _ = moments(sampler, 2048, 1500, 400, thin=5, num_warmup=500)
+    assert low < squares.mean() < high
+    assert preconditioner.biased == running
+
+
+def test_frozen_rmsprop_is_exact_under_mala():
+    def one(key):
+        sampler = build(Full(quartic), MALA(), RMSProp(decay=0.9, damping=0.3), schedule=0.8)
+        state = sampler.run(sampler.init(jnp.ones(1), key, num_warmup=50), 100)
+        return jax.lax.scan(lambda s, _: (sampler.step(s), s.position[0] ** 2), state, None, 100)[1].mean()
+
+    squares = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(8), 4000))
+    assert_mean(np.asarray(squares, np.float64), QUARTIC)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "target", "time_steps", "order"),
+    [
+        (Overdamped(), "gaussian", (0.1, 0.2, 0.4), 1),
+        (OBABO(1.0), "convex", (0.2, 0.4), 2),
+    ],
+    ids=["SGLD", "OBABO"],
+)
+def test_bias_falls_at_the_theoretical_order(dynamics, target, time_steps, order):
+    """The time step is eps for SGLD (order 1) and h = sqrt(eps) with momentum (order 2)."""
+    exact = second_moment(lambda x: np.exp(-(x**2) / 2) / np.cosh(x) ** 2) if target == "convex" else 1 / LAM
+    potential = {"gaussian": gaussian, "convex": convex}[target]
+    biases, errors = [], []
+    for time_step in time_steps:
+        eps = time_step if order == 1 else time_step**2
+        thin = max(1, int(0.5 / time_step))
+        sampler = build(Full(potential), dynamics, schedule=eps)
+        squares, _ = moments(sampler, 16_384, int(8 / time_step), 120, thin=thin)
+        biases.append(squares.mean() - exact)
+        errors.append(squares.std() / len(squares) ** 0.5)
+    slopes = np.diff(np.log(biases)) / np.diff(np.log(time_steps))
+    relative = np.array(errors) / biases
+    spread = np.hypot(relative[1:], relative[:-1]) / np.diff(np.log(time_steps))
+    # 4 standard errors, plus the next order: 0.11 for SGLD and near 0.1 for OBABO, from their Gaussian closed forms.
+    assert np.all(np.abs(slopes - order) < 4 * spread + 0.15), (slopes, spread)
+    assert np.all(spread < 0.25), spread
