@@ -39,6 +39,7 @@ test: lint
 
 bench: $(VENV)/.test
 	$(BIN)/python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json
+	$(BIN)/python -m examples.benchmarks.sgld_step --output output/sgld_step.json
 
 clean:
 	rm -rf .venv* output build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

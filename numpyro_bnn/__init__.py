@@ -1,6 +1,6 @@
-"""Bayesian neural networks for NumPyro: networks, priors, results for ArviZ."""
+"""Bayesian neural networks for NumPyro: networks, priors, kernels, results for ArviZ."""
 
-from numpyro_bnn import datasets, metrics, models, nn, plots, priors, results
+from numpyro_bnn import datasets, infer, metrics, models, nn, plots, priors, results
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.results import to_inference_data
 
@@ -11,6 +11,7 @@ __all__ = [
     "to_inference_data",
     "nn",
     "priors",
+    "infer",
     "models",
     "metrics",
     "plots",

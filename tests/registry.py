@@ -1,12 +1,13 @@
 """Registries of the contract tests: one table per kind. A new layer or prior is one row and inherits every test."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_bnn import nn, priors
+from numpyro_bnn import infer, nn, priors
 
 
 class LayerRow(NamedTuple):
@@ -106,3 +107,41 @@ def rows(table: Mapping[str, Any], test: str) -> list[Any]:
         marks = [pytest.mark.xfail(reason=cause, strict=True)] if cause else []
         params.append(pytest.param(row, id=name, marks=marks))
     return params
+
+
+# -- SG-MCMC kernels --------------------------------------------------------------------------------
+
+
+class KernelRow(NamedTuple):
+    """A kernel as a function of its model, and what its states hold beside the common fields."""
+
+    make: Callable[..., infer.SGMCMCKernel]
+    momentum: bool = False
+    exact: bool = False
+
+
+# Few steps per draw, all stages of the warm-up, every option at least once.
+_SHORT: dict[str, Any] = {"steps_per_draw": 3, "warm_start": 0.5}
+
+KERNELS: dict[str, KernelRow] = {
+    "SGLD": KernelRow(partial(infer.SGLD, **_SHORT)),
+    "SGLD with SVRG": KernelRow(
+        partial(infer.SGLD, step_size=1e-3, gradient="svrg", minibatches="epochs", steps_per_draw=3)
+    ),
+    "PSGLD": KernelRow(partial(infer.PSGLD, step_size=1e-3, **_SHORT)),
+    "PSGLD of the warm start": KernelRow(
+        partial(
+            infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_SHORT
+        )
+    ),
+    "SGHMC": KernelRow(partial(infer.SGHMC, step_size=1e-3, **_SHORT), momentum=True),
+    "SGHMC with control variates": KernelRow(
+        partial(infer.SGHMC, splitting="OBABO", gradient="control_variates", **_SHORT), momentum=True
+    ),
+    "SGNHT": KernelRow(partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True),
+    "CyclicalSGLD": KernelRow(
+        partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)
+    ),
+    "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
+    "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
+}

@@ -162,7 +162,9 @@ def test_round_trip_through_netcdf(idata, tmp_path):
 def test_arviz_reads_it(idata):
     assert "sigma" in az.summary(idata, var_names=["sigma"]).index
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # 24 draws: one of the two versions says they are too few
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # 24 draws: one of the two versions says they are too few
         loo = az.loo(idata)
     assert np.isfinite(float(getattr(loo, "elpd_loo", getattr(loo, "elpd", np.nan))))
 

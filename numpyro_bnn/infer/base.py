@@ -1,0 +1,380 @@
+"""The adapter between the engine and NumPyro's ``MCMCKernel``; a kernel adds a choice of parts."""
+
+import copy
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
+from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import is_prng_key
+
+from numpyro_bnn import sgmcmc
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn.infer.chain import Chain
+from numpyro_bnn.infer.preconditioning import NAMES, is_warm_start, resolve
+from numpyro_bnn.infer.state import SGMCMCState
+from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, stream_of
+from numpyro_bnn.sgmcmc.parts import check_count, check_number
+
+__all__ = ["SGMCMCKernel"]
+
+GRADIENTS = ("minibatch", "control_variates", "svrg")
+
+
+class SGMCMCKernel(MCMCKernel):
+    """Base of the stochastic-gradient kernels: everything but the dynamics.
+
+    One transition runs ``steps_per_draw`` steps inside one compiled loop, so that the host is met once per draw.
+    Warm-up transitions optimise first (``warm_start``), then sample while preconditioner and step size adapt.
+
+    Parameters of every kernel:
+
+    :param model: a NumPyro model. A plate with ``subsample_size`` is the minibatch; without one all data are used.
+    :param step_size: eps > 0, or a callable step -> eps (:mod:`numpyro_bnn.infer.schedules`, or an optax schedule),
+        the step counted from the end of the warm start; ``None`` chooses it in warm-up from curvature and gradient
+        noise.
+    :param steps_per_draw: steps per transition of ``MCMC``.
+    :param temperature: T; 1 is the Bayes posterior.
+    :param gradient: ``"minibatch"``, ``"control_variates"`` (centre at the end of the warm start) or ``"svrg"``.
+    :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
+    :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
+        squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
+        :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
+    :param warm_start: share of the warm-up spent on optimisation, in [0, 1); 0 for none.
+    :param optimizer: optax transformation of the warm start; Adam with learning rate 0.01 by default.
+    :param bias_tolerance: relative error of a posterior variance that ``step_size=None`` aims at.
+    :param init_strategy: as for NumPyro's kernels.
+
+    >>> from numpyro_bnn.infer import SGLD, SGMCMCKernel
+    >>> isinstance(SGLD(lambda: None), SGMCMCKernel)
+    True
+    """
+
+    exact = False
+    target_accept: float | None = None
+
+    def __init__(
+        self,
+        model: Callable,
+        step_size: float | Callable | None = None,
+        *,
+        steps_per_draw: int = 100,
+        temperature: float = 1.0,
+        gradient: str = "minibatch",
+        minibatches: str = "with_replacement",
+        preconditioner: Any = None,
+        warm_start: float = 0.25,
+        optimizer: Any = None,
+        bias_tolerance: float = 0.05,
+        init_strategy: Callable = init_to_uniform,
+    ) -> None:
+        self._model = model
+        self._step_size = step_size
+        self._steps_per_draw = steps_per_draw
+        self._temperature = temperature
+        self._gradient = gradient
+        self._minibatches = minibatches
+        self._preconditioner = preconditioner
+        self._warm_start = warm_start
+        self._optimizer = optimizer
+        self._bias_tolerance = bias_tolerance
+        self._init_strategy = init_strategy
+        self._check_arguments()
+        self._reset()
+
+    @property
+    def _call(self) -> str:
+        return f"infer.{type(self).__name__}"
+
+    def _check_arguments(self) -> None:
+        call = self._call
+        if not callable(self._model):
+            raise argument_error(call, "model", self._model, "Pass a NumPyro model (a function).", TypeError)
+        check_number(call, "temperature", self._temperature, strict=self.exact)
+        check_number(call, "bias_tolerance", self._bias_tolerance, strict=True)
+        if self._step_size is not None and not callable(self._step_size):
+            check_number(call, "step_size", self._step_size, strict=True)
+        check_count(call, "steps_per_draw", self._steps_per_draw)
+        check_number(call, "warm_start", self._warm_start)
+        if self._warm_start >= 1:
+            raise argument_error(
+                call, "warm_start", self._warm_start, "Pass a share of the warm-up in [0, 1)."
+            )
+        if self._gradient not in GRADIENTS:
+            raise unknown_name(call, "gradient", self._gradient, GRADIENTS)
+        if self._minibatches not in MINIBATCHES:
+            raise unknown_name(call, "minibatches", self._minibatches, MINIBATCHES)
+        if isinstance(self._preconditioner, str) and self._preconditioner not in NAMES:
+            raise unknown_name(call, "preconditioner", self._preconditioner, NAMES)
+        if is_warm_start(self._preconditioner) and not self._warm_start:
+            raise argument_error(
+                call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it."
+            )
+
+    def _reset(self) -> None:
+        """Forget what was built for a model and its arguments."""
+        self._target: Target | None = None
+        self._num_warmup = 0
+        self._sample_fn: Callable | None = None
+        self._shown = (0.0, "")  # when the progress bar was last told something, and what
+
+    # -- what a kernel chooses -------------------------------------------------------------------------
+
+    @abstractmethod
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+        """How the position moves; ``step_size`` is the eps of the first step."""
+
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+        """eps for a largest curvature and largest gradient-noise variance (both preconditioned).
+
+        Overdamped: a coordinate of curvature lam and noise V has a variance too large by the share
+        (eps / 4) (lam + V / T) to first order. At most a quarter of the limit of stability, whatever is tolerated.
+        """
+        tolerated = 4 * self._bias_tolerance / (curvature + noise / max(self._temperature, 1e-12))
+        return jnp.minimum(1 / curvature, tolerated)
+
+    def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+        """eps for travelling: a quarter of the limit of stability where the variance of the gradient, summed, is
+        ``noise`` times its square. Far from the mode both grow alike, and larger steps throw a chain ever further.
+        """
+        return 1 / (curvature * (1 + noise))
+
+    # -- the contract of MCMCKernel --------------------------------------------------------------------
+
+    @property
+    def model(self) -> Callable:
+        return self._model
+
+    @property
+    def sample_field(self) -> str:
+        return "z"
+
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        fields = [
+            "z",
+            "diverged",
+            "step_size",
+            "configurational_temperature",
+            "gradient_noise",
+            "num_gradients",
+        ]
+        dynamics = self.dynamics(lambda z: z, 1.0)
+        if type(dynamics).momentum is not sgmcmc.Dynamics.momentum:
+            fields.append("kinetic_temperature")
+        return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
+
+    def init(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> SGMCMCState:
+        single = is_prng_key(rng_key)
+        split = partial(jax.random.split, num=2)
+        chain_key, init_key = split(rng_key) if single else jnp.swapaxes(jax.vmap(split)(rng_key), 0, 1)
+        self._target, z = bind(
+            self._call, self._model, init_key, self._init_strategy, model_args, model_kwargs
+        )
+        if self._target.stochastic and (self.exact or self._gradient != "minibatch"):
+            raise argument_error(
+                self._call,
+                "model",
+                "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)",
+                "Its potential on all data has no one value: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`.",
+            )
+        if init_params is not None:
+            z = self._initial(z, init_params, model_args, model_kwargs)
+        self._num_warmup = num_warmup
+        chain = Chain(self, model_args, model_kwargs)
+        self._sample_fn = chain.transition
+        return chain.start(z, chain_key) if single else jax.vmap(chain.start)(z, chain_key)
+
+    def _initial(
+        self, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> dict[str, jax.Array]:
+        if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
+            given = self.target.unconstrain(args, kwargs)(given)
+        shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
+        if shapes != wanted:
+            raise argument_error(
+                self._call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}."
+            )
+        return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
+
+    def sample(
+        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> SGMCMCState:
+        chain = Chain(self, model_args, model_kwargs)
+        if is_prng_key(state.rng_key):
+            return chain.transition(state, state.i)
+        i = state.i[0]  # all chains are at the same transition
+        return jax.vmap(lambda s: chain.transition(s, i), out_axes=0)(state)
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        return self.target.postprocess(model_args, model_kwargs)
+
+    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        return self.target.constrain(model_args, model_kwargs)
+
+    def get_diagnostics_str(self, state: SGMCMCState) -> str:
+        """One number per kind: ``{steps} steps of size {step_size}``.
+
+        ``MCMC`` asks after every transition. To wait for the device each time would let it idle between transitions,
+        so a state that is not computed yet is waited for ten times a second; else the last answer is given again.
+        """
+        now = time.monotonic()
+        ready = getattr(state.step_size, "is_ready", lambda: True)()
+        if ready or now - self._shown[0] > 0.1:
+            self._shown = (now, self._diagnostics(state))
+        return self._shown[1]
+
+    def _diagnostics(self, state: SGMCMCState) -> str:
+        step_size, diverged = jax.device_get((state.step_size, state.engine.first_divergence))
+        text = f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
+        return f"{text}, DIVERGED at step {int(np.max(diverged))}" if np.max(diverged) >= 0 else text
+
+    def refresh(
+        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> SGMCMCState:
+        chain = Chain(self, model_args, model_kwargs)
+        return chain.refresh(state) if is_prng_key(state.rng_key) else jax.vmap(chain.refresh)(state)
+
+    def wrap_model(self, wrapper: Callable) -> "SGMCMCKernel":
+        kernel = copy.copy(self)
+        kernel._model = wrapper(self._model)
+        kernel._reset()
+        return kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_target": None, "_sample_fn": None}
+
+    def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
+        """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a run."""
+        return {
+            "steps_per_draw": self._steps_per_draw,
+            "temperature": self._temperature,
+            "biased": not self.exact,
+            "base_step_size": _listed(state.base_step_size),
+            "first_divergence": _listed(state.engine.first_divergence),
+            "num_parameters": int(state.engine.position.shape[-1]),
+        }
+
+    def divergence_report(self, state: SGMCMCState) -> str | None:
+        """Which chains diverged, at which step, and what to change; ``None`` if none did."""
+        firsts, eps = jax.device_get((state.engine.first_divergence, state.base_step_size))
+        chains = [
+            f"chain {chain} at step {first}" for chain, first in enumerate(np.ravel(firsts)) if first >= 0
+        ]
+        if not chains:
+            return None
+        return (
+            f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
+            f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
+        )
+
+    # -- what a chain reads ----------------------------------------------------------------------------
+
+    @property
+    def target(self) -> Target:
+        """The model bound to its arguments."""
+        if self._target is None:
+            raise argument_error(
+                self._call, "state", "a kernel that is not initialised", "Call `init` first."
+            )
+        return self._target
+
+    @property
+    def num_warmup(self) -> int:
+        return self._num_warmup
+
+    @property
+    def steps_per_draw(self) -> int:
+        return self._steps_per_draw
+
+    @property
+    def preconditioner(self) -> Any:
+        return self._preconditioner
+
+    @property
+    def warm_start_length(self) -> int:
+        """Transitions that optimise."""
+        return round(self._warm_start * self._num_warmup)
+
+    @property
+    def sampled_warmup(self) -> int:
+        """Steps of the engine before the sampling phase."""
+        return (self._num_warmup - self.warm_start_length) * self._steps_per_draw
+
+    @property
+    def optimizer(self) -> Any:
+        return optax.adam(0.01) if self._optimizer is None else self._optimizer
+
+    @property
+    def chooses_step_size(self) -> bool:
+        return self._step_size is None
+
+    @property
+    def fixed_step_size(self) -> float | None:
+        """The step size where it is one number."""
+        return None if callable(self._step_size) else self._step_size
+
+    def schedule(self, step: Any) -> Any:
+        """Factor of the base step size at a step of the engine."""
+        return self._step_size(step) if callable(self._step_size) else 1.0
+
+    def temperature_at(self, step: Any) -> Any:
+        """T at a step of the engine."""
+        return self._temperature
+
+    def run(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        """The steps of transition ``i``."""
+        return sampler.run(engine, self._steps_per_draw)
+
+    def sampler(
+        self, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> sgmcmc.Sampler:
+        """Put the engine together for these arguments; at trace time, so it costs nothing later."""
+        target, unravel = self.target, ravel_pytree(z)[1]
+        stream = stream_of(self._call, target, self._minibatches)
+
+        def potential(position: jax.Array, batch: Any) -> jax.Array:
+            return target.potential(args, kwargs, batch or {})(unravel(position))
+
+        def full(position: jax.Array) -> jax.Array:
+            return target.potential(args, kwargs, "full")(unravel(position))
+
+        dynamics = self.dynamics(full, base * self.schedule(0))
+        return sgmcmc.build(
+            self.estimator(potential, full, stream),
+            dynamics,
+            resolve(self._call, self._preconditioner, z, target.num_data),
+            schedule=lambda step: base * self.schedule(step),
+            temperature=self.temperature_at,
+        )
+
+    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
+        """The gradient estimator."""
+        if isinstance(stream, sgmcmc.Nothing):
+            return sgmcmc.Full(lambda position: potential(position, {}))
+        if self._gradient == "control_variates":
+            return sgmcmc.ControlVariates(potential, full, stream)
+        if self._gradient == "svrg":
+            plate = max(self.target.plates.values())
+            return sgmcmc.SVRG(potential, full, stream, period=max(1, plate.size // plate.batch_size))
+        return sgmcmc.Minibatch(potential, stream)
+
+
+def _listed(by_chain: jax.Array) -> str:
+    return str(np.ravel(jax.device_get(by_chain)).tolist())

@@ -1,0 +1,159 @@
+"""One chain: optimise, settle, sample; pure functions of the state for given model arguments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from numpyro_bnn import sgmcmc
+from numpyro_bnn.infer.preconditioning import is_warm_start
+from numpyro_bnn.infer.state import SGMCMCState
+from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature, optimise
+
+if TYPE_CHECKING:
+    from numpyro_bnn.infer.base import SGMCMCKernel
+
+__all__ = ["Chain"]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A kernel on given arguments of its model. It exists while a function is traced, and costs nothing later.
+
+    :param kernel: what to do.
+    :param args: positional arguments of the model.
+    :param kwargs: its keyword arguments.
+    """
+
+    kernel: "SGMCMCKernel"
+    args: tuple
+    kwargs: Mapping[str, Any] | None
+
+    def start(self, z: Any, rng_key: jax.Array) -> SGMCMCState:
+        """The state of a chain at unconstrained values ``z``."""
+        kernel, position = self.kernel, ravel_pytree(z)[0]
+        base = jnp.asarray(1.0 if kernel.fixed_step_size is None else kernel.fixed_step_size, position.dtype)
+        engine = self._sampler(z, base).init(position, rng_key, kernel.sampled_warmup)
+        zero = jnp.zeros((), position.dtype)
+        return SGMCMCState(
+            z=z,
+            step_size=jnp.asarray(base * kernel.schedule(engine.step), position.dtype),
+            configurational_temperature=zero,
+            kinetic_temperature=engine.statistics.kinetic_temperature,
+            gradient_noise=zero,
+            num_gradients=jnp.int32(0),
+            accept_prob=engine.statistics.accept_prob,
+            diverged=jnp.asarray(False),
+            i=jnp.int32(0),
+            base_step_size=base,
+            engine=engine,
+            optimizer=kernel.optimizer.init(position) if kernel.warm_start_length else (),
+            rng_key=rng_key,
+        )
+
+    def transition(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+        """Make transition ``i``, a number that chains under ``vmap`` share, so that stages stay branches."""
+        # `MCMC` gives a resumed run another key; numbers come from the key and the step, so never twice.
+        state = state._replace(engine=state.engine._replace(seeds=_seeds(state)))
+        warm = self.kernel.warm_start_length
+        if warm:
+            state = lax.cond(i < warm, self._optimise, lambda s: self._sample(s, i), state)
+        else:
+            state = self._sample(state, i)
+        return state._replace(i=i + 1)
+
+    def refresh(self, state: SGMCMCState) -> SGMCMCState:
+        """Take up ``state.z`` and the arguments: recompute cached potentials and gradients, keep the momentum."""
+        engine = state.engine._replace(position=ravel_pytree(state.z)[0], seeds=_seeds(state))
+        return state._replace(engine=self._sampler(state.z, state.base_step_size).refresh(engine))
+
+    def _sampler(self, z: Any, base: jax.Array) -> sgmcmc.Sampler:
+        return self.kernel.sampler(z, base, self.args, self.kwargs)
+
+    def _sample(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+        # Measured when sampling starts, more and more rarely on the way to the typical set, and for good at the end.
+        warm, total = self.kernel.warm_start_length, self.kernel.num_warmup
+        half = (warm + total) // 2
+        times = {warm, half, total} | {warm + 2**k for k in range(20) if warm + 2**k < half}
+        due = jnp.any(i == jnp.array(sorted(times)))
+        state = lax.cond(due, lambda s: self._settle(s, i), lambda s: s, state)
+        sampler = self._sampler(state.z, state.base_step_size)
+        engine = self.kernel.run(sampler, sgmcmc.reset_statistics(state.engine), i)
+        return self._adapt(self._collect(state, engine, sampler), i)
+
+    def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
+        statistics = engine.statistics
+        diverged = engine.first_divergence >= 0
+        position = jnp.where(diverged, jnp.nan, engine.position)
+        return state._replace(
+            z=ravel_pytree(state.z)[1](position),
+            step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
+            configurational_temperature=statistics.configurational_temperature,
+            kinetic_temperature=statistics.kinetic_temperature,
+            num_gradients=state.num_gradients + statistics.num_gradients,
+            accept_prob=statistics.accept_prob,
+            diverged=diverged,
+            engine=engine,
+        )
+
+    def _adapt(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+        """Steer the acceptance of an exact kernel in warm-up (Robbins-Monro on log eps)."""
+        kernel = self.kernel
+        if kernel.target_accept is None or not kernel.chooses_step_size or state.accept_prob is None:
+            return state
+        age = jnp.maximum(i - kernel.warm_start_length, 0) + 1
+        gain = 2.0 * age.astype(state.accept_prob.dtype) ** -0.6
+        adapted = state.base_step_size * jnp.exp(gain * (state.accept_prob - kernel.target_accept))
+        return state._replace(base_step_size=jnp.where(i < kernel.num_warmup, adapted, state.base_step_size))
+
+    def _optimise(self, state: SGMCMCState) -> SGMCMCState:
+        kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
+        steps = kernel.steps_per_draw * sampler.dynamics.batches
+        engine, memory, squares = optimise(
+            sampler, state.engine, kernel.optimizer, state.optimizer, state.i * steps, steps
+        )
+        if is_warm_start(kernel.preconditioner):
+            values = sgmcmc.from_squared_gradients(squares, kernel.target.num_data).values
+            # The size of G is left to the step size; its shape is what the gradients tell.
+            engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
+        broken = ~jnp.all(jnp.isfinite(engine.position))
+        engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
+        return state._replace(
+            z=ravel_pytree(state.z)[1](engine.position),
+            engine=engine,
+            optimizer=memory,
+            num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
+            diverged=engine.first_divergence >= 0,
+        )
+
+    def _settle(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+        """Measure gradient noise (and curvature, and choose the step size) at the position; renew caches.
+
+        On the way to the typical set gradients and their noise are large, and a step that is small enough for them
+        never arrives: the first half of warm-up uses the largest stable step instead.
+        """
+        kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
+        warm = kernel.warm_start_length
+        # Control variates are centred at the end of the warm start and stay there.
+        engine = sampler.refresh(state.engine, recentre=i <= warm)
+        noise = gradient_noise(sampler, engine)
+        state = state._replace(engine=engine, gradient_noise=noise.mean)
+        if not kernel.chooses_step_size:
+            return state
+        curvature = largest_curvature(sampler, engine)
+        chosen = kernel.choose_step_size(curvature, noise.largest)
+        if kernel.target_accept is not None:  # a first guess, adapted from there on
+            chosen = jnp.where(i <= warm, chosen, state.base_step_size)
+        elif kernel.num_warmup:
+            stable = jnp.maximum(chosen, kernel.stable_step_size(curvature, noise.relative))
+            chosen = jnp.where(i < (warm + kernel.num_warmup) // 2, stable, chosen)
+        return state._replace(base_step_size=chosen.astype(state.base_step_size.dtype))
+
+
+def _seeds(state: SGMCMCState) -> sgmcmc.Seeds:
+    # The key is used at every transition, but always with other step numbers.
+    return sgmcmc.fresh_seeds(jax.random.clone(state.rng_key))

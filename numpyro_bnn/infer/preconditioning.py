@@ -1,0 +1,71 @@
+"""From what a user writes for ``preconditioner=`` to a part of the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn.sgmcmc import Blocks, Dense, Diagonal, Identity, Preconditioner, RMSProp
+
+__all__ = ["is_warm_start", "resolve"]
+
+WARM_START = "warm_start"
+NAMES = ("identity", "rmsprop", WARM_START)
+
+
+def is_warm_start(spec: Any) -> bool:
+    """Whether the preconditioner is to be made of the squared gradients of the warm start.
+
+    >>> is_warm_start("warm_start"), is_warm_start(np.ones(3))
+    (True, False)
+    """
+    return isinstance(spec, str) and spec == WARM_START
+
+
+def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> Preconditioner:
+    """Make the preconditioner of a flat position.
+
+    :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of numbers and arrays by site
+        (unconstrained shape: scalar, diagonal of its size, or dense matrix; sites left out get 1), or a
+        :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
+    :param z: unconstrained values by site; the flat position holds them in the order of their names.
+    :param num_data: N, for RMSProp.
+    :raises ValueError: for an unknown name or site, or a shape that does not fit.
+    """
+    if spec is None:
+        return Identity()
+    if isinstance(spec, Preconditioner):
+        return spec
+    if isinstance(spec, str):
+        if spec == "identity":
+            return Identity()
+        if spec == "rmsprop":
+            return RMSProp(num_data=num_data)
+        if spec == WARM_START:
+            return Diagonal(jnp.ones(sum(np.size(value) for value in z.values())))
+        raise unknown_name(call, "preconditioner", spec, NAMES)
+    if isinstance(spec, Mapping):
+        for site in spec:
+            if site not in z:
+                raise unknown_name(call, "preconditioner", site, z)
+        return Blocks(
+            tuple((int(np.size(z[s])), _fixed(call, spec.get(s, 1.0), np.size(z[s]))) for s in sorted(z))
+        )
+    return _fixed(call, spec, sum(np.size(value) for value in z.values()))
+
+
+def _fixed(call: str, value: Any, size: int) -> Preconditioner:
+    shape = np.shape(value)
+    if shape == (size, size) and len(shape) == 2:
+        return Dense(value)
+    if shape in ((), (size,)):
+        return Diagonal(value)
+    raise argument_error(
+        call,
+        "preconditioner",
+        f"shape {shape}",
+        f"Pass a number, a diagonal ({size},) or a matrix ({size}, {size}).",
+    )

@@ -1,0 +1,187 @@
+"""Every script of examples/ runs, tiny, and returns and writes what it says."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numpyro_bnn import results
+
+pytestmark = pytest.mark.core
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+SCRIPTS = [
+    ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts) for path in sorted(FOLDER.rglob("*.py"))
+]
+SHORT = {
+    "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
+    "examples.minibatch": "--width 3 --batch-size 64 --num-warmup 4 --num-samples 12 --steps-per-draw 10"
+    " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
+    "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
+    "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
+    " --sizes 64 640",
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """Scripts set the number of devices through the environment, and may find a data folder there."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(script, *options):
+    module = importlib.import_module(script)
+    return module.main([*SHORT[script].split(), *map(str, options)])
+
+
+def test_every_script_is_tested():
+    assert set(SHORT) == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(script).main(["--help"])
+    assert stopped.value.code == 0
+    assert "--output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatch):
+    """A file where a folder should be."""
+    (tmp_path / "file").write_text("")
+    module = importlib.import_module(script)
+    for name in ("load_data", "fit_network", "compare", "compare_steps"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("work has begun"))
+    with pytest.raises((SystemExit, OSError)) as stopped:
+        run(script, "--output", tmp_path / "file" / "deeper" / "out")
+    assert stopped.value.args[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("examples.regression", ["--num-chains", "0"]),
+        ("examples.minibatch", ["--batch-size", "0"]),
+        ("examples.benchmarks.sgld_step", ["--rounds", "0"]),
+        ("examples.benchmarks.sgld_step", ["--run-steps", "3"]),
+        ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
+    ],
+)
+def test_wrong_numbers_are_refused(script, options, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(script, *options)
+    assert stopped.value.code == 2
+    assert "must be at least" in capsys.readouterr().err
+
+
+def check_scores(rows):
+    for row in rows:
+        assert row.rmse > 0
+        assert math.isfinite(row.log_score)
+        assert 0 <= row.coverage <= 1
+        assert row.seconds > 0
+
+
+def test_regression(tmp_path):
+    rows = run("examples.regression", "--output", tmp_path / "out")
+    assert [row.method for row in rows] == ["Bayesian network, NUTS", "ridge regression"]
+    check_scores(rows)
+    # Predicting the mean of the training targets has an error of 75.
+    assert rows[1].rmse < 65
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "regression.nc",
+        "regression.png",
+        "regression_trace.png",
+    }
+    saved = results.load(tmp_path / "out" / "regression.nc")
+    assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 20, "data": 89}
+
+
+def test_minibatch(tmp_path, capsys):
+    rows = run("examples.minibatch", "--output", tmp_path / "out")
+    assert [row.method for row in rows] == ["SGLD", "PSGLD", "SGHMC", "NUTS, 40 rows"]
+    check_scores(rows)
+    out = capsys.readouterr().out
+    assert "diabetes data instead" in out
+    for row in rows[:3]:
+        assert row.gradients == 2 * (4 + 12) * 10  # chains x draws x steps
+        assert row.passes == pytest.approx(row.gradients * 64 / 353, rel=1e-2)
+        assert row.method in out
+        saved = results.load(tmp_path / "out" / f"minibatch_{row.method.lower()}.nc")
+        assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 12, "data": 30}
+        assert not saved["sample_stats"]["diverged"].any()
+        assert (saved["sample_stats"]["step_size"] > 0).all()
+        assert saved.attrs["dataset"] == "diabetes"
+    assert rows[3].gradients >= 2 * (15 + 12)
+    assert (tmp_path / "out" / "minibatch.png").stat().st_size > 10_000
+
+
+def test_minibatch_takes_california_housing(tmp_path):
+    """The file is made here: 200 rows of the columns and ranges of the real one."""
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(200, 8))
+    names = np.array([f"feature{i}" for i in range(8)])
+    np.savez(tmp_path / "california_housing.npz", X=x, y=2 + x[:, 0], feature_names=names)
+    module = importlib.import_module("examples.minibatch")
+    data = module.load_data(module.parse(["--data", str(tmp_path)]))
+    assert data.name == "california"
+    assert data.x_train.shape == (160, 8)
+    np.testing.assert_allclose(data.y_train.mean(), 0, atol=1e-10)
+
+
+def test_minibatch_names_a_wrong_data_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"california_housing\.npz"):
+        run("examples.minibatch", "--data", tmp_path / "absent", "--output", tmp_path)
+
+
+def test_gradient_cost(tmp_path):
+    path = tmp_path / "new" / "cost.json"
+    rows = run("examples.benchmarks.gradient_cost", "--output", path)
+    assert [row["n"] for row in rows] == [455, 455, 5000]
+    assert all(row["gradient_ratio"] > 0 and row["leapfrog_ratio"] > 0 for row in rows)
+    # Counted by the compiler, not timed: our models do no more arithmetic than the hand-written ones.
+    assert all(row["flops_ratio"] < 1.05 for row in rows)
+    written = json.loads(path.read_text())
+    assert written["rows"] == rows
+    assert set(written) == {"rows", "versions", "machine", "settings"}
+
+
+def test_sgld_step(tmp_path, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    path = tmp_path / "new" / "step.json"
+    report = run("examples.benchmarks.sgld_step", "--output", path)
+    written = json.loads(path.read_text())
+    assert {part: written[part] for part in ("steps", "run", "sizes", "memory")} == {
+        part: report[part] for part in ("steps", "run", "sizes", "memory")
+    }
+    assert {"bare SGD", "leafwise SGLD", "engine"} <= set(written["steps"]["wall_us"])
+    for part, ratio in (
+        ("steps", "engine / bare SGD"),
+        ("run", "MCMC / engine"),
+        ("sizes", "N=640 / 64"),
+    ):
+        assert written[part]["wall_ratio"][ratio] > 0
+        assert written[part]["processor_ratio"][ratio] > 0
+    assert written["progress_bar"]
+    assert written["options"]["steps"] == 20
+    assert written["versions"]["jax"]
+    assert written["machine"]["cores"] >= 1
+
+
+def test_memory_is_set_by_the_draws_alone(tmp_path):
+    """Compiled working memory does not grow with the steps, nor what is kept with the steps per draw."""
+    memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(200)
+    short, long, longest = memory["temporary_bytes_by_steps"].values()
+    assert longest <= 1.1 * short
+    assert long <= 1.1 * short
+    few, same, double = memory["kept_bytes"].values()
+    assert few == same
+    assert 1.8 * few < double < 2.2 * few

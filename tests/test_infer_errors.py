@@ -1,0 +1,352 @@
+"""What the kernels refuse, and what they say when a chain diverges."""
+
+import doctest
+import importlib
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer import MCMC
+
+import numpyro_bnn
+from numpyro_bnn import infer, sgmcmc
+
+pytestmark = pytest.mark.core
+
+N, B = 60, 10
+X = jnp.asarray(np.random.default_rng(0).normal(size=(N, 2)), jnp.float32)
+Y = X @ jnp.array([1.0, -0.5]) + 0.3 * jnp.asarray(np.random.default_rng(1).normal(size=N), jnp.float32)
+
+
+def regression(x, y, batch_size=None, size=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", size or x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 0.3), obs=y[i])
+
+
+def start(model, *args, kernel=infer.SGLD, num_warmup=0, **kwargs):
+    """Initialise a kernel: every refusal comes before the first step."""
+    kernel = kernel(model, 1e-4) if isinstance(kernel, type) else kernel
+    return kernel.init(jax.random.key(0), num_warmup, None, args, kwargs)
+
+
+# -- models that would be silently wrong ------------------------------------------------------------
+
+
+def local_latent(x, y):
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
+
+
+def scoped_local_latent(x, y):
+    with handlers.scope(prefix="a"):
+        local_latent(x, y)
+
+
+def discrete(x, y):
+    k = numpyro.sample("k", dist.Bernoulli(0.5))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(k.astype(float), 1.0), obs=y)
+
+
+def discrete_in_plate(x, y):
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        k = numpyro.sample("k", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+        numpyro.sample("y", dist.Normal(k.astype(float), 1.0), obs=y[i])
+
+
+def unused_indices(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N, subsample_size=B):
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=y[:B])
+
+
+def one_of_two_unused(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", N, subsample_size=B) as i:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
+    with numpyro.plate("others", 2 * N, subsample_size=B):
+        numpyro.sample("v", dist.Normal(w, 1.0), obs=y[:B])
+
+
+def no_observation(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        numpyro.deterministic("f", w * y[i])
+
+
+def short_by_take(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", 2 * N, subsample_size=B) as i:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=jnp.take(y, i, mode="clip"))
+
+
+def short_columns(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with (
+        numpyro.plate("rows", N, subsample_size=B, dim=-2) as i,
+        numpyro.plate("columns", 5, subsample_size=2, dim=-1) as j,
+    ):
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=x[i[:, None], j])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (local_latent, r"latent site 'z' inside the subsampled plate 'data'"),
+        (scoped_local_latent, r"latent site 'a/z' inside the subsampled plate 'a/data'"),
+        (discrete, r"discrete latent site 'k'"),
+        (discrete_in_plate, r"discrete latent site 'k'"),
+        (unused_indices, r"plate 'data', whose indices the likelihood does not use.*60/10"),
+        (one_of_two_unused, r"plate 'others', whose indices"),
+        (no_observation, r"plate 'data', whose indices"),
+        (short_by_take, r"plate 'data' of size 120 that indexes an array with 60 rows"),
+        (short_columns, r"plate 'columns' of size 5 that indexes an array with 2 rows"),
+    ],
+)
+def test_models_that_would_be_silently_wrong_are_refused(model, message):
+    with pytest.raises(ValueError, match=rf"infer\.SGLD: argument `model` got .*{message}"):
+        start(model, X, Y)
+
+
+def test_data_smaller_than_the_plate_is_refused():
+    with pytest.raises(ValueError, match="size 600 that indexes an array with 60 rows"):
+        start(regression, X, Y, batch_size=B, size=600)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap], ids=["jit", "vmap"])
+def test_pre_seeded_models_are_refused(transform):
+    """Also inside the compiled programs in which parallel chains start."""
+    seeded = handlers.seed(regression, 7)
+    with pytest.raises(ValueError, match="already seeded"):
+        start(seeded, X, Y, batch_size=B)
+    kernel = infer.SGLD(seeded, 1e-4)
+    with pytest.raises(ValueError, match="already seeded"):
+        transform(lambda key: kernel.init(key, 0, None, (X, Y, B), {}).z)(
+            jax.random.split(jax.random.key(0), 1)
+        )
+
+
+def test_batch_sizes_above_the_data_are_refused():
+    with pytest.raises(ValueError, match=r"plate 'data' with subsample_size 61.*60"):
+        start(regression, X, Y, batch_size=N + 1)
+    model = numpyro_bnn.models.regression(numpyro_bnn.nn.MLP([1]))
+    with pytest.raises(ValueError, match="batch_size"):
+        start(model, X, Y, batch_size=N + 1)
+
+
+def test_changed_sizes_are_refused_on_resume():
+    kernel = infer.SGLD(regression, 1e-4)
+    state = kernel.init(jax.random.key(0), 0, None, (X, Y, B), {})
+    with pytest.raises(ValueError, match=r"plate 'data' has size and subsample size \(40, 10\).*\(60, 10\)"):
+        kernel.sample(state, (X[:40], Y[:40], B), {})
+
+
+def dropout(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    keep = jax.random.bernoulli(numpyro.prng_key(), 0.5)
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        numpyro.sample("y", dist.Normal(w * keep, 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        infer.MALA(dropout, 0.1),
+        infer.GGMC(dropout, 0.1),
+        infer.SGLD(dropout, 0.1, gradient="control_variates"),
+        infer.SGHMC(dropout, 0.1, gradient="svrg"),
+    ],
+    ids=lambda kernel: type(kernel).__name__,
+)
+def test_random_potentials_are_refused_where_one_value_is_needed(kernel):
+    with pytest.raises(ValueError, match="random numbers of its own"):
+        start(dropout, X, Y, kernel=kernel)
+
+
+# -- what must not be refused -----------------------------------------------------------------------
+
+
+def groups(x, y):
+    """The group of a data point is data; an effect by group is shorter than the data, and right."""
+    group = jnp.arange(N) % 3
+    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        numpyro.sample("y", dist.Normal(effect[group[i]], 1.0), obs=y[i])
+
+
+def table(x, y):
+    """Two nested plates that index one array by different axes, the longer one first or last."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with (
+        numpyro.plate("columns", 2, subsample_size=1, dim=-1) as j,
+        numpyro.plate("rows", N, subsample_size=B, dim=-2) as i,
+    ):
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=x[i[:, None], j])
+
+
+def seeded_full_batch(x, y):
+    return handlers.seed(regression, 3)(x, y)
+
+
+@pytest.mark.parametrize("model", [groups, table, seeded_full_batch])
+def test_right_models_are_accepted(model):
+    state = start(model, X, Y)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z))
+
+
+# -- arguments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: infer.SGLD("model"), "model"),
+        (lambda: infer.SGLD(regression, 0.0), "step_size"),
+        (lambda: infer.SGLD(regression, float("nan")), "step_size"),
+        (lambda: infer.SGLD(regression, "fast"), "step_size"),
+        (lambda: infer.SGLD(regression, temperature=-1.0), "temperature"),
+        (lambda: infer.SGLD(regression, temperature=float("inf")), "temperature"),
+        (lambda: infer.MALA(regression, temperature=0.0), "temperature"),
+        (lambda: infer.GGMC(regression, temperature=0), "temperature"),
+        (lambda: infer.SGLD(regression, bias_tolerance=0.0), "bias_tolerance"),
+        (lambda: infer.SGLD(regression, steps_per_draw=0), "steps_per_draw"),
+        (lambda: infer.SGLD(regression, steps_per_draw=2.5), "steps_per_draw"),
+        (lambda: infer.SGLD(regression, warm_start=1.0), "warm_start"),
+        (lambda: infer.SGLD(regression, warm_start=-0.1), "warm_start"),
+        (lambda: infer.SGLD(regression, gradient="mini_batch"), "gradient.*Did you mean 'minibatch'"),
+        (lambda: infer.SGLD(regression, minibatches="epoch"), "minibatches.*Did you mean 'epochs'"),
+        (lambda: infer.SGLD(regression, preconditioner="rms"), "preconditioner.*Did you mean 'rmsprop'"),
+        (lambda: infer.SGLD(regression, preconditioner="warm_start", warm_start=0), "preconditioner"),
+        (lambda: infer.SGHMC(regression, momentum_decay=1.5), "momentum_decay"),
+        (lambda: infer.SGHMC(regression, momentum_decay="all"), "momentum_decay"),
+        (lambda: infer.SGHMC(regression, splitting="BAO"), "splitting"),
+        (lambda: infer.SGNHT(regression, momentum_decay=1), "momentum_decay"),
+        (lambda: infer.GGMC(regression, momentum_decay=-0.1), "momentum_decay"),
+        (lambda: infer.GGMC(regression, num_steps=0), "num_steps"),
+        (lambda: infer.GGMC(regression, minibatches="epochs"), "minibatches"),
+        (lambda: infer.GGMC(regression, gradient="svrg"), "gradient"),
+        (lambda: infer.MALA(regression, gradient="svrg"), "gradient"),
+        (lambda: infer.CyclicalSGLD(regression, None), "step_size"),
+        (lambda: infer.CyclicalSGLD(regression, infer.schedules.polynomial(0.1)), "step_size"),
+        (lambda: infer.CyclicalSGLD(regression, 0.1, cycle_length=10, draws_per_cycle=8), "draws_per_cycle"),
+        (lambda: infer.CyclicalSGLD(regression, 0.1, draws_per_cycle=0), "draws_per_cycle"),
+        (lambda: infer.CyclicalSGLD(regression, 0.1, cycle_length=10.5), "cycle_length"),
+        (lambda: infer.CyclicalSGLD(regression, 0.1, explore=1.0), "explore"),
+        (lambda: infer.CyclicalSGLD(regression, 0.1, steps_per_draw=5), "steps_per_draw"),
+        (lambda: infer.CyclicalSGLD(regression, 0.1, warm_start=0.5), "warm_start"),
+    ],
+)
+def test_bad_arguments_are_refused(make, argument):
+    with pytest.raises((ValueError, TypeError), match=f"infer.*{argument}|sgmcmc.*{argument}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("preconditioner", "message"),
+    [
+        ({"v": 1.0}, "Did you mean|Known: w"),
+        (np.ones(3), r"shape \(3,\).*\(2,\)"),
+        (np.ones((2, 3)), r"shape \(2, 3\)"),
+        (-1.0, "positive"),
+        (np.array([[1.0, 2.0], [2.0, 1.0]]), "positive definite"),
+        ({"w": np.ones(3)}, r"shape \(3,\)"),
+    ],
+)
+def test_bad_preconditioners_are_refused(preconditioner, message):
+    with pytest.raises(ValueError, match=message):
+        start(regression, X, Y, B, kernel=infer.SGLD(regression, 0.1, preconditioner=preconditioner))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (infer.PSGLD(regression, 0.1), "num_warmup"),
+        (infer.MALA(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
+    ],
+)
+def test_bad_combinations_are_refused_at_the_start(kernel, message):
+    with pytest.raises(ValueError, match=message):
+        start(regression, X, Y, B, kernel=kernel)
+
+
+@pytest.mark.parametrize("init_params", [{"v": jnp.zeros(2)}, {"w": jnp.zeros(3)}, {}])
+def test_bad_initial_values_are_refused(init_params):
+    kernel = infer.SGLD(regression, 0.1)
+    with pytest.raises(ValueError, match=r"init_params.*w"):
+        kernel.init(jax.random.key(0), 0, init_params, (X, Y, B), {})
+
+
+def test_a_kernel_must_be_initialised():
+    with pytest.raises(ValueError, match="Call `init` first"):
+        infer.SGLD(regression, 0.1).postprocess_fn((X, Y), {})
+
+
+# -- divergence -------------------------------------------------------------------------------------
+
+
+def quadratic():
+    """Full-batch SGLD on a unit Gaussian multiplies the position by 1 - eps / 2: without noise all is known."""
+    numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+
+
+def test_divergence_is_reported_with_chain_and_step():
+    eps = 2.0 * (1 + 1e6)  # each step multiplies by -1e6
+    kernel = infer.SGLD(quadratic, eps, temperature=0.0, steps_per_draw=2, warm_start=0.0)
+    mcmc = MCMC(
+        kernel, num_warmup=0, num_samples=4, num_chains=3, chain_method="vectorized", progress_bar=False
+    )
+    # |w|^2 leaves float32 (3.4e38) when |w| > 1.8e19: from 1 at the fourth step, from 1e9 at the second.
+    begin = {"w": jnp.stack([jnp.array([1.0, 1.0]), jnp.array([1e9, 0.0]), jnp.zeros(2)])}
+    mcmc.run(jax.random.key(0), init_params=begin)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
+    diverged = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverged"])
+    np.testing.assert_array_equal(mcmc.last_state.engine.first_divergence, [3, 1, -1])
+    np.testing.assert_array_equal(diverged, [[False, True, True, True], [True] * 4, [False] * 4])
+    np.testing.assert_array_equal(np.isnan(draws).all(-1), diverged)
+    np.testing.assert_array_equal(draws[2], 0.0)
+    expected = r"infer\.SGLD diverged \(chain 0 at step 3, chain 1 at step 1\).*NaN.*smaller `step_size`"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        idata = numpyro_bnn.to_inference_data(mcmc)
+    assert caught[0].filename == __file__  # it points at the user's line
+    assert idata.attrs["first_divergence"] == "[3, 1, -1]"
+    np.testing.assert_array_equal(idata["sample_stats"]["diverged"], diverged)
+    single = jax.tree.map(lambda leaf: leaf[0], mcmc.last_state)
+    assert kernel.get_diagnostics_str(single) == "2 steps of size 2.00e+06, DIVERGED at step 3"
+
+
+def test_a_diverging_warm_start_is_reported():
+    kernel = infer.SGLD(quadratic, 0.1, steps_per_draw=5, optimizer=_explode())
+    mcmc = MCMC(kernel, num_warmup=4, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    assert np.isnan(mcmc.get_samples()["w"]).all()
+    with pytest.warns(UserWarning, match="chain 0 at step 0"):
+        numpyro_bnn.to_inference_data(mcmc)
+
+
+def _explode():
+    import optax
+
+    return optax.sgd(1e30)
+
+
+def test_quiet_runs_do_not_warn():
+    mcmc = MCMC(infer.SGLD(quadratic, 0.1, steps_per_draw=2), num_warmup=4, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    attrs = numpyro_bnn.to_inference_data(mcmc).attrs
+    assert attrs["first_divergence"] == "[-1]"
+    assert attrs["biased"] == 1
+
+
+MODULES = [module.name for module in pkgutil.iter_modules(infer.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name):
+    assert doctest.testmod(importlib.import_module(f"numpyro_bnn.infer.{name}")).failed == 0
