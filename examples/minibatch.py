@@ -224,8 +224,8 @@ def draw_figure(fits: dict[str, Any], rows: list[Scores], folder: Path) -> Path:
     settings = {"font.size": 8, "legend.fontsize": 7, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(settings):
         figure, axes = plt.subplots(2, 2, figsize=(7.0, 4.4), layout="constrained")
-        draw_scores(axes[0, 0], rows, "rmse", "test RMSE (lower is better)")
-        draw_scores(axes[0, 1], rows, "log_score", "test log score (higher is better)")
+        draw_scores(axes[0, 0], rows, "rmse", "test RMSE")
+        draw_scores(axes[0, 1], rows, "log_score", "test log score")
         draw_temperatures(axes[1, 0], fits)
         draw_mixing(axes[1, 1], fits)
         for axis, letter in zip(axes.flat, "abcd", strict=True):
@@ -243,7 +243,7 @@ def draw_scores(axis: Any, rows: list[Scores], name: str, label: str) -> None:
     axis.set_yticks(range(len(rows)), [row.method for row in reversed(rows)])
     axis.set_ylim(-0.5, len(rows) - 0.5)
     axis.grid(axis="x", color="#DDDDDD", linewidth=0.5)
-    axis.set_xlabel(f"{label}; ± 1 standard error")
+    axis.set_xlabel(f"{label} ± standard error")
 
 
 def draw_temperatures(axis: Any, fits: dict[str, Any]) -> None:
@@ -256,7 +256,8 @@ def draw_temperatures(axis: Any, fits: dict[str, Any]) -> None:
                 draws = np.arange(1, len(values) + 1)
                 running = np.cumsum(values) / draws
                 label = f"{name}, {field.split('_')[0]}"
-                axis.plot(draws, running, style, color=colour(name), label=label, linewidth=1.2)
+                width = 3.0 if name == "SGLD" else 1.2  # seen behind the others
+                axis.plot(draws, running, style, color=colour(name), label=label, linewidth=width)
     axis.axhline(1.0, color="black", linewidth=0.6, zorder=0)
     axis.set_xlabel("draws")
     axis.set_ylabel("temperature, mean so far")
@@ -274,7 +275,7 @@ def draw_mixing(axis: Any, fits: dict[str, Any]) -> None:
             rhat, np.arange(1, len(rhat) + 1) / len(rhat), color=colour(method), label=method, linewidth=1.2
         )
     axis.axvline(1.01, color="black", linewidth=0.6, zorder=0)
-    axis.set_xlabel("R-hat of the predicted function (1.01: converged)")
+    axis.set_xlabel("R-hat of the predicted function")
     axis.set_ylabel("share of test rows below")
     axis.legend(frameon=False, loc="lower right")
 

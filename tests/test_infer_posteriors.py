@@ -488,9 +488,9 @@ def test_predictions_of_a_network_agree_with_long_nuts_runs():
         return by_chain.mean((0, 1)), by_chain.std((0, 1)), by_chain.mean(1).std(0) / num_chains**0.5
 
     nuts = MCMC(
-        NUTS(model),
-        num_warmup=400,
-        num_samples=800,
+        NUTS(model, max_tree_depth=7),
+        num_warmup=300,
+        num_samples=600,
         num_chains=4,
         chain_method="vectorized",
         progress_bar=False,

@@ -18,16 +18,14 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infer.chain import Chain
-from numpyro_bnn.infer.preconditioning import NAMES, is_warm_start, resolve
+from numpyro_bnn.infer.options import OPTIONS, check_options
+from numpyro_bnn.infer.preconditioning import resolve
 from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, stream_of
-from numpyro_bnn.sgmcmc.parts import check_count, check_number
+from numpyro_bnn.infer.target import Target, bind, stream_of
 
 __all__ = ["SGMCMCKernel"]
-
-GRADIENTS = ("minibatch", "control_variates", "svrg")
 
 
 class SGMCMCKernel(MCMCKernel):
@@ -96,29 +94,12 @@ class SGMCMCKernel(MCMCKernel):
         return f"infer.{type(self).__name__}"
 
     def _check_arguments(self) -> None:
-        call = self._call
         if not callable(self._model):
-            raise argument_error(call, "model", self._model, "Pass a NumPyro model (a function).", TypeError)
-        check_number(call, "temperature", self._temperature, strict=self.exact)
-        check_number(call, "bias_tolerance", self._bias_tolerance, strict=True)
-        if self._step_size is not None and not callable(self._step_size):
-            check_number(call, "step_size", self._step_size, strict=True)
-        check_count(call, "steps_per_draw", self._steps_per_draw)
-        check_number(call, "warm_start", self._warm_start)
-        if self._warm_start >= 1:
             raise argument_error(
-                call, "warm_start", self._warm_start, "Pass a share of the warm-up in [0, 1)."
+                self._call, "model", self._model, "Pass a NumPyro model (a function).", TypeError
             )
-        if self._gradient not in GRADIENTS:
-            raise unknown_name(call, "gradient", self._gradient, GRADIENTS)
-        if self._minibatches not in MINIBATCHES:
-            raise unknown_name(call, "minibatches", self._minibatches, MINIBATCHES)
-        if isinstance(self._preconditioner, str) and self._preconditioner not in NAMES:
-            raise unknown_name(call, "preconditioner", self._preconditioner, NAMES)
-        if is_warm_start(self._preconditioner) and not self._warm_start:
-            raise argument_error(
-                call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it."
-            )
+        options = {name: getattr(self, f"_{name}") for name in OPTIONS}
+        check_options(self._call, self.exact, **options)
 
     def _reset(self) -> None:
         """Forget what was built for a model and its arguments."""

@@ -1,0 +1,60 @@
+"""Checks of the options that all kernels share."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn.infer.preconditioning import NAMES, is_warm_start
+from numpyro_bnn.infer.target import MINIBATCHES
+from numpyro_bnn.sgmcmc.parts import check_count, check_number
+
+__all__ = ["OPTIONS", "check_options"]
+
+GRADIENTS = ("minibatch", "control_variates", "svrg")
+OPTIONS = (
+    "step_size",
+    "steps_per_draw",
+    "temperature",
+    "gradient",
+    "minibatches",
+    "preconditioner",
+    "warm_start",
+    "bias_tolerance",
+)
+
+
+def check_options(
+    call: str,
+    exact: bool,
+    *,
+    step_size: float | Callable | None,
+    steps_per_draw: int,
+    temperature: float,
+    gradient: str,
+    minibatches: str,
+    preconditioner: Any,
+    warm_start: float,
+    bias_tolerance: float,
+) -> None:
+    """Refuse options of :class:`~numpyro_bnn.infer.SGMCMCKernel` that are out of range.
+
+    :param exact: whether the kernel rejects: then T = 0 has no meaning.
+    :raises ValueError: for a number out of range or an unknown name.
+    :raises TypeError: for what is no number.
+    """
+    check_number(call, "temperature", temperature, strict=exact)
+    check_number(call, "bias_tolerance", bias_tolerance, strict=True)
+    if step_size is not None and not callable(step_size):
+        check_number(call, "step_size", step_size, strict=True)
+    check_count(call, "steps_per_draw", steps_per_draw)
+    check_number(call, "warm_start", warm_start)
+    if warm_start >= 1:
+        raise argument_error(call, "warm_start", warm_start, "Pass a share of the warm-up in [0, 1).")
+    if gradient not in GRADIENTS:
+        raise unknown_name(call, "gradient", gradient, GRADIENTS)
+    if minibatches not in MINIBATCHES:
+        raise unknown_name(call, "minibatches", minibatches, MINIBATCHES)
+    if isinstance(preconditioner, str) and preconditioner not in NAMES:
+        raise unknown_name(call, "preconditioner", preconditioner, NAMES)
+    if is_warm_start(preconditioner) and not warm_start:
+        raise argument_error(call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it.")
