@@ -7,6 +7,7 @@ from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.sgld import PSGLD, SGLD
 from numpyro_bnn.infer.state import SGMCMCState
+from numpyro_bnn.infer.temperature import temperature_band
 
 __all__ = [
     "SGLD",
@@ -19,4 +20,5 @@ __all__ = [
     "SGMCMCKernel",
     "SGMCMCState",
     "schedules",
+    "temperature_band",
 ]

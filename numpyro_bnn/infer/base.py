@@ -24,6 +24,7 @@ from numpyro_bnn.infer.options import OPTIONS, check_options
 from numpyro_bnn.infer.preconditioning import resolve
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.target import Target, bind, stream_of
+from numpyro_bnn.infer.temperature import temperature_band
 
 __all__ = ["SGMCMCKernel"]
 
@@ -243,13 +244,17 @@ class SGMCMCKernel(MCMCKernel):
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a run."""
+        size = int(state.engine.position.shape[-1])
+        low, high = temperature_band(size, self._temperature)
         return {
+            "temperature_band_low": low,
+            "temperature_band_high": high,
             "steps_per_draw": self._steps_per_draw,
             "temperature": self._temperature,
             "biased": not self.exact,
             "base_step_size": _listed(state.base_step_size),
             "first_divergence": _listed(state.engine.first_divergence),
-            "num_parameters": int(state.engine.position.shape[-1]),
+            "num_parameters": size,
         }
 
     def divergence_report(self, state: SGMCMCState) -> str | None:
