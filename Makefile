@@ -6,11 +6,12 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test unit lint bench clean
 
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
 	@echo "make test   linter, type checker and the whole test suite"
+	@echo "make unit   the test suite alone"
 	@echo "make lint   linter and type checker only"
 	@echo "make bench  speed ratios, written to output/*.json"
 	@echo "make clean  remove the environment and everything generated"
@@ -34,7 +35,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint unit
+
+unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
