@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpyro
 
+from examples.regression import writable_folder
+
 KERNELS = ("SGLD", "PSGLD", "SGHMC")
 STATISTICS = ("step_size", "configurational_temperature", "gradient_noise", "num_gradients", "diverged")
 
@@ -73,18 +75,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if isinstance(value, int) and name != "seed" and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return args
-
-
-def writable_folder(path: Path) -> Path:
-    """Find out before the work starts that results cannot be saved."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        sys.exit(f"--output: cannot write to {path} ({error.strerror}). Choose another folder.")
-    return path
 
 
 def load_data(args: argparse.Namespace) -> Any:
