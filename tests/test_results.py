@@ -33,11 +33,13 @@ def bnn_model(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
 
 
-def sample(model, *args, draws=DRAWS, chains=CHAINS, key=None, kernel=BarkerMH, extra_fields=(), **kwargs):
+def sample(
+    model, *args, draws=DRAWS, warmup=10, chains=CHAINS, key=None, kernel=BarkerMH, extra_fields=(), **kwargs
+):
     """A short run; Barker's kernel compiles several times faster than NUTS, and the export does not care."""
     mcmc = MCMC(
         kernel(model),
-        num_warmup=10,
+        num_warmup=warmup,
         num_samples=draws,
         num_chains=chains,
         chain_method="sequential",
@@ -159,13 +161,16 @@ def test_round_trip_through_netcdf(idata, tmp_path):
     assert _arviz.attrs(loaded) == _arviz.attrs(idata)
 
 
-def test_arviz_reads_it(idata):
+def test_arviz_reads_it(idata, data):
     assert "sigma" in az.summary(idata, var_names=["sigma"]).index
-    with np.errstate(all="ignore"), warnings.catch_warnings():
+    long = bnn.to_inference_data(
+        sample(bnn_model, data["x"], data["y"], kernel=NUTS, warmup=100, draws=100)
+    )  # a tail is fitted from five distinct draws on
+    with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
-        )  # 24 draws: one of the two versions says they are too few
-        loo = az.loo(idata)
+        )  # a chain this short has large Pareto shapes, and ArviZ says so
+        loo = az.loo(long)
     assert np.isfinite(float(getattr(loo, "elpd_loo", getattr(loo, "elpd", np.nan))))
 
 
