@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
-__all__ = ["dependence", "indexed_lengths"]
+__all__ = ["dependence", "indexed_lengths", "pruned"]
 
 # Operations after which an index is still an index.
 ADDRESSING = {
@@ -53,6 +53,32 @@ def dependence(
     for name, var in zip(outputs, closed.jaxpr.outvars, strict=True):
         found[name] |= union([var])
     return found
+
+
+def pruned(fn: Callable, *arguments: Any) -> Callable:
+    """The program of ``fn`` with only the equations its outputs need, for arguments of these shapes.
+
+    A compiler would drop the others as well; without them there is less to trace, lower and compile wherever the
+    program is used.
+
+    :param fn: a pure function of trees of arrays.
+    :param arguments: example values.
+
+    >>> import jax, jax.numpy as jnp
+    >>> half = pruned(lambda x: (x.sum(), jnp.linalg.inv(x))[0], jnp.ones((2, 2)))
+    >>> float(half(jnp.ones((2, 2)))), "lu" in str(jax.make_jaxpr(half)(jnp.ones((2, 2))))
+    (4.0, False)
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    needed = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
+    kept = []
+    for equation in reversed(closed.jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            kept.append(equation)
+            needed.update(var for var in equation.invars if not isinstance(var, Literal))
+    run = jaxpr_as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept[::-1])))
+    tree = jax.tree.structure(shapes)
+    return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
 
 
 def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:

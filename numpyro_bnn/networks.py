@@ -105,7 +105,8 @@ def random_network(
     params = {}
     with handlers.scope(prefix=name, divider="/"), noncenter():
         for site, shape in shapes.items():
-            params[site] = numpyro.sample(site, _over_parameter(prior(site, shape), site, shape))
+            fn = _over_parameter(prior(site, shape), site, shape)
+            params[site] = numpyro.sample(site, fn, infer={"network": (name, net, tuple(input_shape))})
     return RandomNetwork(name, net, params)
 
 

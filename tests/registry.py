@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_bnn import infer, nn, priors
+from numpyro_bnn import infer, nn, priors, symmetry
 
 
 class LayerRow(NamedTuple):
@@ -144,4 +144,219 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
+}
+
+
+# -- symmetries -------------------------------------------------------------------------------------
+
+
+class SymmetryRow(NamedTuple):
+    """A symmetry, the shapes of the sites of a model that has it, and which of them are positive."""
+
+    symmetry: symmetry.Symmetry
+    shapes: Mapping[str, tuple[int, ...]]
+    positive: tuple[str, ...] = ()
+
+
+_DENSE = {"w": (3, 4), "b": (4,), "v": (4, 2)}
+_HYPER = {"w": (3, 4), "v": (4, 2), "s": ()}
+
+SYMMETRIES: dict[str, SymmetryRow] = {
+    "Scale of units": SymmetryRow(symmetry.Scale([("w", 1), ("b", 0)]), _DENSE),
+    "Scale of a layer": SymmetryRow(symmetry.Scale(["w", "b"]), _DENSE),
+    "Scale of filters": SymmetryRow(symmetry.Scale([("w", -1)]), {"w": (2, 3, 2, 4)}),
+    "Scale behind Flatten": SymmetryRow(
+        symmetry.Scale([("w", 3), ("a", 0, 5)]), {"w": (2, 2, 1, 3), "a": (15,)}
+    ),
+    "Rescale": SymmetryRow(symmetry.Rescale([("w", 1), ("b", 0)], [("v", 0)]), _DENSE),
+    "Rescale through Flatten": SymmetryRow(
+        symmetry.Rescale([("w", 3), ("b", 0)], [("v", 0, 3)]), {"w": (2, 2, 1, 4), "b": (4,), "v": (12, 2)}
+    ),
+    "Rescale of a residual stream": SymmetryRow(
+        symmetry.Rescale([("w", 1), ("r", 1)], [("r", 0), ("v", 0)]), {"w": (3, 4), "r": (4, 4), "v": (4, 2)}
+    ),
+    "JointScale": SymmetryRow(symmetry.JointScale(["w", "v"], "s"), _HYPER, ("s",)),
+    "JointScale of a precision": SymmetryRow(symmetry.JointScale("w", "s", -2.0), _HYPER, ("s",)),
+    "JointScale non-centred": SymmetryRow(symmetry.JointScale([], "s"), _HYPER, ("s",)),
+    "Shift of units": SymmetryRow(symmetry.Shift([("b", 0)]), _DENSE),
+    "Shift of logits": SymmetryRow(symmetry.Shift("b"), _DENSE),
+    "Shift of logits by input": SymmetryRow(symmetry.Shift([("w", 0)]), _DENSE),
+    "SignFlip": SymmetryRow(symmetry.SignFlip([("w", 1), ("b", 0), ("v", 0)]), _DENSE),
+    "SignFlip of a layer": SymmetryRow(symmetry.SignFlip(["w", "b", "v"]), _DENSE),
+    "SignFlip of a residual stream": SymmetryRow(
+        symmetry.SignFlip([("w", 1), ("r", 1), ("r", 0)]), {"w": (3, 4), "r": (4, 4)}
+    ),
+    "Permutation": SymmetryRow(symmetry.Permutation([("w", 1), ("b", 0), ("v", 0)]), _DENSE),
+    "Permutation through Flatten": SymmetryRow(
+        symmetry.Permutation([("w", 3), ("v", 0, 3)]), {"w": (2, 2, 1, 4), "v": (12, 2)}
+    ),
+    "Permutation with hyper-parameters": SymmetryRow(
+        symmetry.Permutation([("w", 1), ("v", 0), ("s", 0)]), {"w": (3, 4), "v": (4, 2), "s": (4,)}, ("s",)
+    ),
+    "Permutation of a residual stream": SymmetryRow(
+        symmetry.Permutation([("w", 1), ("r", 1), ("r", 0)]), {"w": (3, 4), "r": (4, 4)}
+    ),
+}
+
+
+class NetRow(NamedTuple):
+    """A network and how many symmetries of each kind it has."""
+
+    net: nn.Layer
+    input_shape: tuple[int, ...]
+    kinds: Mapping[str, int]
+
+
+def _kinds(scale: int = 0, rescale: int = 0, shift: int = 0, flip: int = 0, order: int = 0) -> dict[str, int]:
+    counts = {"Scale": scale, "Rescale": rescale, "Shift": shift, "SignFlip": flip, "Permutation": order}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _normed(norm: nn.Layer, activation: str) -> nn.Layer:
+    return nn.MLP([4, 3, 2], activation, norm)
+
+
+def _before(norm: nn.Layer, activation: str) -> nn.Layer:
+    """Pre-activation residual network."""
+    block = nn.Residual(nn.Sequential([norm, activation, nn.Dense(4)]))
+    return nn.Sequential([nn.Dense(4), block, block, norm, activation, nn.Dense(2)])
+
+
+_FEATURES, _BN, _LN = (3,), nn.BatchNorm, nn.LayerNorm
+_AVG = nn.AvgPool(2)
+
+# Two hidden layers each, unless stated.
+SYMMETRIC_NETS: dict[str, NetRow] = {
+    "linear": NetRow(nn.Dense(2), _FEATURES, {}),
+    "MLP relu": NetRow(nn.MLP([4, 3, 2], "relu"), _FEATURES, _kinds(rescale=2, order=2)),
+    "MLP leaky relu": NetRow(nn.MLP([4, 3, 2], "leaky_relu"), _FEATURES, _kinds(rescale=2, order=2)),
+    "MLP tanh": NetRow(nn.MLP([4, 3, 2], "tanh"), _FEATURES, _kinds(flip=2, order=2)),
+    "MLP erf": NetRow(nn.MLP([4, 3, 2], "erf"), _FEATURES, _kinds(flip=2, order=2)),
+    "MLP identity": NetRow(nn.MLP([4, 3, 2], "identity"), _FEATURES, _kinds(rescale=2, flip=2, order=2)),
+    **{
+        f"MLP {a}": NetRow(nn.MLP([4, 2], a), _FEATURES, _kinds(order=1))
+        for a in ("softplus", "silu", "gelu")
+    },
+    "one hidden unit": NetRow(nn.MLP([1, 2], "relu"), _FEATURES, _kinds(rescale=1)),
+    "BatchNorm tanh": NetRow(_normed(_BN(), "tanh"), _FEATURES, _kinds(scale=2, shift=2, flip=4, order=2)),
+    "BatchNorm tanh, no gain": NetRow(
+        _normed(_BN(False), "tanh"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)
+    ),
+    "BatchNorm relu": NetRow(
+        _normed(_BN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=2, flip=2, order=2)
+    ),
+    "BatchNorm relu, no gain or shift": NetRow(
+        _normed(_BN(False, False), "relu"), _FEATURES, _kinds(scale=2, shift=2, order=2)
+    ),
+    "BatchNorm softplus": NetRow(
+        _normed(_BN(), "softplus"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)
+    ),
+    # A shift of all units comes from the bias, and from every input.
+    "LayerNorm tanh": NetRow(_normed(_LN(), "tanh"), _FEATURES, _kinds(scale=2, shift=4, flip=4, order=2)),
+    "LayerNorm tanh, no gain": NetRow(
+        _normed(_LN(False, False), "tanh"), _FEATURES, _kinds(scale=2, shift=4, flip=2, order=2)
+    ),
+    "LayerNorm relu": NetRow(
+        _normed(_LN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=4, flip=2, order=2)
+    ),
+    "BatchNorm after relu": NetRow(
+        nn.Sequential([nn.Dense(4), "relu", _BN(), nn.Dense(2)]),
+        _FEATURES,
+        _kinds(scale=1, rescale=1, flip=1, order=1),
+    ),
+    "BatchNorm, then LayerNorm": NetRow(
+        nn.Sequential([nn.Dense(4), _BN(), _LN(), "tanh", nn.Dense(2)]),
+        _FEATURES,
+        _kinds(scale=2, shift=2, flip=3, order=1),
+    ),
+    "LayerNorm of the inputs": NetRow(
+        nn.Sequential([_LN(), "relu", nn.Dense(4), "tanh", nn.Dense(2)]),
+        _FEATURES,
+        _kinds(rescale=1, flip=1, order=1),
+    ),
+    "CNN max": NetRow(nn.CNN([3, 4], [5, 2], 3), IMAGE, _kinds(rescale=3, order=3)),
+    # A maximum does not take a sign along.
+    "CNN max tanh": NetRow(nn.CNN([3, 4], [5, 2], 3, activation="tanh"), IMAGE, _kinds(flip=1, order=3)),
+    "CNN average tanh": NetRow(
+        nn.CNN([3, 4], [5, 2], 3, pool=_AVG, activation="tanh"), IMAGE, _kinds(flip=3, order=3)
+    ),
+    "CNN BatchNorm relu": NetRow(
+        nn.CNN([3, 4], [5, 2], 3, norm=_BN()), IMAGE, _kinds(scale=3, rescale=3, shift=3, flip=3, order=3)
+    ),
+    "CNN LayerNorm tanh, no gain": NetRow(
+        nn.CNN([3, 4], [5, 2], 3, pool=_AVG, activation="tanh", norm=_LN(False)),
+        IMAGE,
+        _kinds(scale=3, shift=6, flip=3, order=3),
+    ),
+    "norms behind Flatten": NetRow(
+        nn.Sequential(
+            [nn.Conv2d(3, 3), nn.Flatten(), _BN(), "relu", nn.Dense(4), _LN(), "relu", nn.Dense(2)]
+        ),
+        IMAGE,
+        _kinds(scale=2, rescale=2, shift=3, flip=2, order=2),
+    ),
+    # What an input pixel adds is not the same at every pixel: the bias alone shifts all of them.
+    "LayerNorm over pixels": NetRow(
+        nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), _LN(), "relu", nn.Dense(2)]),
+        IMAGE,
+        _kinds(scale=1, rescale=1, shift=1, flip=1, order=1),
+    ),
+    "LayerNorm after a maximum": NetRow(
+        nn.Sequential([nn.Conv2d(3, 3), nn.MaxPool(2), _LN(False), "relu", nn.Flatten(), nn.Dense(2)]),
+        IMAGE,
+        _kinds(scale=1, shift=1, order=1),
+    ),
+    # Residual stream and inside of the block, in each of two stages.
+    "ResNet": NetRow(nn.ResNet([3, 4], 2), IMAGE, _kinds(rescale=4, order=4)),
+    "ResNet tanh": NetRow(nn.ResNet([3, 4], 2, activation="tanh"), IMAGE, _kinds(flip=4, order=4)),
+    # Five convolutions feed a normalisation.
+    "ResNet BatchNorm": NetRow(
+        nn.ResNet([3, 4], 2, norm=_BN()), IMAGE, _kinds(scale=5, rescale=4, shift=5, flip=5, order=4)
+    ),
+    "ResNet LayerNorm": NetRow(
+        nn.ResNet([3, 4], 2, norm=_LN()), IMAGE, _kinds(scale=5, rescale=4, shift=10, flip=5, order=4)
+    ),
+    "ResNet BatchNorm tanh, no gain": NetRow(
+        nn.ResNet([3, 4], 2, activation="tanh", norm=_BN(False)),
+        IMAGE,
+        _kinds(scale=5, shift=5, flip=4, order=4),
+    ),
+    # One stream, three normalisations that read it: its three biases shift, the gained outputs rescale and flip.
+    "pre-activation BatchNorm": NetRow(
+        _before(_BN(), "relu"), _FEATURES, _kinds(scale=1, rescale=3, shift=3, flip=1, order=1)
+    ),
+    "pre-activation LayerNorm tanh, no gain": NetRow(
+        _before(_LN(False), "tanh"), _FEATURES, _kinds(scale=1, shift=4, flip=1, order=1)
+    ),
+    "block that ends with BatchNorm": NetRow(
+        nn.Sequential(
+            [
+                nn.Dense(4),
+                nn.Residual(nn.Sequential([_BN(), "relu", nn.Dense(4), _BN()])),
+                _BN(),
+                "relu",
+                nn.Dense(2),
+            ]
+        ),
+        _FEATURES,
+        _kinds(scale=2, rescale=2, shift=3, flip=2, order=1),
+    ),
+    "residual of a dense layer": NetRow(
+        nn.Sequential([nn.Dense(4), "relu", nn.Residual(nn.Dense(4)), "relu", nn.Dense(2)]),
+        _FEATURES,
+        _kinds(rescale=1, order=1),
+    ),
+    "residual of BatchNorm": NetRow(
+        nn.Sequential([nn.Dense(4), nn.Residual(_BN()), "tanh", nn.Dense(2)]),
+        _FEATURES,
+        _kinds(flip=1, order=1),
+    ),
+    "residual of the inputs": NetRow(
+        nn.Sequential([nn.Residual(nn.Dense(3)), "relu", nn.Dense(2)]), _FEATURES, {}
+    ),
+    "residual with projection": NetRow(
+        nn.Sequential([nn.Dense(4), "relu", nn.Residual(nn.MLP([5, 6]), nn.Dense(6)), "relu", nn.Dense(2)]),
+        _FEATURES,
+        _kinds(rescale=3, order=3),
+    ),
 }

@@ -5,6 +5,7 @@ from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
+from numpyro_bnn.infer.orbit import OrbitMoves, OrbitState
 from numpyro_bnn.infer.sgld import PSGLD, SGLD
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.temperature import temperature_band
@@ -17,6 +18,8 @@ __all__ = [
     "CyclicalSGLD",
     "GGMC",
     "MALA",
+    "OrbitMoves",
+    "OrbitState",
     "SGMCMCKernel",
     "SGMCMCState",
     "schedules",

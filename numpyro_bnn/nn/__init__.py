@@ -8,6 +8,7 @@ from numpyro_bnn.nn.conv import AvgPool, Conv2d, Flatten, MaxPool
 from numpyro_bnn.nn.dense import Dense
 from numpyro_bnn.nn.fans import fan_in, input_axis, inputs_first, output_axis, role
 from numpyro_bnn.nn.norm import BatchNorm, LayerNorm
+from numpyro_bnn.nn.wiring import Feature, Segment, Wire, Wiring
 
 __all__ = [
     "Layer",
@@ -33,4 +34,8 @@ __all__ = [
     "inputs_first",
     "output_axis",
     "role",
+    "Wiring",
+    "Feature",
+    "Segment",
+    "Wire",
 ]

@@ -9,6 +9,7 @@ import jax.scipy.special
 
 from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn.nn.base import Layer, Run, Shape
+from numpyro_bnn.nn.wiring import Feature, Wiring
 
 __all__ = ["ACTIVATIONS", "Activation"]
 
@@ -23,6 +24,9 @@ ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "silu": jax.nn.silu,
     "softplus": jax.nn.softplus,
 }
+# f(c x) = c f(x) for c > 0, and f(-x) = -f(x).
+HOMOGENEOUS = {"identity", "relu", "leaky_relu"}
+ODD = {"identity", "tanh", "erf"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Activation(Layer):
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         return {}, input_shape
+
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        if self.name != "identity":
+            wiring.activate(x, homogeneous=self.name in HOMOGENEOUS, odd=self.name in ODD)
+        return x, shape
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         if self.name == "leaky_relu":

@@ -4,12 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._errors import argument_error
+
+if TYPE_CHECKING:
+    from numpyro_bnn.nn.wiring import Feature, Wiring
 
 __all__ = ["Layer", "Moments", "Params", "Run", "Shape", "join", "per_feature", "positive", "shape_error"]
 
@@ -89,6 +92,20 @@ class Layer(ABC):
     @abstractmethod
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         """Map a batch through the layer; parameters are ``run["kernel"]`` and so on."""
+
+    def connect(self, wiring: "Wiring", path: str, x: "Feature", shape: Shape) -> tuple["Feature", Shape]:
+        """Tell which parameters write and read units; the symmetries of a network follow from it.
+
+        A layer that does not say is taken to mix everything: no symmetry passes through it.
+
+        :param wiring: the record to add to.
+        :param path: where the layer sits in the network.
+        :param x: its input features.
+        :param shape: shape of one input.
+        :return: the output features, and the shape of one output.
+        """
+        out = self.output_shape(shape)
+        return wiring.opaque(x, out[-1] if out else 1), out
 
     # -- structure -------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import jax
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.nn.activations import Activation
 from numpyro_bnn.nn.base import Layer, Run, Shape, join, shape_error
+from numpyro_bnn.nn.wiring import Feature, Wiring
 
 __all__ = ["Residual", "Sequential"]
 
@@ -66,6 +67,11 @@ class Sequential(Layer):
             params |= {join(name, key): shape for key, shape in own.items()}
         return params, input_shape
 
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        for name, layer in self.children():
+            x, shape = layer.connect(wiring, join(path, name), x, shape)
+        return x, shape
+
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         for name, layer in self.children():
             x = layer.forward(run.child(name), x)
@@ -107,6 +113,12 @@ class Residual(Layer):
             params |= {join(name, key): shape for key, shape in own.items()}
         self._check_sum(path, input_shape, outputs["body"], outputs["shortcut"])
         return params, outputs["body"]
+
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        y, out = self.body.connect(wiring, join(path, "body"), x, shape)
+        if self.shortcut is not None:
+            x, _ = self.shortcut.connect(wiring, join(path, "shortcut"), x, shape)
+        return wiring.add(x, y), out
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         skip = x if self.shortcut is None else self.shortcut.forward(run.child("shortcut"), x)

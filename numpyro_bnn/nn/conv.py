@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn._errors import argument_error, unknown_name
-from numpyro_bnn.nn.base import Layer, Run, Shape, per_feature, positive, shape_error
+from numpyro_bnn.nn.base import Layer, Run, Shape, join, per_feature, positive, shape_error
+from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 __all__ = ["AvgPool", "Conv2d", "Flatten", "MaxPool"]
 
@@ -95,6 +97,11 @@ class Conv2d(Layer):
             params["bias"] = (self.channels,)
         return params, (*spatial, self.channels)
 
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        wiring.read(x, join(path, "kernel"), 2)
+        biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
+        return wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases), self.output_shape(shape)
+
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         kernel, images = run["kernel"], _as_images(self, run, x)
         if images.shape[-1] != kernel.shape[2]:
@@ -116,6 +123,7 @@ class Conv2d(Layer):
 class _Pool(Layer):
     """Common part of the pooling layers; ``window=None`` pools over the whole image."""
 
+    linear: ClassVar[bool]
     window: int | Pair | None = 2
     strides: int | Pair | None = None
     padding: str = "VALID"
@@ -139,6 +147,12 @@ class _Pool(Layer):
         spatial = _window_shape(self, path, input_shape[:2], *self._geometry(input_shape[:2]), self.padding)
         return {}, (*spatial, input_shape[2])
 
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        # A maximum is taken along with a positive factor or a common shift, not with a sign; a mean with all three.
+        wiring[x].odd &= self.linear
+        wiring[x].pointwise &= self.linear
+        return x, self.output_shape(shape)
+
     def _reduce(self, x: jax.Array, start: float, operation: Callable) -> jax.Array:
         window, strides = self._geometry(x.shape[1:3])
         return lax.reduce_window(x, start, operation, (1, *window, 1), (1, *strides, 1), self.padding)
@@ -156,6 +170,8 @@ class MaxPool(_Pool):
     (12, 12, 16)
     """
 
+    linear: ClassVar[bool] = False
+
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         y = self._reduce(_as_images(self, run, x), -float("inf"), lax.max)
         return y.reshape(x.shape[:-3] + y.shape[1:])
@@ -172,6 +188,8 @@ class AvgPool(_Pool):
     >>> AvgPool(None).output_shape((7, 7, 64))
     (1, 1, 64)
     """
+
+    linear: ClassVar[bool] = True
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         images = _as_images(self, run, x)
@@ -198,6 +216,9 @@ class Flatten(Layer):
         if len(input_shape) != self.rank:
             raise shape_error(self, path, f"inputs of {self.rank} axes (argument `rank`)", input_shape)
         return {}, (prod(input_shape),)
+
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        return x._replace(repeats=x.repeats * prod(shape[:-1])), (prod(shape),)
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         if x.ndim < self.rank:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import jax
 
-from numpyro_bnn.nn.base import Layer, Run, Shape, per_feature, positive, shape_error
+from numpyro_bnn.nn.base import Layer, Run, Shape, join, per_feature, positive, shape_error
+from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 __all__ = ["Dense"]
 
@@ -37,6 +38,11 @@ class Dense(Layer):
         if self.use_bias:
             params["bias"] = (self.units,)
         return params, (self.units,)
+
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        wiring.read(x, join(path, "kernel"), 0)
+        biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
+        return wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases), (self.units,)
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         kernel = run["kernel"]

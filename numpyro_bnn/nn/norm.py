@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn.nn.base import Layer, Moments, Run, Shape, per_feature, shape_error
+from numpyro_bnn.nn.base import Layer, Moments, Run, Shape, join, per_feature, shape_error
+from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 
 __all__ = ["BatchNorm", "LayerNorm", "standardize"]
 
@@ -65,6 +67,7 @@ def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> 
 class _Norm(Layer):
     """Common part: the learned gain and shift of the last axis."""
 
+    reach: ClassVar[Reach]
     use_scale: bool = True
     use_bias: bool = True
 
@@ -73,6 +76,11 @@ class _Norm(Layer):
             raise shape_error(self, path, "at least one axis of features", input_shape)
         used = {"scale": self.use_scale, "bias": self.use_bias}
         return {name: (input_shape[-1],) for name, on in used.items() if on}, input_shape
+
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        gain = join(path, "scale") if self.use_scale else None
+        shift = join(path, "bias") if self.use_bias else None
+        return wiring.normalise(x, self.reach, gain, shift), shape
 
     def _affine(self, run: Run, y: jax.Array) -> jax.Array:
         for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):
@@ -110,6 +118,8 @@ class BatchNorm(_Norm):
     >>> net.apply({}, jnp.array([[2.0], [2.0]]), statistics=train).tolist()
     [[0.0], [0.0]]
     """
+
+    reach: ClassVar[Reach] = "unit"
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         if x.ndim == 0:
@@ -155,6 +165,8 @@ class LayerNorm(_Norm):
     >>> LayerNorm(use_scale=False, use_bias=False).apply({}, jnp.array([1.0, 3.0])).tolist()
     [-1.0, 1.0]
     """
+
+    reach: ClassVar[Reach] = "layer"
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
         if x.ndim == 0:

@@ -101,8 +101,8 @@ class _Exporter:
 
     def __init__(self, fit: Fit, coords: Mapping, dims: Mapping, draws_per_chunk: int | None) -> None:
         self.fit = fit
-        self.coords = coords
-        self.dims = dims
+        self.coords = {**dict(fit.stat_coords.values()), **coords}
+        self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
         self.first = {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
         self.sites = self._trace(fit.arguments, predict=False)
@@ -165,7 +165,7 @@ class _Exporter:
             if name not in self.dependent
         }
         stats = {
-            name: (SAMPLE_DIMS + parameter_dims(name, value.shape[2:]), value)
+            name: (SAMPLE_DIMS + self._dims(name, value.shape[2:]), value)
             for name, value in fit.sample_stats.items()
         }
         groups = {"posterior": self._dataset(posterior), "sample_stats": self._dataset(stats)}

@@ -1,8 +1,8 @@
 """What an inference result gives to be exported: draws, statistics, the model and its arguments."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class Fit:
     :param posterior: constrained draws (C, S, ...) by site.
     :param sample_stats: (C, S, ...) by ArviZ's names.
     :param attrs: algorithm and settings.
+    :param stat_coords: statistic -> name and labels of its last axis.
     """
 
     model: Callable
@@ -39,6 +40,7 @@ class Fit:
     posterior: Mapping[str, np.ndarray]
     sample_stats: Mapping[str, np.ndarray]
     attrs: Mapping[str, Any]
+    stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
 def from_mcmc(mcmc: MCMC) -> Fit:
@@ -75,6 +77,7 @@ def from_mcmc(mcmc: MCMC) -> Fit:
         posterior=samples,
         sample_stats=_sample_stats(fields),
         attrs=settings,
+        stat_coords=getattr(mcmc.sampler, "stat_coords", {}),
     )
 
 
@@ -90,10 +93,10 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
 
 def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
     stats = {}
-    for field, value in fields.items():
+    for label, value in fields.items():
         if not isinstance(value, np.ndarray):
             continue  # a tree of values, e.g. a gradient: not a statistic of a draw
-        name = SAMPLE_STATS.get(field, field.replace("/", "."))
+        name = SAMPLE_STATS.get(label, label.replace("/", "."))
         stats[name] = -value if name == "lp" else value
         if name == "n_steps":
             stats["tree_depth"] = np.floor(np.log2(value)).astype(int) + 1

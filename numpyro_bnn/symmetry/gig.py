@@ -1,0 +1,135 @@
+"""Exact draws from the generalised inverse Gaussian law, on the log scale."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+__all__ = ["log_gig"]
+
+# Candidates per draw and round: all lanes wait for the slowest, and with 4 candidates a second round is rare.
+CANDIDATES = 4
+E, COSH_1 = 2.718281828459045, 1.543080634815244
+
+
+class _Shape(NamedTuple):
+    """The density exp(-f(x)) around its mode, f(x) = low (cosh x - 1) + order (exp(x) - 1 - x)."""
+
+    low: jax.Array
+    order: jax.Array
+
+    def minus_log_density(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """f(x) and |f'(x)|, from one exponential."""
+        y = jnp.abs(x)
+        growth = jnp.expm1(y)
+        decay = 1.0 / (1.0 + growth)
+        ratio = jnp.where(y < 1.0, growth * decay, 1.0 - decay)  # 1 - exp(-y), also where exp(y) overflows
+        slope = jnp.where(x > 0.0, growth, ratio)
+        # exp(x) - 1 - x loses all digits near 0, where a narrow density lives: its series there.
+        series = jnp.ones_like(x)
+        for k in range(10, 2, -1):
+            series = 1.0 + series * x / k
+        rest = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
+        cosh, sinh = self.low * growth * (0.5 * ratio), self.low * (0.5 * (growth + ratio))
+        some = self.low > 0.0  # 0 times infinity
+        return jnp.where(some, cosh, 0.0) + self.order * rest, jnp.where(some, sinh, 0.0) + self.order * slope
+
+
+class _Envelope(NamedTuple):
+    """1 on [-left, right], exponential tangents of exp(-f) beyond, which decay over the given lengths."""
+
+    left: jax.Array
+    right: jax.Array
+    left_tail: jax.Array
+    right_tail: jax.Array
+
+    @property
+    def area(self) -> jax.Array:
+        return self.left + self.right + self.left_tail + self.right_tail
+
+
+def _envelope(shape: _Shape) -> _Envelope:
+    """Tangents where f is about 1; where exactly they touch changes the number of rejections only."""
+    low, order = shape
+    at_right, at_left = (COSH_1 - 1.0) * low + (E - 2.0) * order, (COSH_1 - 1.0) * low + order / E
+    narrow, wide = jnp.sqrt(2.0 / (low + order)), jnp.log(4.0 / (low + 2.0 * order))
+    t = jnp.where(at_right > 2.0, narrow, jnp.where(at_right < 0.5, wide, 1.0))
+    narrow = jnp.sqrt(4.0 / (COSH_1 * low + order))
+    wide = jnp.minimum(1.0 / order, jnp.log((1.0 + low + jnp.sqrt(1.0 + 2.0 * low)) / low))
+    s = jnp.where(at_left > 2.0, narrow, jnp.where(at_left < 0.5, wide, 1.0))
+    (f_right, slope_right), (f_left, slope_left) = shape.minus_log_density(t), shape.minus_log_density(-s)
+    return _Envelope(s - f_left / slope_left, t - f_right / slope_right, 1.0 / slope_left, 1.0 / slope_right)
+
+
+def _candidates(rng_key: jax.Array, shape: _Shape, envelope: _Envelope) -> tuple[jax.Array, jax.Array]:
+    """Draws from the envelope and whether they are accepted: (CANDIDATES, ...)."""
+    left, right, left_tail, right_tail = envelope
+    u, w = jax.random.uniform(rng_key, (2, CANDIDATES, *left.shape), left.dtype)
+    # The pieces one after the other, the left tail mirrored: u falls into one of them, and tells where in it.
+    u = u * envelope.area - (left + right)
+    on_left = u >= right_tail
+    length = jnp.where(on_left, left_tail, right_tail)
+    within = jnp.where(on_left, u - right_tail, u) / length
+    excess = -jnp.log(jnp.clip(within, jnp.finfo(left.dtype).tiny, 1.0))
+    tail = jnp.where(on_left, -left - length * excess, right + length * excess)
+    in_tail = u >= 0.0
+    x = jnp.where(in_tail, tail, u + right)
+    height = jnp.where(in_tail, excess, 0.0) - jnp.log1p(-w)
+    return x, height >= shape.minus_log_density(x)[0]
+
+
+def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax.Array:
+    r"""Exact draws of x = log t, where t is generalised inverse Gaussian.
+
+    .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2)
+
+    The density of x is log-concave. Around its mode, A = p + h and B = h - p with :math:`h = \sqrt{p^2 + ab}`,
+
+    .. math:: -\log p(x) = \tfrac12 A (e^x - 1 - x) + \tfrac12 B (e^{-x} - 1 + x) + \text{const},
+
+    which is drawn by rejection from a uniform middle piece with two exponential tails. All lanes are drawn together;
+    a lane accepts about 0.7 to 0.9 of its candidates whatever the parameters, on the log scale nothing overflows,
+    and p may have any sign. b = 0 with p > 0 is the gamma law, a = 0 with p < 0 the inverse gamma law.
+
+    :param rng_key: random key.
+    :param p: order; any shape, broadcast with the others.
+    :param a: rate of t, at least 0.
+    :param b: rate of 1 / t, at least 0.
+    :return: draws of log t in the common shape; NaN where the density cannot be normalised or a parameter is NaN.
+
+    Reference: Devroye (2014), "Random variate generation for the generalized inverse Gaussian distribution",
+    Statistics and Computing 24, section 4.
+
+    >>> import jax
+    >>> x = log_gig(jax.random.key(0), 1.5, jnp.full(10_000, 3.0), 0.0)
+    >>> round(float(jnp.exp(x).mean()), 1)  # gamma: 2 p / a
+    1.0
+    """
+    dtype = jnp.result_type(p, a, b, float)
+    p, a, b = jnp.broadcast_arrays(*(jnp.asarray(value, dtype) for value in (p, a, b)))
+    order, root = jnp.abs(p), jnp.sqrt(a) * jnp.sqrt(b)
+    high = jnp.hypot(order, root) + order
+    shape = _Shape(root * (root / high), order)
+    envelope = _envelope(shape)
+    # A density that cannot be normalised, or no density at all: such a lane would never accept.
+    proper = ((a > 0.0) | (p < 0.0)) & ((b > 0.0) | (p > 0.0)) & jnp.isfinite(a + b)
+    proper &= (envelope.area > 0.0) & jnp.isfinite(envelope.area)
+
+    def unfinished(state: tuple) -> jax.Array:
+        return ~jnp.all(state[2])
+
+    def draw(state: tuple) -> tuple:
+        key, x, done = state
+        key, now = jax.random.split(key)
+        candidates, accepted = _candidates(now, shape, envelope)
+        for candidate, accept in zip(candidates, accepted, strict=True):
+            x = jnp.where(~done & accept, candidate, x)
+            done |= accept
+        return key, x, done
+
+    _, x, _ = lax.while_loop(unfinished, draw, (rng_key, jnp.zeros_like(p), ~proper))
+    # With p < 0, 1 / t has the law of order -p with a and b exchanged.
+    mode = jnp.where(p < 0.0, jnp.log(b) - jnp.log(high), jnp.log(high) - jnp.log(a))
+    return jnp.where(proper, mode + jnp.where(p < 0.0, -x, x), jnp.nan)

@@ -1,0 +1,185 @@
+"""Draws along the orbits: exact where the conditional is known, Metropolis-Hastings elsewhere."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax, random
+
+from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn.symmetry.gig import log_gig
+from numpyro_bnn.symmetry.parts import Values
+from numpyro_bnn.symmetry.plan import Method, Plan
+from numpyro_bnn.symmetry.prior import Prior, as_normal, elementwise
+from numpyro_bnn.symmetry.scaling import JointScale, Multiplicative
+
+__all__ = ["EXACT", "move"]
+
+STEPS = 5  # of a random walk with one unit
+EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior"})
+
+
+def move(
+    plan: Plan, rng_key: jax.Array, values: Mapping[str, jax.Array], prior: Prior, width: jax.Array
+) -> tuple[Values, jax.Array]:
+    """One move along the orbits of a symmetry, for all its units.
+
+    :param plan: what to do.
+    :param values: constrained values of all latent sites.
+    :param prior: the prior of the model for its arguments.
+    :param width: standard deviation of the random walk on the group.
+    :return: new values of the touched sites, and the mean acceptance probability.
+    """
+    if plan.method in EXACT:
+        fns = prior.distributions(values)
+        g = _exact(plan, rng_key, values, fns)
+        return plan.symmetry.act(values, g), jnp.ones((), g.dtype)
+    if plan.method == "shuffle":
+        return _shuffle(plan, rng_key, values, prior)
+    if plan.method == "hyperprior":
+        return _independent(plan, rng_key, values, prior)
+    if plan.method == "walk" and plan.units == 1:
+        return _walk_on(plan, rng_key, values, prior, width)
+    step = _flip if plan.method == "flip" else _walk
+    if plan.by_unit or plan.units == 1:
+        every = jnp.ones((plan.units,), bool)
+        return step(plan, rng_key, values, prior, width, every)
+    return _one_by_one(step, plan, rng_key, values, prior, width)
+
+
+# -- exact conditionals -----------------------------------------------------------------------------
+
+
+def _exact(plan: Plan, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:
+    symmetry = plan.symmetry
+    if plan.method == "prior":
+        part = symmetry.parts[0]
+        value = values[part.site]
+        drawn = jnp.broadcast_to(fns[part.site].sample(rng_key), value.shape)
+        return part.over_units(drawn - value)
+    if plan.method == "normal":
+        return _normal_shift(symmetry, rng_key, values, fns)
+    squares = {1.0: jnp.zeros(plan.units), -1.0: jnp.zeros(plan.units)}
+    assert isinstance(symmetry, Multiplicative)
+    for part, power in symmetry.powers:
+        value = values[part.site]
+        normal = as_normal(fns[part.site], value.shape)
+        assert normal is not None
+        squares[power] = squares[power] + part.over_units((value / normal[1]) ** 2)
+    g = 0.5 * log_gig(rng_key, symmetry.dimension(values) / 2, squares[1.0], squares[-1.0])
+    return jnp.where(jnp.isfinite(g), g, 0.0)  # a unit of zeros has no scale to draw
+
+
+def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:
+    precision = weighted = jnp.zeros(symmetry.units(values))
+    for part in symmetry.parts:
+        value = values[part.site]
+        loc, scale = as_normal(fns[part.site], value.shape)  # type: ignore[misc]
+        precision = precision + part.over_units(scale**-2.0)
+        weighted = weighted + part.over_units((value - loc) / scale**2)
+    noise = random.normal(rng_key, jnp.shape(precision), jnp.result_type(weighted))
+    return -weighted / precision + noise / jnp.sqrt(precision)
+
+
+# -- Metropolis-Hastings on the group -----------------------------------------------------------------
+
+
+def _log_density(plan: Plan, values: Mapping[str, jax.Array], prior: Prior) -> jax.Array:
+    """Log density that a move changes: by unit (U,), or in total (1,)."""
+    if plan.by_unit:
+        fns = prior.distributions(values)
+        logs = [(part, elementwise(fns[part.site], values[part.site])) for part in plan.symmetry.parts]
+        return sum((part.over_units(log) for part, log in logs if log is not None), jnp.zeros(plan.units))
+    total = prior.total(values, plan.affected)
+    return (total if plan.exact else total + prior.likelihood(values))[None]
+
+
+def _log_ratio(plan: Plan, values: Mapping, moved: Values, g: jax.Array, prior: Prior) -> jax.Array:
+    """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,)."""
+    difference = _log_density(plan, {**values, **moved}, prior) - _log_density(plan, values, prior)
+    jacobian = plan.symmetry.log_det(values, g)
+    return difference + (jacobian if plan.by_unit else jnp.sum(jacobian)[None])
+
+
+def _chosen(plan: Plan, values: Mapping, g: jax.Array, identity: float, accepted: jax.Array) -> Values:
+    """The group element where accepted, else the identity."""
+    return plan.symmetry.act(values, jnp.where(accepted, g, identity))
+
+
+def _walk(
+    plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
+) -> tuple[Values, jax.Array]:
+    propose_key, accept_key = random.split(rng_key)
+    g = jnp.where(moving, width * random.normal(propose_key, moving.shape), 0)
+    log_ratio = _log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
+    accepted = jnp.log(random.uniform(accept_key, log_ratio.shape)) < log_ratio
+    return _chosen(plan, values, g, 0.0, accepted), jnp.mean(_probability(log_ratio))
+
+
+def _walk_on(
+    plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array
+) -> tuple[Values, jax.Array]:
+    """Several steps: one number at a time costs little, and hyper-parameters gain from long moves."""
+    every = jnp.ones((1,), bool)
+
+    def body(moved: Values, key: jax.Array) -> tuple[Values, jax.Array]:
+        return _walk(plan, key, {**values, **moved}, prior, width, every)
+
+    start = {site: values[site] for site in dict.fromkeys(plan.symmetry.sites)}
+    moved, accept_prob = lax.scan(body, start, random.split(rng_key, STEPS))
+    return moved, jnp.mean(accept_prob)
+
+
+def _flip(
+    plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
+) -> tuple[Values, jax.Array]:
+    g = jnp.where(moving, -1.0, 1.0)
+    log_ratio = _log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
+    flipped = random.bernoulli(rng_key, jax.nn.sigmoid(log_ratio))
+    return _chosen(plan, values, g, 1.0, flipped), jnp.mean(jax.nn.sigmoid(log_ratio))
+
+
+def _shuffle(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
+    propose_key, accept_key = random.split(rng_key)
+    order = plan.symmetry.random(propose_key, plan.units)
+    total = plan._replace(by_unit=False)
+    log_ratio = _log_ratio(total, values, plan.symmetry.act(values, order), order, prior)[0]
+    accepted = jnp.log(random.uniform(accept_key)) < log_ratio
+    return plan.symmetry.act(values, jnp.where(accepted, order, jnp.arange(plan.units))), _probability(
+        log_ratio
+    )
+
+
+def _independent(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
+    """Propose the hyper-parameter from its prior: the ratio is 1 where the weights are a scale family of it."""
+    symmetry = plan.symmetry
+    assert isinstance(symmetry, JointScale)
+    propose_key, accept_key = random.split(rng_key)
+    site = symmetry.scale[0].site
+    hyperprior, now = prior.distributions(values)[site], values[site]
+    then = jnp.reshape(hyperprior.sample(propose_key), jnp.shape(now))
+    g = (jnp.log(then / now) / symmetry.power).reshape(1)
+    total = plan._replace(by_unit=False)
+    # The proposal's density with respect to the Haar measure is p(s) s.
+    proposal = jnp.sum(hyperprior.log_prob(then) + jnp.log(then) - hyperprior.log_prob(now) - jnp.log(now))
+    log_ratio = _log_ratio(total, values, symmetry.act(values, g), g, prior)[0] - proposal
+    accepted = jnp.log(random.uniform(accept_key)) < log_ratio
+    return symmetry.act(values, jnp.where(accepted, g, 0.0)), _probability(log_ratio)
+
+
+def _one_by_one(
+    step: Callable, plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array
+) -> tuple[Values, jax.Array]:
+    """Units that share a factor of the density, one after the other."""
+
+    def body(moved: Values, unit: jax.Array) -> tuple[Values, jax.Array]:
+        only = jnp.arange(plan.units) == unit
+        return step(plan, random.fold_in(rng_key, unit), {**values, **moved}, prior, width, only)
+
+    start = {site: values[site] for site in dict.fromkeys(plan.symmetry.sites)}
+    moved, accept_prob = lax.scan(body, start, jnp.arange(plan.units))
+    return moved, jnp.mean(accept_prob)
+
+
+def _probability(log_ratio: jax.Array) -> jax.Array:
+    return jnp.exp(jnp.minimum(log_ratio, 0))

@@ -1,0 +1,215 @@
+"""Sampling on the quotient: the sampler works in a gauge, and the orbits are filled in exactly, draw by draw."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import lax, random
+from numpyro.primitives import _PYRO_STACK, Messenger
+
+from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn.symmetry.checking import check
+from numpyro_bnn.symmetry.moves import move
+from numpyro_bnn.symmetry.plan import Plan, plan, prior_draws
+from numpyro_bnn.symmetry.prior import Prior, as_normal, model_trace
+
+__all__ = ["quotient"]
+
+
+def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any) -> Callable:
+    r"""The same model with its orbits taken out of the sampler's way.
+
+    With a symmetry the posterior of the orbits is L(theta) M(theta), M the prior summed over the orbit, and along
+    an orbit the posterior is the prior. So a sampler only needs to find the orbit; where on it a draw lies is
+    decided afterwards by an exact draw from the prior, independently for each draw:
+
+    - what the likelihood does not see at all and the prior leaves independent is not sampled: hyper-scales of weights
+      before a normalisation (:class:`JointScale`, with :math:`w \sim N(0, I)` in their place), biases before batch
+      normalisation (:class:`Shift`);
+    - other touched sites are sampled in standard form, ``<site>_gauge``, normal ones as N(0, 1); their orbit
+      coordinate keeps its prior shape given the orbit and stands in for the one that is drawn afterwards (radii of
+      :class:`Scale`, factors of :class:`Rescale`, signs, orders).
+
+    The original sites come back as deterministic ones, so draws, ``Predictive``, guides and
+    :func:`~numpyro_bnn.to_inference_data` show them as if they had been sampled. The random numbers of the exact
+    draws come from the bits of the draw itself: the model stays a function of its latent sites, and equal draws give
+    equal results.
+
+    :param model: a NumPyro model. Non-centred priors need nothing more; Gaussian centred ones are standardised.
+    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are measured first, see :func:`check`.
+    :param args: positional arguments of the model, with the data.
+    :param kwargs: its keyword arguments.
+    :return: a model with the signature of ``model``.
+    :raises ValueError: for symmetries that the model does not have.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro.infer import MCMC, NUTS
+    >>> from numpyro_bnn import models, nn, priors, symmetry
+    >>> x = jnp.linspace(-1, 1, 8)[:, None]
+    >>> model = models.regression(nn.MLP([3, 1], "tanh", norm=nn.BatchNorm()), priors.Hierarchical())
+    >>> free = symmetry.quotient(model, symmetry.find(model, x, x[:, 0]), x, x[:, 0])
+    >>> mcmc = MCMC(NUTS(free), num_warmup=5, num_samples=5, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), x, x[:, 0])
+    >>> mcmc.get_samples()["net/Dense_0.kernel_scale"].shape
+    (5,)
+    """
+    with jax.ensure_compile_time_eval():
+        check(model, symmetries, args, kwargs)
+        gauge = _gauge(model, symmetries, args, kwargs)
+
+    @wraps(model)
+    def on_quotient(*args: Any, **kwargs: Any) -> Any:
+        run = _InGauge(gauge)
+        with run:
+            result = model(*args, **kwargs)
+        if run.values.keys() >= gauge.touched:  # not while an outer handler hides sites
+            _fill_in(model, gauge, run.values, args, kwargs)
+        return result
+
+    return on_quotient
+
+
+class Gauge(NamedTuple):
+    """What is decided once: how to move, what is not sampled, and what has to be computed anew.
+
+    :param plans: moves that fill in the orbits.
+    :param removed: latent sites that are not sampled, with the values the sampler's run takes for them.
+    :param touched: latent sites that moves change.
+    :param normal: those of them that are standardised.
+    :param variant: deterministic sites that are not constant on orbits.
+    """
+
+    plans: tuple[Plan, ...]
+    removed: Mapping[str, np.ndarray]
+    touched: frozenset[str]
+    normal: frozenset[str]
+    variant: frozenset[str]
+
+
+def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
+    plans = plan(model, symmetries, args, kwargs)
+    _, draws = prior_draws(model, args, kwargs, (0, 1))
+    prior = Prior(model, draws[0], args, kwargs)
+    removed: dict[str, np.ndarray] = {}
+    for entry in plans:
+        removed |= _removed(entry, draws, prior)
+    touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
+    fns = prior.distributions(draws[0])
+    normal = frozenset(
+        site for site in touched if as_normal(fns[site], jnp.shape(draws[0][site])) is not None
+    )
+    before, after = jax.jit(lambda values: _before_and_after(model, plans, prior, values, args, kwargs))(
+        draws[0]
+    )
+    variant = frozenset(name for name in before if not np.allclose(before[name], after[name], 1e-3, 1e-3))
+    return Gauge(plans, removed, touched, normal, variant)
+
+
+def _before_and_after(
+    model: Callable, plans: Sequence[Plan], prior: Prior, values: dict, args: tuple, kwargs: Mapping[str, Any]
+) -> list[dict[str, jax.Array]]:
+    """The deterministic sites at two points of an orbit."""
+    moved = dict(values)
+    for i, entry in enumerate(plans):
+        moved |= move(entry, random.key(i), moved, prior, jnp.ones(()))[0]
+    traces = [model_trace(model, point, args, kwargs) for point in (values, moved)]
+    return [{n: s["value"] for n, s in traced.items() if s["type"] == "deterministic"} for traced in traces]
+
+
+def _removed(entry: Plan, draws: Sequence[Mapping], prior: Prior) -> dict[str, np.ndarray]:
+    """Sites that are drawn afterwards from their prior, whatever the sampler does."""
+    if entry.method == "prior":
+        return {site: np.zeros(jnp.shape(draws[0][site])) for site in entry.symmetry.sites}
+    if entry.method != "hyperprior":
+        return {}
+    attempt = jax.jit(lambda key, values: move(entry, key, values, prior, jnp.ones(()))[1])
+    accepted = [attempt(random.key(i), values) for i, values in enumerate(draws)]
+    if not all(probability > 0.999 for probability in accepted):
+        return {}  # the weights are no scale family of it, or something else hangs on it
+    site = entry.symmetry.scale[0].site  # type: ignore[attr-defined]
+    return {site: np.ones(jnp.shape(draws[0][site]))}
+
+
+class _InGauge(Messenger):
+    """Run a model with the touched sites in the gauge, under other names, and note all its latent values."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self.gauge = gauge
+        self.values: dict[str, jax.Array] = {}
+        super().__init__(None)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        name, gauge = msg["name"], self.gauge
+        if msg["type"] == "deterministic" and name in gauge.variant:
+            msg["stop"] = True  # its value here is that of the gauge
+        if msg["type"] != "sample" or msg["is_observed"] or msg["value"] is not None:
+            return
+        if name in gauge.removed:
+            self.values[name] = msg["value"] = jnp.asarray(gauge.removed[name], float)
+            msg["stop"] = True
+        elif name in gauge.touched:
+            msg["_gauged"] = (name, msg["fn"])
+            msg["name"] = f"{name}_gauge"
+            if name in gauge.normal:
+                shape = msg["fn"].shape()
+                batch = len(msg["fn"].batch_shape)
+                msg["fn"] = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape) - batch)
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        # Outer handlers have seen the site of the gauge; the model gets the value it stands for.
+        if "_gauged" in msg:
+            name, fn = msg.pop("_gauged")
+            if name in self.gauge.normal:
+                loc, scale = as_normal(fn, fn.shape())  # type: ignore[misc]
+                msg["value"] = loc + scale * msg["value"]
+            msg["name"], msg["fn"] = name, fn
+        if msg["type"] == "sample" and not msg["is_observed"]:
+            self.values[msg["name"]] = msg["value"]
+
+
+def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Draw the orbit coordinates, and record the original sites."""
+    values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
+    rng_key = _key_from(values)
+    with _isolated():
+        prior = Prior(model, values, args, kwargs)
+        for i, entry in enumerate(gauge.plans):
+            changed, _ = move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))
+            values |= changed
+        traced = model_trace(model, values, args, kwargs)
+    for name in sorted(gauge.touched):
+        numpyro.deterministic(name, values[name])
+    for name in sorted(gauge.variant):
+        numpyro.deterministic(name, traced[name]["value"])
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Run models that no handler outside shall see, nor the statistics that networks record."""
+    outside = _PYRO_STACK[:]
+    del _PYRO_STACK[:]
+    try:
+        yield
+    finally:
+        _PYRO_STACK[:] = outside
+
+
+def _key_from(values: Mapping[str, jax.Array]) -> jax.Array:
+    """A key made from the bits of all values, by two sums with random odd weights (a universal hash each)."""
+    words = []
+    for name in sorted(values):
+        value = values[name]
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            words.append(lax.bitcast_convert_type(value, jnp.uint32).ravel())
+        else:
+            words.append(value.astype(jnp.uint32).ravel())
+    joined = jnp.concatenate(words)
+    weights = random.bits(random.key(2026), (2, joined.size), jnp.uint32) | jnp.uint32(1)
+    first, second = jnp.sum(weights * joined, axis=1, dtype=jnp.uint32)
+    return random.fold_in(random.fold_in(random.key(0), first), second)

@@ -1,0 +1,530 @@
+"""Moves along symmetries, and sampling on the quotient: exactness, mixing, and every way to run them."""
+
+import pickle
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import lax, random
+from numpyro import handlers
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import HMC, MCMC, NUTS, SVI, Gibbs, Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.gibbs import CustomGibbs
+from numpyro.infer.util import constrain_fn
+from scipy import stats
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, nn, priors, symmetry
+from numpyro_bnn.symmetry.moves import move
+from numpyro_bnn.symmetry.plan import plan
+from numpyro_bnn.symmetry.prior import Prior
+
+pytestmark = pytest.mark.core
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
+Y = jnp.sin(X[:, 0])
+NORMED = nn.MLP([3, 1], "tanh", norm=nn.BatchNorm())
+RELU = nn.MLP([3, 1], "relu")
+SCALE = dist.LogNormal(0.0, 0.5)
+
+
+def network_model(net, prior):
+    def model(x, y=None):
+        f = bnn.random_network("net", net, (2,), prior)(x)[..., 0]
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    return model
+
+
+MODELS = {
+    "BN, centred": network_model(NORMED, priors.Hierarchical(SCALE, centered=True)),
+    "BN, non-centred": network_model(NORMED, priors.Hierarchical(SCALE)),
+    "LN, gamma precision, centred": network_model(
+        nn.MLP([3, 1], "tanh", norm=nn.LayerNorm(False, False)),
+        priors.GammaPrecision(3.0, 2.0, centered=True),
+    ),
+    "ReLU, centred": network_model(RELU, priors.Hierarchical(SCALE, centered=True)),
+    "ReLU, non-centred": network_model(RELU, priors.Hierarchical(SCALE)),
+    "ReLU, Laplace": network_model(RELU, priors.Laplace()),
+    "tanh, horseshoe of inputs": network_model(
+        nn.MLP([3, 1], "tanh"), priors.RegularizedHorseshoe(unit="input")
+    ),
+}
+
+
+# -- exactness: Geweke's joint-distribution test ------------------------------------------------------
+#
+# Alternate a transition of the kernel on the data with new data given the parameters. If the kernel leaves the
+# posterior invariant the parameters keep their prior distribution. All chains start at prior draws.
+
+CHAINS, SWEEPS = 300, 25
+
+
+def summaries(sites):
+    """Functions of the parameters whose prior distribution is tested."""
+    first, last = sites["net/Dense_0.kernel"], sites["net/Dense_1.kernel"]
+    found = {
+        "log |w_in|": jnp.log(jnp.linalg.norm(first, axis=0)),
+        "log |w_out|": jnp.log(jnp.linalg.norm(last, axis=1)),
+        "w_in of unit 0": first[0, 0],
+        "bias of unit 1": sites["net/Dense_0.bias"][1],
+    }
+    for name in sites:
+        if name.endswith(("_scale", "_precision", "_global", "Norm_0.scale")):
+            found[name] = jnp.log(jnp.abs(sites[name]))
+    # Bounded, so that heavy-tailed priors have well-behaved standard errors: location and spread.
+    location = {name: jnp.mean(jnp.tanh(value)) for name, value in found.items()}
+    return location | {f"{name}, spread": jnp.mean(jnp.tanh(value**2)) for name, value in found.items()}
+
+
+def latent_sites(model, rng_key):
+    trace = handlers.trace(handlers.seed(model, rng_key)).get_trace(X)
+    return {k: s["value"] for k, s in trace.items() if s["type"] in ("sample", "deterministic")}
+
+
+def unconstrained(model, sites, z):
+    trace = handlers.trace(handlers.seed(model, 0)).get_trace(X)
+    return {name: dist.biject_to(trace[name]["fn"].support).inv(sites[name]) for name in z}
+
+
+def with_z(state, z):
+    if isinstance(state, infer.OrbitState):
+        return state._replace(base=with_z(state.base, z))
+    return state._replace(z=z)
+
+
+def geweke(kernel):
+    """z-scores of the summaries after alternating transitions and new data, over independent chains."""
+    model = kernel.model
+    state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
+
+    def chain(key):
+        start, data, run = random.split(key, 3)
+        sites = latent_sites(model, start)
+        begin = with_z(state, unconstrained(model, sites, state.z))._replace(rng_key=run)
+
+        def sweep(carry, key):
+            state, y = carry
+            state = kernel.sample(kernel.refresh(state, (X, y), {}), (X, y), {})
+            sites = constrain_fn(model, (X, y), {}, state.z, return_deterministic=True)
+            at_draw = handlers.seed(handlers.substitute(model, data=sites), key)
+            y = handlers.trace(at_draw).get_trace(X)["y"]["value"]
+            return (state, y), summaries(sites)
+
+        _, values = lax.scan(sweep, (begin, sites["y"]), random.split(data, SWEEPS))
+        return jax.tree.map(lambda v: v.mean(0), values)
+
+    after = jax.jit(jax.vmap(chain))(random.split(random.key(1), CHAINS))
+    prior = jax.jit(jax.vmap(lambda key: summaries(latent_sites(model, key))))(
+        random.split(random.key(2), 20_000)
+    )
+    return {
+        name: float(
+            (after[name].mean() - prior[name].mean())
+            / jnp.sqrt(after[name].var() / CHAINS + prior[name].var() / prior[name].size)
+        )
+        for name in after
+    }
+
+
+def assert_calibrated(scores):
+    """All z-scores below the level that one test in 10,000 exceeds, Bonferroni-corrected."""
+    worst = max(scores, key=lambda name: abs(scores[name]))
+    print({name: round(score, 1) for name, score in scores.items()})
+    assert abs(scores[worst]) < stats.norm.isf(1e-4 / 2 / len(scores)), (worst, scores[worst])
+
+
+def hmc(model):
+    return HMC(model, step_size=0.15, num_steps=6, adapt_step_size=False, adapt_mass_matrix=False)
+
+
+def nuts(model):
+    return NUTS(model, step_size=0.2, max_tree_depth=3, adapt_step_size=False, adapt_mass_matrix=False)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "BN, non-centred"])
+def test_moves_leave_the_posterior_invariant(name):
+    model = MODELS[name]
+    kernel = nuts(model) if name.startswith("BN") else hmc(model)
+    assert_calibrated(geweke(infer.OrbitMoves(kernel, symmetry.find(model, X, Y))))
+
+
+def test_moves_around_an_exact_kernel_of_ours_leave_the_posterior_invariant():
+    model = MODELS["ReLU, non-centred"]
+    kernel = infer.MALA(model, 0.02, steps_per_draw=3, warm_start=0.0)
+    assert_calibrated(geweke(infer.OrbitMoves(kernel, symmetry.find(model, X, Y))))
+
+
+@pytest.mark.parametrize("name", ["BN, centred", "LN, gamma precision, centred", "ReLU, Laplace"])
+def test_quotient_sampling_leaves_the_posterior_invariant(name):
+    model = MODELS[name]
+    free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
+    assert_calibrated(geweke(hmc(free)))
+
+
+@dataclass(frozen=True)
+class WrongJacobian(symmetry.Scale):
+    """A scale that counts one dimension too many."""
+
+    def dimension(self, values):
+        return super().dimension(values) + 1
+
+
+def test_a_wrong_jacobian_is_caught():
+    """The same test, which the right one passes above, on a walk that counts one dimension too many."""
+    model = MODELS["BN, centred"]
+    scores = geweke(infer.OrbitMoves(hmc(model), [WrongJacobian([("net/Dense_0.kernel", 1)])]))
+    assert max(abs(score) for score in scores.values()) > 10
+
+
+def test_walks_agree_with_exact_draws():
+    """Metropolis-Hastings on the group, forced where the exact conditional is known, has the same distribution."""
+    model = MODELS["ReLU, non-centred"]
+    rescale = [s for s in symmetry.find(model, X, Y) if isinstance(s, symmetry.Rescale)]
+    (entry,) = plan(model, rescale, (X, Y))
+    sites = latent_sites(model, random.key(5))
+    values = {name: sites[name] for name in unconstrained_names(model)}
+    prior = Prior(model, values, (X, Y), {})
+
+    def exact(key):
+        return move(entry, key, values, prior, jnp.ones(()))[0]["net/Dense_1.kernel_base"]
+
+    def walked(key):
+        def body(moved, key):
+            new, _ = move(entry._replace(method="walk"), key, {**values, **moved}, prior, jnp.full((), 0.7))
+            return new, None
+
+        start = {site: values[site] for site in entry.symmetry.sites}
+        return lax.scan(body, start, random.split(key, 60))[0]["net/Dense_1.kernel_base"]
+
+    keys = random.split(random.key(0), 4000)
+    one, other = (np.abs(jax.jit(jax.vmap(fn))(keys))[..., 0] for fn in (exact, walked))
+    for unit in range(3):  # failure rate 1e-5 each
+        assert stats.ks_2samp(one[:, unit], other[:, unit]).pvalue > 1e-5
+
+
+def unconstrained_names(model):
+    trace = handlers.trace(handlers.seed(model, 0)).get_trace(X, Y)
+    return [k for k, s in trace.items() if s["type"] == "sample" and not s["is_observed"]]
+
+
+# -- exactness: simulation-based calibration ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["NUTS with moves", "MALA with moves", "quotient"])
+def test_simulation_based_calibration(kind):
+    """Ranks of the truth among 11 draws, 600 data sets; chi-squared tests at 1e-4 / 4 each.
+
+    Chains start at the truth, a draw of the posterior; 8 transitions separate draws.
+    """
+    model, replications, draws, apart = MODELS["BN, centred"], 600, 11, 8
+    found = symmetry.find(model, X, Y)
+    kernel = {
+        "NUTS with moves": lambda: infer.OrbitMoves(nuts(model), found),
+        "MALA with moves": lambda: infer.OrbitMoves(
+            infer.MALA(model, 0.02, steps_per_draw=8, warm_start=0.0), found
+        ),
+        "quotient": lambda: nuts(symmetry.quotient(model, found, X, Y)),
+    }[kind]()
+    state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
+
+    def quantities(z, y):
+        sites = constrain_fn(kernel.model, (X, y), {}, z, return_deterministic=True)
+        params = {name.removeprefix("net/"): value for name, value in sites.items() if "gauge" not in name}
+        return {
+            "scale": sites["net/Dense_0.kernel_scale"],
+            "radius of unit 0": jnp.linalg.norm(sites["net/Dense_0.kernel"][:, 0]),
+            "bias of unit 1": sites["net/Dense_0.bias"][1],
+            "function": NORMED.apply(params, X)[0, 0],
+        }
+
+    def posterior(key):
+        start, begin = random.split(key)
+        sites = latent_sites(kernel.model, start)
+        y = sites["y"]
+        z = unconstrained(kernel.model, sites, state.z)
+        chain = kernel.refresh(with_z(state, z)._replace(rng_key=begin), (X, y), {})
+
+        def draw(chain, _):
+            chain = lax.fori_loop(0, apart, lambda _, s: kernel.sample(s, (X, y), {}), chain)
+            return chain, quantities(chain.z, y)
+
+        return quantities(z, y), lax.scan(draw, chain, None, 1 + draws)[1]
+
+    truth, samples = jax.jit(jax.vmap(posterior))(random.split(random.key(7), replications))
+    for name, values in samples.items():
+        ranks = np.asarray(values[:, 1:] < truth[name][:, None]).sum(1)
+        p = stats.chisquare(np.bincount(ranks, minlength=draws + 1)).pvalue
+        print(f"{kind}, {name}: p = {p:.3f}")
+        assert p > 1e-4 / 4, name
+
+
+# -- mixing -------------------------------------------------------------------------------------------
+
+N = 40
+X_TRAIN = jnp.asarray(np.random.default_rng(1).normal(size=(N, 3)), jnp.float32)
+Y_TRAIN = jnp.sin(X_TRAIN[:, 0]) + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=N), jnp.float32)
+
+
+def normed_model(x, y=None, batch_size=None):
+    net = nn.MLP([4, 1], "tanh", norm=nn.BatchNorm())
+    network = bnn.random_network("net", net, (3,), priors.Hierarchical(SCALE, centered=True))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        f = network(x[i])[..., 0]
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=None if y is None else y[i])
+
+
+def run(kernel, draws=400, warmup=200, chains=2, method="vectorized", args=(X_TRAIN, Y_TRAIN), **call):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=warmup,
+        num_samples=draws,
+        num_chains=chains,
+        chain_method=method,
+        progress_bar=method == "sequential",
+    )
+    mcmc.run(random.key(3), *args, **call)
+    return mcmc
+
+
+def scales_of_the_first_layer():
+    found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
+    return [s for s in found if isinstance(s, symmetry.Scale | symmetry.JointScale)]
+
+
+def log_scale(mcmc):
+    return np.log(mcmc.get_samples(group_by_chain=True)["net/Dense_0.kernel_scale"])
+
+
+def assert_prior_scale(log_scales):
+    """The likelihood does not see the scale: log s ~ N(0, 1/4), from independent draws; failure rate 1e-5 each."""
+    size, z = log_scales.size, stats.norm.isf(1e-5 / 2)
+    print(f"log scale: mean {log_scales.mean():.3f}, variance {log_scales.var():.3f}, {size} draws")
+    assert abs(log_scales.mean()) < z * 0.5 / size**0.5
+    assert abs(log_scales.var() / 0.25 - 1) < z * (2 / size) ** 0.5
+
+
+def test_quotient_draws_radius_and_scale_independently():
+    """Effective sample sizes are those of independent draws: 800 of them, whose estimate has a sd of about 8 %."""
+    found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
+    free = symmetry.quotient(normed_model, found, X_TRAIN, Y_TRAIN)
+    mcmc = run(NUTS(free, max_tree_depth=6))
+    sites = mcmc.get_samples(group_by_chain=True)
+    assert "net/Dense_0.kernel_gauge" in sites
+    assert "net/Dense_0.kernel_scale_gauge" not in sites
+    scale, kernel = sites["net/Dense_0.kernel_scale"], sites["net/Dense_0.kernel"]
+    radius = np.linalg.norm(kernel, axis=2) / scale[..., None] * 3**0.5  # w ~ N(0, s^2 / fan_in)
+    for values in (np.log(scale), *np.moveaxis(np.log(radius), -1, 0)):
+        assert effective_sample_size(values) > 0.6 * values.size
+    assert_prior_scale(np.log(scale))
+    for unit in range(4):
+        assert stats.kstest(radius[..., unit].ravel(), stats.chi(3).cdf).pvalue > 1e-5
+        assert stats.kstest(sites["net/Dense_0.bias"][..., unit].ravel(), "norm").pvalue > 1e-5
+    assert not mcmc.get_extra_fields()["diverging"].any()
+
+    # The draws of the function are those of the model at the original sites, and `Predictive` agrees.
+    sites = mcmc.get_samples()
+    mean = Predictive(normed_model, {k: v for k, v in sites.items() if "gauge" not in k})
+    gauge = Predictive(
+        free, {k: v for k, v in sites.items() if "gauge" in k or "Norm" in k or "Dense_1" in k}
+    )
+    one, other = (predict(random.key(0), X_TRAIN)["y"] for predict in (mean, gauge))
+    np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": X_TRAIN[:5]})
+    np.testing.assert_allclose(idata["posterior"]["net.Dense_0.kernel"].to_numpy(), kernel, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [infer.SGLD, infer.PSGLD])
+def test_minibatch_kernels_find_the_scale_posterior_only_with_moves(kernel):
+    """Batch norm: the posterior of the scale is its prior. Without moves the kernels stay near their start."""
+    make = partial(kernel, normed_model, 1e-4, steps_per_draw=20, warm_start=0.1)
+    found = scales_of_the_first_layer()
+    moved = run(infer.OrbitMoves(make(), found), batch_size=20)
+    assert_prior_scale(log_scale(moved))
+    with pytest.raises(AssertionError):
+        assert_prior_scale(log_scale(run(make(), batch_size=20)))
+    idata = bnn.to_inference_data(moved, log_likelihood=False, posterior_predictive=False)
+    accept = idata["sample_stats"]["orbit_accept_prob"]
+    assert accept.dims == ("chain", "draw", "symmetry")
+    assert list(accept["symmetry"].to_numpy()) == [s.name for s in found]
+    np.testing.assert_allclose(accept.to_numpy(), 1.0, atol=1e-3)
+    assert idata.attrs["inner_kernel"] == kernel.__name__
+    assert idata.attrs["biased"]
+
+
+# -- every way to run them ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_chain_methods_agree():
+    """A pickled kernel; legacy and typed keys give the same draws by every chain method."""
+    found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
+    kernel = infer.OrbitMoves(HMC(normed_model, step_size=0.05, num_steps=3, trajectory_length=None), found)
+    parallel = run(kernel, 6, 3, method="parallel")
+    others = [
+        run(pickle.loads(pickle.dumps(kernel)), 6, 3, method=method)
+        for method in ("vectorized", "sequential")
+    ]
+    for mcmc in others:
+        np.testing.assert_allclose(log_scale(mcmc), log_scale(parallel), rtol=1e-2, atol=1e-3)
+    assert parallel.get_extra_fields()["orbit_accept_prob"].shape == (12, len(found))
+    assert parallel.last_state.base.potential_energy.shape == (2,)
+    again = run(kernel, 6, 3, method="parallel")
+    again.post_warmup_state = again.last_state
+    again.run(again.last_state.rng_key, X_TRAIN, Y_TRAIN)
+    assert np.abs(log_scale(again) - log_scale(parallel)).max() > 1e-3
+
+
+def test_caches_of_the_inner_kernel_are_renewed():
+    found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
+    for inner in (HMC(normed_model), infer.MALA(normed_model, 1e-3, warm_start=0.0)):
+        kernel = infer.OrbitMoves(inner, found)
+        state = kernel.init(random.key(0), 0, None, model_args=(X_TRAIN, Y_TRAIN), model_kwargs={})
+        state = kernel.sample(state, (X_TRAIN, Y_TRAIN), {})
+        fresh = kernel.refresh(state, (X_TRAIN, Y_TRAIN), {})
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), _energies(state), _energies(fresh)
+        )
+
+
+def _energies(state):
+    base = state.base
+    return (base.potential_energy, base.z_grad) if hasattr(base, "z_grad") else base.engine.memory
+
+
+def scale_given_weights(rng_key, gibbs_sites, hmc_sites):
+    """An independent block: a grid draw of the scale of the output weights under its log-normal prior."""
+    grid = jnp.exp(jnp.linspace(-4.0, 2.0, 400))
+    weights = hmc_sites["net/Dense_1.kernel"]
+    log_density = dist.Normal(0.0, grid[:, None] / 2.0).log_prob(weights.ravel()).sum(1)
+    log_density = log_density + SCALE.log_prob(grid) + jnp.log(grid)
+    return {"net/Dense_1.kernel_scale": grid[random.categorical(rng_key, log_density)]}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize("outside", [False, True], ids=["moves in a block", "moves around Gibbs"])
+def test_with_gibbs(outside):
+    """As a block of ``Gibbs`` and around it: the scale of the normalised layer has its prior either way."""
+    found = scales_of_the_first_layer()
+    hmc_kernel = HMC(normed_model, step_size=0.1, num_steps=5, adapt_step_size=False)
+    block = hmc_kernel if outside else infer.OrbitMoves(hmc_kernel, found)
+    gibbs = Gibbs([(block, None), (CustomGibbs(scale_given_weights), ["net/Dense_1.kernel_scale"])])
+    mcmc = run(infer.OrbitMoves(gibbs, found) if outside else gibbs, method="sequential")
+    assert_prior_scale(log_scale(mcmc))
+    if outside:  # what the block of HMC caches belongs to the values after the moves
+        state = jax.tree.map(lambda leaf: leaf[0], mcmc.last_state)
+        kernel = mcmc.sampler
+        fresh = kernel.refresh(state, (X_TRAIN, Y_TRAIN), {})
+        one, other = (s.base.block_states[0].potential_energy for s in (state, fresh))
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_quotient_under_a_guide():
+    """Any guide fits the quotient; draws of it hold the original sites."""
+    free = symmetry.quotient(normed_model, symmetry.find(normed_model, X_TRAIN, Y_TRAIN), X_TRAIN, Y_TRAIN)
+    guide = AutoNormal(free, init_scale=0.01)
+    svi = SVI(free, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
+    fit = svi.run(random.key(0), 50, X_TRAIN, Y_TRAIN, batch_size=10, progress_bar=False)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
+    draws = Predictive(free, guide=guide, params=fit.params, num_samples=500)(random.key(1), X_TRAIN)
+    scale = draws["net/Dense_0.kernel_scale"]
+    assert_prior_scale(np.log(scale))
+    assert draws["net/Dense_0.kernel"].shape == (500, 3, 4)
+
+
+# -- exactness of the symmetry itself, and errors -------------------------------------------------------
+
+
+def normalised_with_epsilon(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    f = x @ w
+    f = (f - f.mean()) / jnp.sqrt(f.var() + 0.3)
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def test_an_inexact_symmetry_is_refused_or_corrected():
+    """Corrected with the likelihood, moves and a kernel that hardly moves agree with NUTS; failure rate 2e-5."""
+    args = (X_TRAIN, X_TRAIN[:, 0] + Y_TRAIN)
+    scale = [symmetry.Scale("w")]
+    kernel = NUTS(normalised_with_epsilon, step_size=0.1, adapt_step_size=False, max_tree_depth=2)
+    with pytest.raises(ValueError, match=r"changes by \d.*exact=False"):
+        symmetry.check(normalised_with_epsilon, scale, args)
+    norms = []
+    for chosen in (infer.OrbitMoves(kernel, scale, exact=False), NUTS(normalised_with_epsilon)):
+        mcmc = MCMC(
+            chosen,
+            num_warmup=200,
+            num_samples=1500,
+            num_chains=2,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(random.key(3), *args)
+        norms.append(np.linalg.norm(mcmc.get_samples(group_by_chain=True)["w"], axis=-1))
+    one, other = norms
+    error = sum(v.var() / effective_sample_size(v) for v in norms) ** 0.5
+    assert abs(one.mean() - other.mean()) < stats.norm.isf(1e-5) * error
+    assert effective_sample_size(one) > 300
+
+
+def test_the_cost_of_moves_does_not_depend_on_the_data():
+    """Compiled flops of one sweep with 40 and with 4000 rows; the likelihood is not in the program."""
+
+    def flops(x, y):
+        found = symmetry.find(normed_model, x, y)
+        kernel = infer.OrbitMoves(HMC(normed_model), found)
+        state = kernel.init(random.key(0), 0, None, model_args=(x, y), model_kwargs={})
+        sweep = jax.jit(lambda state, key: kernel._transition(state, key, (x, y), {}))
+        return sweep.lower(state, random.key(1)).compile().cost_analysis()["flops"]
+
+    large = jnp.tile(X_TRAIN, (100, 1)) + 0.01 * random.normal(random.key(0), (100 * N, 3))
+    assert flops(X_TRAIN, Y_TRAIN) == flops(large, jnp.tile(Y_TRAIN, 100))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: infer.OrbitMoves(lambda: None, []), "has `refresh`"),
+        (lambda: run(infer.OrbitMoves(HMC(normed_model), ["w"])), "symmetry.find"),
+        (
+            lambda: run(infer.OrbitMoves(HMC(normed_model), [symmetry.Scale("net/Dense_0.kernl")])),
+            "Did you mean",
+        ),
+        (
+            lambda: run(infer.OrbitMoves(HMC(normed_model), [symmetry.Scale([("net/Dense_0.kernel", 5)])])),
+            "axes",
+        ),
+        (lambda: symmetry.Scale([]), "at least one site"),
+        (lambda: symmetry.JointScale([("w", 1)], "s"), "whole sites"),
+        (lambda: symmetry.of("net", (3,)), "specification"),
+        (
+            lambda: jax.jit(
+                lambda y: infer.OrbitMoves(HMC(normed_model), [symmetry.Scale("net/Dense_0.kernel")]).init(
+                    random.key(0), 0, None, (X_TRAIN, y), {}
+                )
+            )(Y_TRAIN),
+            "outside",
+        ),
+    ],
+    ids=[
+        "no kernel",
+        "no symmetry",
+        "unknown site",
+        "axis",
+        "empty",
+        "axes of a scale",
+        "no net",
+        "traced data",
+    ],
+)
+def test_errors_teach(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
