@@ -23,6 +23,10 @@ SHORT = {
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
+    "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
+    " --nuts-samples 10",
+    "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
+    "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
 }
 
 
@@ -56,7 +60,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
     """A file where a folder should be."""
     (tmp_path / "file").write_text("")
     module = importlib.import_module(script)
-    for name in ("load_data", "fit_network", "compare", "compare_steps"):
+    for name in ("load_data", "fit_network", "compare", "compare_steps", "learn_set"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("work has begun"))
     with pytest.raises((SystemExit, OSError)) as stopped:
@@ -72,6 +76,10 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.sgld_step", ["--rounds", "0"]),
         ("examples.benchmarks.sgld_step", ["--run-steps", "3"]),
         ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
+        ("examples.probabilistic_backpropagation", ["--widths", "3", "0"]),
+        ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
+        ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
+        ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
     ],
 )
 def test_wrong_numbers_are_refused(script, options, capsys):
@@ -185,3 +193,39 @@ def test_memory_is_set_by_the_draws_alone(tmp_path):
     few, same, double = memory["kept_bytes"].values()
     assert few == same
     assert 1.8 * few < double < 2.2 * few
+
+
+def test_probabilistic_backpropagation(tmp_path, capsys):
+    rows = run("examples.probabilistic_backpropagation", "--output", tmp_path / "out")
+    assert [row.method for row in rows] == ["PBP, all rows", "NUTS, 30 rows", "ridge regression"]
+    check_scores(rows)
+    assert rows[0].rmse < 75  # that of the mean
+    out = capsys.readouterr().out
+    assert "diabetes data instead" in out
+    assert "noise variance" in out
+    assert (tmp_path / "out" / "probabilistic_backpropagation.png").stat().st_size > 10_000
+
+
+@pytest.mark.data
+def test_adf_uci(tmp_path, data_folder, capsys):
+    """Two splits, tiny; JSON, and a table put into a page between its marks."""
+    module = importlib.import_module("examples.benchmarks.adf_uci")
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{module.MARKS[0]}\nold\n{module.MARKS[1]}\nbelow\n")
+    path = tmp_path / "new" / "uci.json"
+    report = run("examples.benchmarks.adf_uci", "--data", data_folder, "--output", path, "--docs", page)
+    assert json.loads(path.read_text())["rows"][0]["by_split"] == report["rows"][0]["by_split"]
+    assert len(report["rows"][0]["by_split"]["rmse"]) == 2
+    assert page.read_text().startswith("above")
+    assert page.read_text().endswith("below\n")
+    assert "old" not in page.read_text()
+    assert capsys.readouterr().out.strip() in page.read_text()
+
+
+def test_adf_speed(tmp_path):
+    path = tmp_path / "new" / "speed.json"
+    report = run("examples.benchmarks.adf_speed", "--output", path)
+    assert json.loads(path.read_text())["boston"] == report["boston"]
+    for name in ("boston", "california"):
+        assert set(report[name]["microseconds"]) == {"AutoADF", "plain scan, float64", "plain scan, float32"}
+        assert all(value > 0 for value in report[name]["ratio"].values())

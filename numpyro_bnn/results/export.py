@@ -15,7 +15,7 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.results.arguments import Arguments, for_prediction
-from numpyro_bnn.results.fit import Fit, from_mcmc
+from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
 from numpyro_bnn.results.replay import map_draws, observation_mean, site_trace, training_statistics
 
@@ -26,9 +26,13 @@ SAMPLE_DIMS = ("chain", "draw")
 
 
 def to_inference_data(
-    result: MCMC,
+    result: Any,
     predictions: Mapping[str, Any] | None = None,
     *,
+    guide: Any = None,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_samples: int = 1000,
     rng_key: jax.Array | None = None,
     log_likelihood: bool = True,
     posterior_predictive: bool = True,
@@ -54,8 +58,12 @@ def to_inference_data(
       training data under each draw.
     - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
 
-    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`.
+    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, or the result of ``SVI.run`` or ``AutoADF.run``.
     :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
+    :param guide: the guide of an SVI or ADF result.
+    :param args: arguments of the model in an SVI or ADF run; an MCMC knows its own.
+    :param kwargs: keyword arguments of the model in an SVI or ADF run.
+    :param num_samples: draws from a guide.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
     :param log_likelihood: whether to compute that group.
     :param posterior_predictive: whether to compute that group.
@@ -81,12 +89,8 @@ def to_inference_data(
     >>> dict(idata["predictions"]["y_mean"].sizes)
     {'chain': 1, 'draw': 10, 'data': 2}
     """
-    if not isinstance(result, MCMC):
-        raise argument_error(
-            CALL, "result", type(result).__name__, "Pass a run `numpyro.infer.MCMC`.", TypeError
-        )
-    fit = from_mcmc(result)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
+    fit = _fit(result, guide, args, kwargs or {}, jax.random.fold_in(rng_key, 1), num_samples)
     train_key, new_key = jax.random.split(rng_key)
     exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
     new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
@@ -94,6 +98,23 @@ def to_inference_data(
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, set(predictions or {}))
     return _arviz.inference_data(groups, {**_versions(), **fit.attrs, **_key_attr(rng_key), **(attrs or {})})
+
+
+def _fit(
+    result: Any, guide: Any, args: tuple, kwargs: Mapping[str, Any], rng_key: jax.Array, num_samples: int
+) -> Fit:
+    """Read whichever kind of result came."""
+    if isinstance(result, MCMC):
+        return from_mcmc(result)
+    if not hasattr(result, "params"):
+        instead = (
+            "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` with `guide=`."
+        )
+        raise argument_error(CALL, "result", type(result).__name__, instead, TypeError)
+    if guide is None:
+        instead = "An SVI or ADF result needs `guide=` and `args=`: its guide and the model's arguments."
+        raise argument_error(CALL, "guide", None, instead)
+    return from_guide(result, guide, args, kwargs, rng_key, num_samples)
 
 
 class _Exporter:
@@ -168,7 +189,9 @@ class _Exporter:
             name: (SAMPLE_DIMS + self._dims(name, value.shape[2:]), value)
             for name, value in fit.sample_stats.items()
         }
-        groups = {"posterior": self._dataset(posterior), "sample_stats": self._dataset(stats)}
+        groups = {"posterior": self._dataset(posterior)}
+        if stats:
+            groups["sample_stats"] = self._dataset(stats)
         call = fit.arguments.call()
 
         def at_draw(draw: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ from numpyro.infer import MCMC
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.results.arguments import Arguments, bind
 
-__all__ = ["Fit", "from_mcmc", "key_text"]
+__all__ = ["Fit", "from_guide", "from_mcmc", "key_text"]
 
 # Names ArviZ gives to NumPyro's fields.
 SAMPLE_STATS = {
@@ -78,6 +78,45 @@ def from_mcmc(mcmc: MCMC) -> Fit:
         sample_stats=_sample_stats(fields),
         attrs=settings,
         stat_coords=getattr(mcmc.sampler, "stat_coords", {}),
+    )
+
+
+def from_guide(
+    result: Any, guide: Any, args: tuple, kwargs: Mapping[str, Any], rng_key: jax.Array, num_samples: int
+) -> Fit:
+    """Draw from a fitted guide.
+
+    :param result: what ``SVI.run`` or ``AutoADF.run`` returned, or anything else with ``params``.
+    :param guide: a NumPyro ``AutoGuide``.
+    :param args: arguments of the model in the run.
+    :param kwargs: its keyword arguments.
+    :param rng_key: key of the draws.
+    :param num_samples: number of draws, in one chain.
+    :raises ValueError: without draws.
+    :raises TypeError: for a guide that cannot be sampled.
+    """
+    if not (hasattr(guide, "sample_posterior") and hasattr(guide, "model")):
+        raise argument_error(
+            "to_inference_data",
+            "guide",
+            type(guide).__name__,
+            "Pass the guide of the result, a NumPyro `AutoGuide` such as `AutoNormal` or `AutoADF`.",
+            TypeError,
+        )
+    if not isinstance(num_samples, int) or num_samples < 1:
+        raise argument_error("to_inference_data", "num_samples", num_samples, "Pass a whole number of draws.")
+    arguments = bind(guide.model, args, kwargs)
+    draws = jax.device_get(guide.sample_posterior(rng_key, result.params, sample_shape=(num_samples,)))
+    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples}
+    losses = np.asarray(getattr(result, "losses", []))
+    if losses.ndim == 1 and losses.size:
+        settings |= {"num_steps": losses.size, "final_loss": float(losses[-1])}
+    return Fit(
+        model=guide.model,
+        arguments=arguments,
+        posterior={name: np.asarray(value)[None] for name, value in draws.items()},
+        sample_stats={},
+        attrs={**settings, "draws_rng_key": key_text(rng_key)},
     )
 
 

@@ -1,0 +1,183 @@
+"""Probabilistic backpropagation on the UCI regression sets, beside the figures of the reference implementation.
+
+The standard splits, one hidden layer of 50 ReLU units, 40 epochs; all splits of a set are learned at once. The model
+is plain NumPyro in the published parametrisation. Writes JSON; with ``--docs`` also the table of a page.
+
+    python -m examples.benchmarks.adf_uci --data FOLDER --output docs/adf_uci.json --docs docs/adf.md
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.probabilistic_backpropagation import model
+
+# Test RMSE and log likelihood with standard errors: the C code of the authors on these splits (protein: their paper).
+REFERENCE = {
+    "boston": ((2.971, 0.169), (-2.555, 0.082)),
+    "concrete": ((5.679, 0.100), (-3.164, 0.021)),
+    "energy": ((1.804, 0.050), (-2.042, 0.020)),
+    "kin8nm": ((0.0983, 0.0006), (0.896, 0.006)),
+    "naval": ((0.0057, 0.0000), (3.733, 0.006)),
+    "power": ((4.120, 0.032), (-2.836, 0.008)),
+    "protein": ((4.73, 0.01), (-2.97, 0.01)),
+    "wine": ((0.635, 0.008), (-0.968, 0.014)),
+    "yacht": ((1.028, 0.065), (-1.647, 0.022)),
+}
+MARKS = "<!-- table of adf_uci: begin -->", "<!-- table of adf_uci: end -->"
+
+
+def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np.ndarray]:
+    """Standardised training and test rows of the splits, stacked, and the scale of each split's targets."""
+    from numpyro_bnn import datasets
+
+    splits = [datasets.standardize(datasets.load_uci(name, s, folder)) for s in range(num_splits)]
+    parts = {
+        part: np.stack([getattr(d, part) for d in splits])
+        for part in ("x_train", "y_train", "x_test", "y_test")
+    }
+    return parts | {"scale": np.array([d.y_scaler.scale_factor for d in splits])}
+
+
+def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Learn all splits of one set at once and score them in the units of the data."""
+    from numpyro_bnn import guides
+
+    num_splits = min(args.splits, 5) if name == "protein" else args.splits
+    width = 2 * args.width if name == "protein" else args.width
+    data = load_splits(name, num_splits, args.data)
+    pbp = guides.AutoADF(model)
+    keys = jax.random.split(jax.random.key(args.seed), num_splits)
+    start = time.perf_counter()
+    fit = pbp.run(
+        keys,
+        data["x_train"],
+        data["y_train"],
+        widths=(width,),
+        in_axes=(0, 0),
+        num_epochs=args.epochs,
+        progress_bar=args.progress_bar,
+    )
+    jax.block_until_ready(fit)
+    seconds = time.perf_counter() - start
+    scores = jax.vmap(lambda params, x, y: score(pbp, params, x, y, width))(
+        fit.params, data["x_test"], data["y_test"]
+    )
+    rmse, log_likelihood = (
+        np.asarray(scores[0]) * data["scale"],
+        np.asarray(scores[1]) - np.log(data["scale"]),
+    )
+    return {
+        "set": name,
+        "splits": num_splits,
+        "rows": int(data["y_train"].shape[1]),
+        "rmse": mean_and_error(rmse),
+        "log_likelihood": mean_and_error(log_likelihood),
+        "reference_rmse": REFERENCE[name][0],
+        "reference_log_likelihood": REFERENCE[name][1],
+        "refused": float(np.max(fit.refused)),
+        "seconds": seconds,
+        "by_split": {"rmse": rmse.tolist(), "log_likelihood": log_likelihood.tolist()},
+    }
+
+
+def score(pbp: Any, params: Any, x: Any, y: Any, width: int) -> tuple[Any, Any]:
+    """RMSE and mean log density of one split, in standardised units."""
+    mean, variance = pbp.predictive_moments(params, x, widths=(width,))
+    log_density = -0.5 * jnp.log(2 * jnp.pi * variance) - 0.5 * (y - mean) ** 2 / variance
+    return jnp.sqrt(jnp.mean((mean - y) ** 2)), log_density.mean()
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """Mean over the splits and its standard error."""
+    return float(values.mean()), float(values.std() / np.sqrt(len(values)))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results as a Markdown table."""
+    lines = [
+        "| set | splits | test RMSE | reference | test log likelihood | reference | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        digits = 4 if row["rmse"][0] < 0.5 else 3
+        cells = [f"{m:.{d}f} ± {e:.{d}f}" for m, e, d in _columns(row, digits)]
+        lines.append(
+            f"| {row['set']} | {row['splits']} | " + " | ".join(cells) + f" | {row['seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _columns(row: dict[str, Any], digits: int) -> list[tuple[float, float, int]]:
+    names = ("rmse", "reference_rmse", "log_likelihood", "reference_log_likelihood")
+    return [(*row[name], digits if "rmse" in name else 3) for name in names]
+
+
+def write_docs(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
+    """Put a table between its marks."""
+    before, rest = page.read_text().split(marks[0])
+    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{rest.split(marks[1])[1]}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.adf_uci",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
+    parser.add_argument(
+        "--sets", nargs="+", default=[n for n in REFERENCE if n != "protein"], choices=list(REFERENCE)
+    )
+    parser.add_argument("--splits", type=int, default=20, help="splits of each set (protein has 5)")
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the data")
+    parser.add_argument("--width", type=int, default=50, help="hidden units (twice as many for protein)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the starts and orders")
+    parser.add_argument("--progress-bar", action="store_true", help="show epochs")
+    parser.add_argument("--output", type=Path, default=Path("output/adf_uci.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
+    args = parser.parse_args(argv)
+    for name in ("splits", "epochs", "width"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return args
+
+
+def check_output(path: Path) -> None:
+    """Find out before the work starts that results cannot be saved."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    check_output(args.output)
+    report: dict[str, Any] = {
+        "rows": [],
+        "settings": {"epochs": args.epochs, "width": args.width, "seed": args.seed},
+        "versions": {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")},
+        "machine": platform.platform(),
+    }
+    for name in args.sets:
+        report["rows"].append(learn_set(name, args))
+        print(table(report["rows"][-1:]).split("\n")[-1], flush=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if args.docs is not None:
+        write_docs(args.docs, table(report["rows"]))
+    return report
+
+
+if __name__ == "__main__":
+    main()

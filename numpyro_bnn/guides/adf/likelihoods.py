@@ -1,0 +1,242 @@
+"""The normaliser Z of a likelihood under Gaussian predictors, and predictive moments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax.scipy.special import logsumexp
+
+from numpyro_bnn.guides.adf.observation import Context, Observation
+from numpyro_bnn.guides.adf.others import Other
+from numpyro_bnn.guides.adf.quadrature import expectations, log_expectation
+from numpyro_bnn.guides.adf.sites import refuse
+from numpyro_bnn.guides.adf.updates import normal_log_density
+from numpyro_bnn.moments import Gaussian
+
+__all__ = ["Likelihood", "noise_powers", "softmax_log_mean"]
+
+States = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """An observation whose noise sites have posterior factors.
+
+    :param observation: of the model.
+    :param noise: the noise sites that are Gaussian in unconstrained space.
+    :param gamma: the noise precision with a Gamma posterior, if there is one.
+    """
+
+    observation: Observation
+    noise: Mapping[str, Other]
+    gamma: str | None
+
+    def log_z(
+        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int = 0
+    ) -> jax.Array:
+        """log Z of one observation, elementwise; ``order`` raises the shape of the noise precision by that number.
+
+        The Normal likelihood is integrated in closed form over its mean, every other quantity by quadrature.
+        """
+        if self.observation.kind == "categorical":
+            logits = quantities["logits"]
+            value = self.observation.parameters({"logits": logits.mean}, context)["value"]
+            return softmax_log_mean(logits, value)
+        if self.observation.kind == "normal":
+            return self._log_z_normal(quantities, states, context, order)
+
+        def log_density(values: Mapping[str, Any]) -> jax.Array:
+            parameters, distribution = self._at(values, context)
+            return distribution.log_prob(parameters["value"])
+
+        return log_expectation(log_density, self._integrated(quantities, states))
+
+    def _log_z_normal(
+        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
+    ) -> jax.Array:
+        loc, rest = self._location(quantities, context)
+        value = self.observation.parameters(
+            {**_means(rest), **_mean("loc", quantities)}, self._with_noise({}, context)
+        )["value"]
+
+        def log_density(values: Mapping[str, Any]) -> jax.Array:
+            return normal_log_density(
+                value - loc.mean, loc.var + self._noise_variance(values, quantities, states, context, order)
+            )
+
+        integrated = self._integrated(rest, states)
+        return log_expectation(log_density, integrated) if integrated else log_density({})
+
+    def _location(
+        self, quantities: Mapping[str, Gaussian], context: Context
+    ) -> tuple[Gaussian, dict[str, Gaussian]]:
+        """The Gaussian mean of a Normal observation, and the other quantities."""
+        rest = {name: g for name, g in quantities.items() if name != "loc"}
+        if "loc" in quantities:
+            return quantities["loc"], rest
+        known = self.observation.parameters(_means(rest), self._with_noise({}, context))["loc"]
+        return Gaussian(known, jnp.zeros_like(known)), rest
+
+    def _noise_variance(
+        self,
+        values: Mapping[str, Any],
+        quantities: Mapping[str, Gaussian],
+        states: States,
+        context: Context,
+        order: int,
+    ) -> jax.Array:
+        """Variance of a Normal observation where integrated quantities have these values."""
+        given = {n: v for n, v in values.items() if n not in self.noise} | _mean("loc", quantities)
+        scale = self.observation.parameters(given, self._with_noise(values, context))["scale"]
+        if self.gamma is None:
+            return scale * scale
+        return scale * scale * states[self.gamma].variance(order)
+
+    def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
+        """What is integrated by quadrature."""
+        return {**quantities, **{name: states[name] for name in self.noise}}
+
+    def _with_noise(self, values: Mapping[str, Any], context: Context) -> Context:
+        """The context with noise sites at these values in unconstrained space; the Gamma precision is 1."""
+        others = dict(context["others"])
+        others |= {n: other.transform(values[n]) for n, other in self.noise.items() if n in values}
+        if self.gamma is not None:
+            others[self.gamma] = jnp.ones_like(others[self.gamma])
+        return {**context, "others": others}
+
+    def _at(self, values: Mapping[str, Any], context: Context) -> tuple[dict[str, Any], dist.Distribution]:
+        given = {n: v for n, v in values.items() if n not in self.noise}
+        parameters = self.observation.parameters(given, self._with_noise(values, context))
+        return parameters, self.observation.build(parameters)
+
+    # -- prediction ------------------------------------------------------------------------------------
+
+    def predictive(
+        self, quantities: Mapping[str, Gaussian], states: States, context: Context, noise: bool
+    ) -> Gaussian:
+        """Mean and variance of one observation, with or without the noise of the observation itself."""
+        if self.observation.kind == "categorical":
+            return _class_probabilities(quantities["logits"], noise)
+        if self.observation.kind == "normal":
+            loc, rest = self._location(quantities, context)
+            if not noise:
+                return loc
+            integrated = self._integrated(rest, states)
+            variance = expectations(
+                lambda values: self._noise_variance(values, quantities, states, context, 0), integrated
+            )
+            return Gaussian(loc.mean, loc.var + variance)
+
+        def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+            fn = self._at(values, context)[1]
+            return fn.mean, fn.mean**2 + (fn.variance if noise else 0.0)
+
+        first, second = expectations(two_moments, self._integrated(quantities, states))
+        return Gaussian(first, second - first**2)
+
+    def check(self, weights: Mapping[str, Gaussian], states: States, context: Context) -> None:
+        """Refuse what cannot be integrated element by element."""
+        name = self.observation.name
+        if self.observation.kind == "categorical":
+            return
+        closed = {"loc"} if self.observation.kind == "normal" else set()
+        dimensions = len(set(self.observation.cut.cuts) - closed) + len(self.noise)
+        if dimensions > 2:
+            raise refuse(
+                name, f"whose likelihood has {dimensions} random parameters", "Two at most can be integrated."
+            )
+
+        quantities = self.observation.quantities(weights, context)
+        log_z = self.log_z(quantities, states, context)
+        for parameter, quantity in quantities.items():
+            if np.prod(quantity.mean.shape) > np.prod(log_z.shape):
+                raise refuse(
+                    name,
+                    f"one observation of which takes {quantity.mean.shape} values of {parameter.split(' (')[0]}",
+                    "Only observations of one linear predictor each, and Categorical(logits=...), can be integrated.",
+                )
+
+
+def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
+    return {name: quantity.mean for name, quantity in quantities.items()}
+
+
+def _mean(name: str, quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
+    return {name: quantities[name].mean} if name in quantities else {}
+
+
+def noise_powers(
+    observation: Observation, noise: tuple[str, ...], context: Context
+) -> dict[str, float | None]:
+    """Power with which each noise site enters the sd of a Normal observation; ``None`` where it is no power."""
+    if observation.kind != "normal" or "scale" in observation.cut.random or len(noise) != 1:
+        return dict.fromkeys(noise)
+    name = noise[0]
+    shape = jnp.shape(context["others"][name])
+
+    @jax.jit
+    def log_scale(value: jax.Array) -> jax.Array:
+        others = {**context["others"], name: jnp.full(shape, value)}
+        quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
+        return jnp.log(observation.parameters(quantities, {**context, "others": others})["scale"])
+
+    found = [np.asarray(log_scale(h) - log_scale(1.0)) / np.log(h) for h in (2.0, 5.0)]
+    power = float(found[0].flat[0])
+    return {name: round(power, 6) if all(np.allclose(f, power) for f in found) else None}
+
+
+# -- categorical ----------------------------------------------------------------------------------------
+
+
+def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
+    r"""Approximate log E[softmax(f)_k] for independent f_j ~ N(m_j, v_j).
+
+    .. math:: E[\mathrm{softmax}(f)_k] \approx
+              \Big[1 + \sum_{j \ne k} \Big(\frac{1}{E[\sigma(f_k - f_j)]} - 1\Big)\Big]^{-1}
+
+    Exact for two classes; the pairwise expectations are integrated by quadrature.
+
+    :param logits: (..., K).
+    :param value: class k, (...).
+
+    Reference: Daunizeau (2017), arXiv:1703.00091, section 3.
+
+    >>> even = Gaussian(jnp.zeros((1, 2)), jnp.ones((1, 2)))
+    >>> round(float(jnp.exp(softmax_log_mean(even, jnp.array([0])))[0]), 4)
+    0.5
+    """
+    index = jnp.asarray(value, int)[..., None]
+    chosen = Gaussian(*(jnp.take_along_axis(part, index, axis=-1) for part in logits))
+    difference = Gaussian(chosen.mean - logits.mean, chosen.var + logits.var)
+    won = log_expectation(lambda v: jax.nn.log_sigmoid(v["d"]), {"d": difference})
+    lost = log_expectation(lambda v: jax.nn.log_sigmoid(-v["d"]), {"d": difference})
+    other = jnp.arange(logits.mean.shape[-1]) != index
+    odds = jnp.where(other, lost - won, -jnp.inf)
+    zero = jnp.zeros((*odds.shape[:-1], 1))
+    return -logsumexp(jnp.concatenate([zero, odds], axis=-1), axis=-1)
+
+
+def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
+    """Means and variances of the class indicators, or of the class probabilities.
+
+    The variance of a probability is that of the logistic of the class's log odds against all others, taken as
+    Gaussian with the moments of its linearisation.
+    """
+    classes = logits.mean.shape[-1]
+    log_p = jnp.stack(
+        [softmax_log_mean(logits, jnp.full(logits.mean.shape[:-1], k)) for k in range(classes)], axis=-1
+    )
+    probs = jax.nn.softmax(log_p, axis=-1)
+    if noise:
+        return Gaussian(probs, probs * (1 - probs))
+    rest = jnp.where(jnp.eye(classes, dtype=bool), -jnp.inf, logits.mean[..., None, :])
+    share = jax.nn.softmax(rest, axis=-1)
+    odds = Gaussian(
+        logits.mean - logsumexp(rest, axis=-1), logits.var + (share**2 * logits.var[..., None, :]).sum(-1)
+    )
+    first, second = expectations(lambda v: (jax.nn.sigmoid(v["o"]), jax.nn.sigmoid(v["o"]) ** 2), {"o": odds})
+    return Gaussian(probs, jnp.maximum(second - first**2, 0.0))

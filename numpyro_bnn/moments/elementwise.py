@@ -1,0 +1,234 @@
+"""Elementwise primitives: programs of one variable are held back as terms; two variables meet as independent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from numpyro_bnn.moments.expectation import moments_of
+from numpyro_bnn.moments.gaussian import Gaussian
+from numpyro_bnn.moments.interpret import Equation
+from numpyro_bnn.moments.maximum import maximum
+from numpyro_bnn.moments.registry import RULES, wrap
+from numpyro_bnn.moments.term import Term
+
+__all__ = ["ELEMENTWISE", "register_elementwise"]
+
+# Steps without an end (floor, round, rem) are left out: no fixed number of nodes integrates them.
+_ARITHMETIC = {
+    *("add", "add_any", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "clamp", "select_n"),
+    *("integer_pow", "pow", "square", "sqrt", "rsqrt", "cbrt"),
+    *("copy", "convert_element_type", "reduce_precision", "stop_gradient"),
+}
+_LOGIC = {"and", "or", "not", "xor", "eq", "ne", "ge", "gt", "le", "lt", "is_finite"}
+_TRANSCENDENTAL = {
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "lgamma", "digamma", "erf", "erfc", "erf_inv"),
+    *(
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    ),
+    *("bessel_i0e", "bessel_i1e"),
+}
+ELEMENTWISE = frozenset(_ARITHMETIC | _LOGIC | _TRANSCENDENTAL)
+
+
+def register_elementwise(*names: str) -> None:
+    """Declare primitives elementwise: a program of them is integrated over its one variable by quadrature.
+
+    :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
+
+    >>> register_elementwise("tanh")
+    """
+    RULES.update(dict.fromkeys(names, elementwise))
+
+
+def elementwise(equation: Equation, *operands: Any) -> Term:
+    """A longer term where all random operands share their variable, else the rule of independent operands."""
+    variables = {operand.variable for operand in operands if isinstance(operand, Term)}
+    if len(variables) == 1:
+        _check_domain(equation, operands)
+        return Term(variables.pop(), equation, operands, _affine(equation, operands))
+    _check_independence(equation, variables)
+    pair = _INDEPENDENT.get(equation.name)
+    if pair is None or (equation.name == "select_n" and isinstance(operands[0], Term)):
+        raise equation.refuse(
+            "joins two different random quantities",
+            "Sums, differences, products, maxima and minima of them have a rule.",
+        )
+    gaussians = [moments_of(o) if isinstance(o, Term) else o for o in operands]
+    return wrap(pair(equation, *gaussians))
+
+
+# ------------------------------------------------------------------------------------- one variable, affine
+
+
+def _affine(equation: Equation, operands: tuple[Any, ...]) -> tuple[Term, Any, Any] | None:
+    """(base, slope, shift) of the result where the primitive keeps an affine function affine."""
+    bases = {operand.base for operand in operands if isinstance(operand, Term)}
+    rule = _AFFINE.get(equation.name)
+    if len(bases) > 1 or rule is None or not jnp.issubdtype(equation.outputs[0].dtype, jnp.floating):
+        return None
+    parts = [(o.slope, o.shift) if isinstance(o, Term) else (None, o) for o in operands]
+    result = rule(*parts)
+    return None if result is None else (bases.pop(), *result)
+
+
+Part = tuple[Any, Any]  # (slope, shift); a plain operand has the slope None
+
+
+def _same(x: Part) -> Part:
+    return x
+
+
+def _neg(x: Part) -> Part:
+    return -x[0], -x[1]
+
+
+def _add(x: Part, y: Part) -> Part:
+    slopes = [slope for slope in (x[0], y[0]) if slope is not None]
+    return sum(slopes[1:], slopes[0]), x[1] + y[1]
+
+
+def _sub(x: Part, y: Part) -> Part:
+    return _add(x, (None if y[0] is None else -y[0], -y[1]))
+
+
+def _mul(x: Part, y: Part) -> Part | None:
+    if x[0] is not None and y[0] is not None:
+        return None
+    factor, (slope, shift) = (x[1], y) if x[0] is None else (y[1], x)
+    return slope * factor, shift * factor
+
+
+def _div(x: Part, y: Part) -> Part | None:
+    return None if y[0] is not None else (x[0] / y[1], x[1] / y[1])
+
+
+def _select(which: Part, *cases: Part) -> Part | None:
+    if which[0] is not None or which[1].dtype != bool or len(cases) != 2:
+        return None
+    (no, no_shift), (yes, yes_shift) = ((0.0 if slope is None else slope, shift) for slope, shift in cases)
+    return jnp.where(which[1], yes, no), jnp.where(which[1], yes_shift, no_shift)
+
+
+_AFFINE: dict[str, Callable] = {
+    "copy": _same,
+    "convert_element_type": _same,
+    "reduce_precision": _same,
+    "neg": _neg,
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "select_n": _select,
+}
+
+
+# Functions that are not defined, or have a pole, somewhere on the line: no moments if the argument is Gaussian.
+_PARTIAL = {
+    *("acos", "acosh", "asin", "atanh", "tan", "digamma", "lgamma", "erf_inv"),
+    *("log", "log1p", "sqrt", "rsqrt"),
+}
+
+
+def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
+    """log(x) and 1/x have no moments if x is Gaussian; log(1 + exp(x)) and 1 / (1 + exp(x)) do."""
+    argument = operands[0]
+    if equation.name == "div":
+        argument = operands[1]
+    elif equation.name not in _PARTIAL | {"pow", "integer_pow"} or equation.params.get("y", -1) >= 0:
+        return
+    if isinstance(argument, Term) and argument.is_normal:
+        raise equation.refuse(
+            "has no moments for a Gaussian argument, since it is not defined on the whole line",
+            "Divide by, or take such functions of, what is not random; "
+            "normalisation layers have no closed-form moments.",
+        )
+
+
+# ------------------------------------------------------------------------------- two independent variables
+
+
+def _check_independence(equation: Equation, variables: set[Any]) -> None:
+    for one in variables:
+        for other in variables - {one}:
+            if one.parts & other.reduced:
+                raise equation.refuse(
+                    "combines a random array with a reduction of itself (a sum or maximum of its elements)",
+                    "Moments carry no covariance between the two; normalise with plain numbers instead.",
+                )
+            if one.path == other.path:
+                raise equation.refuse(
+                    "combines two functions of the same random elements, moved alike",
+                    "Combine them before they are reshaped or sliced.",
+                )
+
+
+def _split(operand: Any) -> Gaussian:
+    """A plain operand as a Gaussian of variance 0."""
+    if isinstance(operand, Gaussian):
+        return operand
+    return Gaussian(operand, jnp.zeros_like(operand))
+
+
+def _add_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
+    return Gaussian(equation.bind(x.mean, y.mean), x.var + y.var)
+
+
+def _mul_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
+    return Gaussian(x.mean * y.mean, x.var * (jnp.square(y.mean) + y.var) + jnp.square(x.mean) * y.var)
+
+
+def _max_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
+    return maximum(x, y)
+
+
+def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
+    result = maximum(Gaussian(-x.mean, x.var), Gaussian(-y.mean, y.var))
+    return Gaussian(-result.mean, result.var)
+
+
+def _select_independent(equation: Equation, which: Any, *cases: Any) -> Gaussian:
+    pairs = [_split(case) for case in cases]
+    return Gaussian(
+        equation.bind(which, *(p.mean for p in pairs)), equation.bind(which, *(p.var for p in pairs))
+    )
+
+
+_INDEPENDENT: dict[str, Callable[..., Gaussian]] = {
+    "add": _add_independent,
+    "add_any": _add_independent,
+    "sub": _add_independent,
+    "mul": _mul_independent,
+    "max": _max_independent,
+    "min": _min_independent,
+    "select_n": _select_independent,
+}
+
+
+def custom_derivative(equation: Equation, *operands: Any) -> list[Any]:
+    """Descend, but let quadrature evaluate the function as it is, with the derivative its author gave it."""
+    outputs = equation.descend(*operands)
+    variables = {operand.variable for operand in operands if isinstance(operand, Term)}
+    if len(outputs) != 1 or len(variables) != 1 or not isinstance(outputs[0], Term):
+        return outputs
+    (output,) = outputs
+    if output.base is not output or output.variable not in variables or output.equation is None:
+        return outputs
+    return [output.evaluated(equation, *operands)]
+
+
+register_elementwise(*ELEMENTWISE)
+RULES["custom_jvp_call"] = custom_derivative

@@ -1,0 +1,228 @@
+"""An interpreter of JAX programs (jaxprs) that hands marked values to a table of rules.
+
+It knows nothing of moments. Equations whose inputs are all plain are evaluated as they are; an equation with a
+marked input is answered by the rule of its primitive; calls (``jit``, ``custom_jvp``, ``custom_vjp``, ``remat``, ...)
+are descended into; equations that the outputs do not need are never looked at.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from numpyro_bnn._errors import argument_error
+
+__all__ = ["CALLS", "Equation", "Interpreter", "Rule", "inner_jaxpr"]
+
+# Primitives that stand for a program of their own: the name under which they hold it, in several releases of JAX.
+CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "core_closed_call",
+        "checkpoint",
+        "remat",
+        "remat2",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+    }
+)
+_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
+    """The program that a call holds, and its constants."""
+    held = next(equation.params[name] for name in _PROGRAMS if name in equation.params)
+    return getattr(held, "jaxpr", held), getattr(held, "consts", ())
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One equation of a program, as rules see it.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: x.sum(0))(jax.numpy.ones((2, 3))).jaxpr
+    >>> equation = Equation(jaxpr.eqns[0], Interpreter({}, lambda value: False, "example"))
+    >>> equation.name, equation.params["axes"], equation.outputs[0].shape
+    ('reduce_sum', (0,), (3,))
+    >>> equation.bind(jax.numpy.ones((2, 3))).tolist()
+    [2.0, 2.0, 2.0]
+    """
+
+    jaxpr_equation: Any
+    interpreter: "Interpreter"
+    needed: Sequence[bool] | None = None
+    caller: "Equation | None" = None
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.jaxpr_equation.primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Parameters of the primitive."""
+        return self.jaxpr_equation.params
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Abstract values (``shape``, ``dtype``) of the outputs."""
+        return [var.aval for var in self.jaxpr_equation.outvars]
+
+    def bind(self, *operands: Any) -> Any:
+        """Apply the primitive itself to plain arrays: an array, or a list of them for several outputs."""
+        primitive = self.jaxpr_equation.primitive
+        return primitive.bind(*operands, **primitive.get_bind_params(self.params))
+
+    def descend(self, *operands: Any) -> list[Any]:
+        """Interpret the program that a call holds."""
+        jaxpr, consts = inner_jaxpr(self.jaxpr_equation)
+        return self.interpreter.run(jaxpr, consts, operands, self.needed, self)
+
+    def refuse(self, why: str, instead: str) -> Exception:
+        """The error (the caller raises it) that names the primitive and the line of the user.
+
+        :param why: goes on after "which", e.g. ``"has no rule"``.
+        """
+        got = f"`{self.name}` at {self.where()}, which {why}"
+        return argument_error(self.interpreter.call, "fn", got, instead)
+
+    def where(self) -> str:
+        """The innermost line outside JAX, and the line of the user that led to it where that is another."""
+        frames = self._frames()
+        users = [
+            f for f in frames if not f.file_name.startswith(_OURS) and "site-packages" not in f.file_name
+        ]
+        shown = frames[:1] + [f for f in users[:1] if f is not frames[0]]
+        lines = ", called from ".join(f"{f.file_name}:{f.line_num} ({f.function_name})" for f in shown)
+        return lines or (
+            f"a line inside `{self.caller.params.get('name')}`" if self.caller else "an unknown line"
+        )
+
+    def _frames(self) -> list[Any]:
+        """Frames outside JAX and this folder, innermost first.
+
+        A jitted function keeps the traceback of its first use, so of an equation inside a call only the frames of the
+        called function itself can be trusted; from there on the frames of the call hold.
+        """
+        traceback = getattr(getattr(self.jaxpr_equation, "source_info", None), "traceback", None)
+        frames = [f for f in getattr(traceback, "frames", ()) if not f.file_name.startswith((_JAX, _HERE))]
+        if self.caller is None:
+            return frames
+        name = str(self.caller.params.get("name", ""))
+        ends = [i for i, f in enumerate(frames) if name and f.function_name.split(".")[-1] == name]
+        return frames[: ends[0] + 1 if ends else 0] + self.caller._frames()
+
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Evaluate jaxprs under a table of rules.
+
+    :param rules: from the name of a primitive to ``rule(equation, *operands)``, which returns the output (a list
+        where the primitive has several). A rule of a call replaces the descent into it.
+    :param marked: tells the values that rules must handle from plain ones.
+    :param call: public name to be used in errors.
+    :param default: the rule of every other primitive with a marked operand; ``None`` refuses it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> class Tagged:
+    ...     pass
+    >>> jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a + 2.0) * b)(1.0, 2.0)
+    >>> names = []
+    >>> def note(equation, *operands):
+    ...     names.append(equation.name)
+    ...     return operands[0]
+    >>> walk = Interpreter({}, lambda value: isinstance(value, Tagged), "example", default=note)
+    >>> isinstance(walk.run(jaxpr.jaxpr, jaxpr.consts, [Tagged(), 2.0])[0], Tagged), names
+    (True, ['add', 'tanh', 'mul'])
+    """
+
+    rules: Mapping[str, Rule]
+    marked: Callable[[Any], bool]
+    call: str
+    default: Rule | None = None
+
+    def run(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        needed: Sequence[bool] | None = None,
+        caller: Equation | None = None,
+    ) -> list[Any]:
+        """Values of the outputs of a jaxpr.
+
+        :param jaxpr: an open jaxpr.
+        :param consts: values of its constants.
+        :param args: values of its inputs, plain or marked.
+        :param needed: which outputs are wanted (default all); the others come out as ``None``.
+        :param caller: the equation whose program this is.
+        """
+        needed = [True] * len(jaxpr.outvars) if needed is None else needed
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+        for equation, outputs_needed in needed_equations(jaxpr, needed):
+            operands = [_read(values, var) for var in equation.invars]
+            outputs = self._evaluate(Equation(equation, self, outputs_needed, caller), operands)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [_read(values, var) if want else None for var, want in zip(jaxpr.outvars, needed, strict=True)]
+
+    def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
+        rule = self.rules.get(equation.name, self.default)
+        if not any(self.marked(operand) for operand in operands):
+            rule = _plain
+        elif equation.name in CALLS and equation.name not in self.rules:
+            rule = Equation.descend
+        elif rule is None:
+            raise equation.refuse(
+                "has no rule for a random operand",
+                "Rewrite that line with supported operations, or give the primitive a rule.",
+            )
+        output = rule(equation, *operands)
+        return list(output) if equation.jaxpr_equation.primitive.multiple_results else [output]
+
+
+def _plain(equation: Equation, *operands: Any) -> Any:
+    if all(_is_number(value) for value in operands) and all(out.size == 1 for out in equation.outputs):
+        # Known numbers stay known under jit, so that rules can look at them (is this constant 0?).
+        with jax.ensure_compile_time_eval():
+            return equation.bind(*operands)
+    return equation.bind(*operands)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
+        return False
+    return not jax.dtypes.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def _read(values: Mapping[Any, Any], var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else values[var]
+
+
+def needed_equations(jaxpr: Any, needed: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
+    """The equations that the needed outputs are computed from, in order; and which of their outputs are."""
+    wanted = {var for var, want in zip(jaxpr.outvars, needed, strict=True) if want and _is_variable(var)}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        if wanted.intersection(equation.outvars):
+            kept.append((equation, [var in wanted for var in equation.outvars]))
+            wanted.update(var for var in equation.invars if _is_variable(var))
+    return kept[::-1]
+
+
+def _is_variable(var: Any) -> bool:
+    return not isinstance(var, Literal)

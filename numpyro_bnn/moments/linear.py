@@ -1,0 +1,92 @@
+"""Rules of products and sums: matrix products, convolutions, sums, pooling."""
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from numpyro_bnn.moments.expectation import NODES
+from numpyro_bnn.moments.gaussian import Gaussian
+from numpyro_bnn.moments.interpret import Equation
+from numpyro_bnn.moments.maximum import maximum, maximum_of
+from numpyro_bnn.moments.registry import register
+
+__all__: list[str] = []
+
+
+@register("dot_general", "conv_general_dilated", multiplies=True)
+def _product(equation: Equation, x: Any, y: Any) -> Gaussian:
+    """Bilinear: mean = m_x m_y; var = v_x (m_y^2 + v_y) + m_x^2 v_y, each product summed as the primitive does."""
+    if not isinstance(y, Gaussian):
+        return Gaussian(equation.bind(x.mean, y), equation.bind(x.var, jnp.square(y)))
+    if not isinstance(x, Gaussian):
+        return Gaussian(equation.bind(x, y.mean), equation.bind(jnp.square(x), y.var))
+    var = equation.bind(x.var, jnp.square(y.mean) + y.var) + equation.bind(jnp.square(x.mean), y.var)
+    return Gaussian(equation.bind(x.mean, y.mean), var)
+
+
+@register("reduce_sum", "cumsum", "reduce_window_sum", reduces=True)
+def _sum(equation: Equation, x: Gaussian) -> Gaussian:
+    return Gaussian(equation.bind(x.mean), equation.bind(x.var))
+
+
+@register("reduce_max", reduces=True)
+def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
+    axes = equation.params["axes"]
+    mean, var = (_leading(a, axes) for a in x)
+    if len(mean) == 2:
+        return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
+    return maximum_of(mean, var, num_nodes=NODES.get())
+
+
+def _leading(a: Any, axes: tuple[int, ...]) -> Any:
+    """The reduced axes as one, in front."""
+    moved = jnp.moveaxis(a, axes, range(len(axes)))
+    return moved.reshape(-1, *moved.shape[len(axes) :])
+
+
+@register("reduce_min", reduces=True)
+def _reduce_min(equation: Equation, x: Gaussian) -> Gaussian:
+    result = _reduce_max(equation, Gaussian(-x.mean, x.var))
+    return Gaussian(-result.mean, result.var)
+
+
+@register("reduce_window_max", reduces=True)
+def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
+    """The elements of a window; a position in the padding never wins."""
+    p = equation.params
+    if any(d != 1 for d in p["base_dilation"]):
+        raise equation.refuse("dilates its input", "Pool without dilation of the input.")
+    offsets = itertools.product(
+        *(range(0, n * d, d) for n, d in zip(p["window_dimensions"], p["window_dilation"], strict=True))
+    )
+    shape = equation.outputs[0].shape
+    taken = [_strided(x, offset, p["padding"], p["window_strides"], shape) for offset in offsets]
+    present = np.stack([mask for _, mask in taken])
+    if len(taken) == 2 and present.all():
+        return maximum(taken[0][0], taken[1][0])
+    mean, var = (jnp.stack([part[i] for part, _ in taken]) for i in (0, 1))
+    return maximum_of(mean, var, present, NODES.get())
+
+
+def _strided(
+    x: Gaussian, offset: tuple[int, ...], padding: Any, strides: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Gaussian, np.ndarray]:
+    """The element at one offset of every window, and where it lies inside the array rather than in the padding."""
+    places = [
+        np.arange(n) * stride + start - low
+        for n, stride, start, (low, _) in zip(shape, strides, offset, padding, strict=True)
+    ]
+    sizes = jnp.shape(x.mean)
+    inside = [(place >= 0) & (place < size) for place, size in zip(places, sizes, strict=True)]
+    mask = np.logical_and.reduce(np.meshgrid(*inside, indexing="ij"))
+    config = [
+        (low - start, stride * (n - 1) + 1 + start - low - size, 0)
+        for start, n, stride, size, (low, _) in zip(offset, shape, strides, sizes, padding, strict=True)
+    ]
+    taken = [
+        lax.pad(a, jnp.zeros((), a.dtype), config)[tuple(slice(None, None, s) for s in strides)] for a in x
+    ]
+    return Gaussian(*taken), mask
