@@ -1,6 +1,18 @@
 """Bayesian neural networks for NumPyro: networks, priors, kernels, results for ArviZ."""
 
-from numpyro_bnn import datasets, infer, metrics, models, nn, plots, priors, results
+from numpyro_bnn import (
+    datasets,
+    guides,
+    infer,
+    metrics,
+    models,
+    moments,
+    nn,
+    plots,
+    priors,
+    results,
+    symmetry,
+)
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.results import to_inference_data
 
@@ -12,6 +24,9 @@ __all__ = [
     "nn",
     "priors",
     "infer",
+    "symmetry",
+    "guides",
+    "moments",
     "models",
     "metrics",
     "plots",
