@@ -43,6 +43,7 @@ unit: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json
 	$(BIN)/python -m examples.benchmarks.sgld_step --output output/sgld_step.json
+	$(BIN)/python -m examples.benchmarks.orbit_moves --output output/orbit_moves.json
 	$(BIN)/python -m examples.benchmarks.adf_speed --output output/adf_speed.json
 
 clean:

@@ -10,13 +10,14 @@ from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.parts import Values
 from numpyro_bnn.symmetry.plan import Method, Plan
-from numpyro_bnn.symmetry.prior import Prior, as_normal, elementwise
-from numpyro_bnn.symmetry.scaling import JointScale, Multiplicative
+from numpyro_bnn.symmetry.prior import Prior, as_normal
+from numpyro_bnn.symmetry.ratio import hyperprior_draw, log_ratio
+from numpyro_bnn.symmetry.scaling import Multiplicative
 
 __all__ = ["EXACT", "move"]
 
 STEPS = 5  # of a random walk with one unit
-EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior"})
+EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior", "scale prior", "order"})
 
 
 def move(
@@ -31,9 +32,8 @@ def move(
     :return: new values of the touched sites, and the mean acceptance probability.
     """
     if plan.method in EXACT:
-        fns = prior.distributions(values)
-        g = _exact(plan, rng_key, values, fns)
-        return plan.symmetry.act(values, g), jnp.ones((), g.dtype)
+        g = _exact(plan, rng_key, values, prior)
+        return plan.symmetry.act(values, g), jnp.ones(())
     if plan.method == "shuffle":
         return _shuffle(plan, rng_key, values, prior)
     if plan.method == "hyperprior":
@@ -50,8 +50,13 @@ def move(
 # -- exact conditionals -----------------------------------------------------------------------------
 
 
-def _exact(plan: Plan, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:
+def _exact(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> jax.Array:
     symmetry = plan.symmetry
+    if plan.method == "order":
+        return symmetry.random(rng_key, plan.units)
+    if plan.method == "scale prior":
+        return hyperprior_draw(plan, rng_key, values, prior)[0]
+    fns = prior.distributions(values)
     if plan.method == "prior":
         part = symmetry.parts[0]
         value = values[part.site]
@@ -84,23 +89,6 @@ def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: 
 # -- Metropolis-Hastings on the group -----------------------------------------------------------------
 
 
-def _log_density(plan: Plan, values: Mapping[str, jax.Array], prior: Prior) -> jax.Array:
-    """Log density that a move changes: by unit (U,), or in total (1,)."""
-    if plan.by_unit:
-        fns = prior.distributions(values)
-        logs = [(part, elementwise(fns[part.site], values[part.site])) for part in plan.symmetry.parts]
-        return sum((part.over_units(log) for part, log in logs if log is not None), jnp.zeros(plan.units))
-    total = prior.total(values, plan.affected)
-    return (total if plan.exact else total + prior.likelihood(values))[None]
-
-
-def _log_ratio(plan: Plan, values: Mapping, moved: Values, g: jax.Array, prior: Prior) -> jax.Array:
-    """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,)."""
-    difference = _log_density(plan, {**values, **moved}, prior) - _log_density(plan, values, prior)
-    jacobian = plan.symmetry.log_det(values, g)
-    return difference + (jacobian if plan.by_unit else jnp.sum(jacobian)[None])
-
-
 def _chosen(plan: Plan, values: Mapping, g: jax.Array, identity: float, accepted: jax.Array) -> Values:
     """The group element where accepted, else the identity."""
     return plan.symmetry.act(values, jnp.where(accepted, g, identity))
@@ -109,24 +97,33 @@ def _chosen(plan: Plan, values: Mapping, g: jax.Array, identity: float, accepted
 def _walk(
     plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
 ) -> tuple[Values, jax.Array]:
-    propose_key, accept_key = random.split(rng_key)
-    g = jnp.where(moving, width * random.normal(propose_key, moving.shape), 0)
-    log_ratio = _log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
-    accepted = jnp.log(random.uniform(accept_key, log_ratio.shape)) < log_ratio
-    return _chosen(plan, values, g, 0.0, accepted), jnp.mean(_probability(log_ratio))
+    normal_key, uniform_key = random.split(rng_key)
+    size = moving.shape if plan.by_unit else (1,)
+    noise = random.normal(normal_key, moving.shape), jnp.log(random.uniform(uniform_key, size))
+    return _step(plan, noise, values, prior, width, moving)
+
+
+def _step(
+    plan: Plan, noise: tuple, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
+) -> tuple[Values, jax.Array]:
+    g = jnp.where(moving, width * noise[0], 0)
+    ratio = log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
+    return _chosen(plan, values, g, 0.0, noise[1] < ratio), jnp.mean(_probability(ratio))
 
 
 def _walk_on(
     plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array
 ) -> tuple[Values, jax.Array]:
     """Several steps: one number at a time costs little, and hyper-parameters gain from long moves."""
+    normal_key, uniform_key = random.split(rng_key)
+    noise = random.normal(normal_key, (STEPS, 1)), jnp.log(random.uniform(uniform_key, (STEPS, 1)))
     every = jnp.ones((1,), bool)
 
-    def body(moved: Values, key: jax.Array) -> tuple[Values, jax.Array]:
-        return _walk(plan, key, {**values, **moved}, prior, width, every)
+    def body(moved: Values, noise: tuple) -> tuple[Values, jax.Array]:
+        return _step(plan, noise, {**values, **moved}, prior, width, every)
 
     start = {site: values[site] for site in dict.fromkeys(plan.symmetry.sites)}
-    moved, accept_prob = lax.scan(body, start, random.split(rng_key, STEPS))
+    moved, accept_prob = lax.scan(body, start, noise)
     return moved, jnp.mean(accept_prob)
 
 
@@ -134,37 +131,29 @@ def _flip(
     plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
 ) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, -1.0, 1.0)
-    log_ratio = _log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
-    flipped = random.bernoulli(rng_key, jax.nn.sigmoid(log_ratio))
-    return _chosen(plan, values, g, 1.0, flipped), jnp.mean(jax.nn.sigmoid(log_ratio))
+    probability = jax.nn.sigmoid(log_ratio(plan, values, plan.symmetry.act(values, g), g, prior))
+    flipped = random.bernoulli(rng_key, probability)
+    return _chosen(plan, values, g, 1.0, flipped), jnp.mean(probability)
 
 
 def _shuffle(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
     propose_key, accept_key = random.split(rng_key)
     order = plan.symmetry.random(propose_key, plan.units)
     total = plan._replace(by_unit=False)
-    log_ratio = _log_ratio(total, values, plan.symmetry.act(values, order), order, prior)[0]
-    accepted = jnp.log(random.uniform(accept_key)) < log_ratio
-    return plan.symmetry.act(values, jnp.where(accepted, order, jnp.arange(plan.units))), _probability(
-        log_ratio
-    )
+    ratio = log_ratio(total, values, plan.symmetry.act(values, order), order, prior)[0]
+    accepted = jnp.log(random.uniform(accept_key)) < ratio
+    kept = jnp.where(accepted, order, jnp.arange(plan.units))
+    return plan.symmetry.act(values, kept), _probability(ratio)
 
 
 def _independent(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
-    """Propose the hyper-parameter from its prior: the ratio is 1 where the weights are a scale family of it."""
-    symmetry = plan.symmetry
-    assert isinstance(symmetry, JointScale)
+    """Propose the hyper-parameter from its prior."""
     propose_key, accept_key = random.split(rng_key)
-    site = symmetry.scale[0].site
-    hyperprior, now = prior.distributions(values)[site], values[site]
-    then = jnp.reshape(hyperprior.sample(propose_key), jnp.shape(now))
-    g = (jnp.log(then / now) / symmetry.power).reshape(1)
+    g, proposal = hyperprior_draw(plan, propose_key, values, prior)
     total = plan._replace(by_unit=False)
-    # The proposal's density with respect to the Haar measure is p(s) s.
-    proposal = jnp.sum(hyperprior.log_prob(then) + jnp.log(then) - hyperprior.log_prob(now) - jnp.log(now))
-    log_ratio = _log_ratio(total, values, symmetry.act(values, g), g, prior)[0] - proposal
-    accepted = jnp.log(random.uniform(accept_key)) < log_ratio
-    return symmetry.act(values, jnp.where(accepted, g, 0.0)), _probability(log_ratio)
+    ratio = log_ratio(total, values, plan.symmetry.act(values, g), g, prior)[0] - proposal
+    accepted = jnp.log(random.uniform(accept_key)) < ratio
+    return plan.symmetry.act(values, jnp.where(accepted, g, 0.0)), _probability(ratio)
 
 
 def _one_by_one(

@@ -16,22 +16,25 @@ from numpyro_bnn.symmetry.additive import Shift
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.discrete import Permutation, SignFlip
 from numpyro_bnn.symmetry.prior import CONDITIONED, Prior, as_normal, elementwise, prior_sites, unwrapped
+from numpyro_bnn.symmetry.ratio import hyperprior_draw, log_ratio
 from numpyro_bnn.symmetry.scaling import JointRescale, JointScale, Rescale, Scale
 
 __all__ = ["Method", "Plan", "plan", "prior_draws", "resolve"]
 
 CALL = "symmetry.plan"
-Method = Literal["gig", "normal", "prior", "hyperprior", "flip", "shuffle", "walk"]
+# What an independent proposal becomes where nothing has to be corrected.
+ALWAYS_ACCEPTED: dict[str, "Method"] = {"hyperprior": "scale prior", "shuffle": "order"}
+Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
 
 
 class Plan(NamedTuple):
     """A symmetry on the latent sites of a model.
 
     :param symmetry: with the names of the latent sites.
-    :param method: ``"gig"`` (chi and generalised inverse Gaussian), ``"normal"``, ``"prior"``: exact draws;
-        ``"hyperprior"``: an independent proposal, accepted always where the weights are a scale family;
-        ``"flip"``: exact choice of signs; ``"shuffle"``: a uniform order, accepted always under exchangeable
-        priors; ``"walk"``: Metropolis-Hastings on the group.
+    :param method: exact draws: ``"gig"`` (chi and generalised inverse Gaussian), ``"normal"``, ``"prior"``,
+        ``"scale prior"`` (the hyperprior, for weights that are a scale family), ``"order"`` (a uniform order, for
+        exchangeable priors), ``"flip"`` (signs); independent proposals that are corrected: ``"hyperprior"``,
+        ``"shuffle"``; ``"walk"``: Metropolis-Hastings on the group.
     :param by_unit: whether the prior splits into factors by unit, so that units move independently.
     :param affected: sites whose log density may change.
     :param units: number of units U.
@@ -148,7 +151,27 @@ def _plan_of(symmetry: Symmetry, prior: Prior, draws: list[dict], exact: bool) -
     )
     free = by_unit and not prior.children(touched)  # the distributions of the moving sites stand still
     method = _method(symmetry, prior, draws, free)
-    return Plan(symmetry, method, by_unit, tuple(sorted(affected)), units, exact)
+    chosen = Plan(symmetry, method, by_unit, tuple(sorted(affected)), units, exact)
+    if exact and method in ALWAYS_ACCEPTED and _always_accepted(chosen, prior, draws):
+        return chosen._replace(method=ALWAYS_ACCEPTED[method])
+    return chosen
+
+
+def _always_accepted(plan: Plan, prior: Prior, draws: list[dict]) -> bool:
+    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior."""
+
+    @jax.jit
+    def log_correction(rng_key: jax.Array, values: dict) -> jax.Array:
+        if plan.method == "shuffle":
+            g, proposal = plan.symmetry.random(rng_key, plan.units), jnp.zeros(())
+        else:
+            g, proposal = hyperprior_draw(plan, rng_key, values, prior)
+        moved = plan.symmetry.act(values, g)
+        size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in (values, {**values, **moved}))
+        return (log_ratio(plan._replace(by_unit=False), values, moved, g, prior)[0] - proposal) / size
+
+    keys = [jax.random.key(i) for i in range(len(draws))]
+    return all(abs(log_correction(key, values)) < 1e-5 for key, values in zip(keys, draws, strict=True))
 
 
 def _elements(prior: Prior, values: dict) -> dict[str, jax.Array | None]:

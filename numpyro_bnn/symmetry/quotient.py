@@ -98,7 +98,7 @@ def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs:
     prior = Prior(model, draws[0], args, kwargs)
     removed: dict[str, np.ndarray] = {}
     for entry in plans:
-        removed |= _removed(entry, draws, prior)
+        removed |= _removed(entry, draws)
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
     fns = prior.distributions(draws[0])
     normal = frozenset(
@@ -122,18 +122,14 @@ def _before_and_after(
     return [{n: s["value"] for n, s in traced.items() if s["type"] == "deterministic"} for traced in traces]
 
 
-def _removed(entry: Plan, draws: Sequence[Mapping], prior: Prior) -> dict[str, np.ndarray]:
+def _removed(entry: Plan, draws: Sequence[Mapping]) -> dict[str, np.ndarray]:
     """Sites that are drawn afterwards from their prior, whatever the sampler does."""
     if entry.method == "prior":
         return {site: np.zeros(jnp.shape(draws[0][site])) for site in entry.symmetry.sites}
-    if entry.method != "hyperprior":
-        return {}
-    attempt = jax.jit(lambda key, values: move(entry, key, values, prior, jnp.ones(()))[1])
-    accepted = [attempt(random.key(i), values) for i, values in enumerate(draws)]
-    if not all(probability > 0.999 for probability in accepted):
-        return {}  # the weights are no scale family of it, or something else hangs on it
-    site = entry.symmetry.scale[0].site  # type: ignore[attr-defined]
-    return {site: np.ones(jnp.shape(draws[0][site]))}
+    if entry.method == "scale prior":
+        site = entry.symmetry.scale[0].site  # type: ignore[attr-defined]
+        return {site: np.ones(jnp.shape(draws[0][site]))}
+    return {}
 
 
 class _InGauge(Messenger):
