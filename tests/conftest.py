@@ -23,6 +23,13 @@ def key():
     return jax.random.key(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_of_one_module():
+    """Let go of compiled programs between files: a worker would otherwise grow to many gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     """Run a test in float64."""
