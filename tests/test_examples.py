@@ -5,10 +5,13 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from numpyro.infer import Predictive
+from scipy import stats
 
-from numpyro_bnn import results
+from numpyro_bnn import results, symmetry
 
 pytestmark = pytest.mark.core
 
@@ -20,6 +23,8 @@ SHORT = {
     "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
     "examples.minibatch": "--width 3 --batch-size 64 --num-warmup 10 --num-samples 12 --steps-per-draw 30"
     " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
+    "examples.symmetries": "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples 8"
+    " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
@@ -27,6 +32,8 @@ SHORT = {
     " --nuts-samples 10",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
     "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
+    "examples.benchmarks.orbit_moves": "--nets ReLU --rounds 1 --rows 64 --width 3 --sweeps 3 --refreshes 2"
+    " --transitions 1 --tree-depth 2 --draws 1 --steps-per-draw 2 --batches 8",
 }
 
 
@@ -36,6 +43,14 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def compiled_quickly():
+    """Programs that run for milliseconds are not worth optimising; most of these tests is compiling them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def run(script, *options):
@@ -80,6 +95,9 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
         ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
+        ("examples.symmetries", ["--num-chains", "1"]),
+        ("examples.benchmarks.orbit_moves", ["--tree-depth", "0"]),
+        ("examples.benchmarks.orbit_moves", ["--batches", "65"]),
     ],
 )
 def test_wrong_numbers_are_refused(script, options, capsys):
@@ -229,3 +247,120 @@ def test_adf_speed(tmp_path):
     for name in ("boston", "california"):
         assert set(report[name]["microseconds"]) == {"AutoADF", "plain scan, float64", "plain scan, float32"}
         assert all(value > 0 for value in report[name]["ratio"].values())
+
+
+# -- symmetries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_symmetries(tmp_path, capsys):
+    rows = run("examples.symmetries", "--output", tmp_path / "out")
+    assert [row["way"] for row in rows] == ["moves", "quotient"]
+    for row in rows:
+        assert set(row["ess"]) == {"log norm", "log ratio", "place", "log product", "log s", "function"}
+        for ess in row["ess"].values():
+            assert ess["median_per_draw"] >= ess["min_per_draw"] >= 0
+            draws_per_second = 16 / row["processor_seconds"]
+            assert ess["min_per_second"] == pytest.approx(ess["min_per_draw"] * draws_per_second)
+        assert 1 <= row["mean_tree"] <= 3
+        assert 0 <= row["divergences"] <= 16
+        assert row["seconds"] > 0
+        assert math.isfinite(row["scale_mean"])
+        assert row["scale_mcse"] >= 0
+    written = json.loads((tmp_path / "out" / "symmetries.json").read_text())
+    assert written["rows"] == rows
+    assert written["dataset"] == "diabetes"
+    assert written["settings"]["max_tree_depth"] == 2
+    assert (tmp_path / "out" / "symmetries_relu.png").stat().st_size > 10_000
+
+    module, page = importlib.import_module("examples.symmetries"), tmp_path / "tables" / "table.md"
+    again = module.main(["--summarise", str(tmp_path / "out" / "symmetries.json"), "--table", str(page)])
+    assert again == rows
+    table = module.table(rows, "relu")
+    assert table in capsys.readouterr().out
+    assert table in page.read_text()
+    assert "2 chains × (6 + 8) transitions, tree depth at most 2" in page.read_text()
+
+
+def prior_fit(name, way, draws=2000):
+    """A data set, a network and independent draws from the prior in the place of a run."""
+    module = importlib.import_module("examples.symmetries")
+    args = module.parse(["--width", "3", "--residual-width", "2"])
+    data, net = module.load_data(args), module.make_net(name, args)
+    model = module.make_model(net, centred=way == "centred")
+    sites = Predictive(model, num_samples=draws)(jax.random.key(0), data.x_train[:9])
+    sites = {k: np.asarray(v).reshape(2, draws // 2, *v.shape[1:]) for k, v in sites.items() if k != "y"}
+    return module, data, net, module.Fit(sites, 3, 7.0, 1.0, 2.0, 4.0)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize("name", ["bn", "residual", "relu"])
+def test_summaries_of_independent_draws(name):
+    """Draws from the prior: every ESS is that of independent draws, the scale has its exact mean."""
+    way = "centred" if name == "relu" else "non-centred"
+    module, data, net, fit = prior_fit(name, way)
+    found = [
+        s
+        for s in symmetry.of(net, data.x_train.shape[1:])
+        if not isinstance(s, symmetry.Permutation | symmetry.SignFlip)
+    ]
+    if name != "relu":
+        kernels = [s.parts[0].site for s in found if isinstance(s, symmetry.Scale)]
+        found += [symmetry.JointScale((site,), f"{site}_scale") for site in kernels]
+    values = module.statistics_of(name, fit, found)
+    units = {"bn": 3, "residual": 4, "relu": 3}[name]
+    assert {key: value.shape[2] for key, value in values.items() if key != "log s"} == dict.fromkeys(
+        set(values) - {"log s"}, units
+    )
+    assert values["log s"].shape[2] == {"bn": 1, "residual": 2, "relu": 2}[name]
+    function = module.predictor(net, data)(fit.sites)
+    assert function.shape == (2, 1000, module.TEST_POINTS)
+    summary = module.summarise(fit, values, function)
+    for ess in summary["ess"].values():
+        assert 0.7 < ess["min_per_draw"] <= ess["median_per_draw"] < 1.4
+        assert ess["median_per_second"] == pytest.approx(ess["median_per_draw"] * 2000 / 4)
+    # log |N(0, 1)| has variance pi^2 / 8; failure rate 1e-5.
+    error = np.pi / 8**0.5 / 2000**0.5
+    assert abs(summary["scale_mean"] - module.EXACT_MEAN) < 4.5 * error
+    assert summary["scale_mcse"] == pytest.approx(error, rel=0.3)
+    low, high = np.exp(module.EXACT_INTERVAL)
+    np.testing.assert_allclose([low, high], stats.halfnorm(scale=1).ppf([0.05, 0.95]), rtol=1e-5)
+    if name == "relu":  # uniform, whatever the orbit; failure rate 1e-5 each
+        for unit in range(3):
+            assert stats.kstest(values["place"][..., unit].ravel(), "uniform").pvalue > 1e-5
+
+
+def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
+    module = importlib.import_module("examples.symmetries")
+    draws = np.random.default_rng(0)
+    for p in (0.0, 0.5, 6.5, -3.0):
+        root = np.exp(draws.uniform(-3, 4, size=12))
+        u = stats.geninvgauss.rvs(p, root, random_state=draws)
+        np.testing.assert_allclose(
+            module.place_on_orbit(p, root * u, root / u), stats.geninvgauss.cdf(u, p, root), atol=2e-4
+        )
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_orbit_moves(tmp_path):
+    path = tmp_path / "new" / "moves.json"
+    report = run("examples.benchmarks.orbit_moves", "--output", path)
+    written = json.loads(path.read_text())
+    assert written["nets"] == report["nets"]
+    part = written["nets"]["ReLU"]
+    assert part["leapfrog_steps"] == 3  # full trees of depth 2
+    ratios, times = part["ratios"], part["microseconds"]
+    parts = {name.partition(":")[0] for name in times}  # the method follows
+    assert {"Rescale(net/Dense_0.kernel)", "Permutation(net/Dense_0.kernel)"} < parts
+    assert {"sweep", "NUTS transition", "SGLD step, B=8"} < parts
+    assert all(time["wall_median"] >= time["wall_min"] > 0 for time in times.values())
+    assert {ratio["limit"] for ratio in ratios.values()} == {0.05, 0.5}
+    # One round: ratios of the medians are ratios of the times.
+    for kernel, own in (("NUTS transition", "NUTS"), ("SGLD step, B=8", "SGLD B=8")):
+        for sweep in ("sweep", "sweep, continuous", f"sweep + refresh, {own}"):
+            expected = times[sweep]["wall_median"] / times[kernel]["wall_median"]
+            assert ratios[f"{sweep} / {kernel}"]["median"] == pytest.approx(expected)
+    draw = times["sweep + refresh, SGLD B=8"]["wall_min"] / times["SGLD step, B=8"]["wall_min"] / 2
+    assert ratios["sweep + refresh, SGLD B=8 / draw of 2 SGLD steps, B=8"]["min"] == pytest.approx(draw)
+    assert written["network"]["width"] == 3
+    assert written["versions"]["jax"]

@@ -1,8 +1,5 @@
 """What the kernels refuse, and what they say when a chain diverges."""
 
-import doctest
-import importlib
-import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -342,11 +339,3 @@ def test_quiet_runs_do_not_warn():
     attrs = numpyro_bnn.to_inference_data(mcmc).attrs
     assert attrs["first_divergence"] == "[-1]"
     assert attrs["biased"] == 1
-
-
-MODULES = [module.name for module in pkgutil.iter_modules(infer.__path__)]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_run(name):
-    assert doctest.testmod(importlib.import_module(f"numpyro_bnn.infer.{name}")).failed == 0
