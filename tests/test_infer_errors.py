@@ -1,6 +1,5 @@
 """What the kernels refuse, and what they say when a chain diverges."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
