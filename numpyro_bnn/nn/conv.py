@@ -173,8 +173,24 @@ class MaxPool(_Pool):
     linear: ClassVar[bool] = False
 
     def forward(self, run: Run, x: jax.Array) -> jax.Array:
-        y = self._reduce(_as_images(self, run, x), -float("inf"), lax.max)
+        images = _as_images(self, run, x)
+        window, strides = self._geometry(images.shape[1:3])
+        if window == strides and self.padding == "VALID":
+            y = _tiles(images, window).max(axis=(2, 4))
+        else:
+            y = self._reduce(images, -float("inf"), lax.max)
         return y.reshape(x.shape[:-3] + y.shape[1:])
+
+
+def _tiles(x: jax.Array, window: Pair) -> jax.Array:
+    """Windows that do not overlap, as axes: (N, H, h, W, w, C).
+
+    The gradient of their maximum is elementwise; that of a general window costs twice the step of a small network.
+    """
+    batch, height, width, channels = x.shape
+    rows, columns = height // window[0], width // window[1]
+    whole = x[:, : rows * window[0], : columns * window[1]]
+    return whole.reshape(batch, rows, window[0], columns, window[1], channels)
 
 
 @dataclass(frozen=True)
