@@ -1,12 +1,12 @@
 """What a program computes from what: read from its jaxpr, without running it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-__all__ = ["dependence", "indexed_lengths", "pruned"]
+__all__ = ["dependence", "indexed_lengths", "needed_equations", "pruned"]
 
 # Operations after which an index is still an index.
 ADDRESSING = {
@@ -55,6 +55,28 @@ def dependence(
     return found
 
 
+def needed_equations(
+    jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
+) -> list[tuple[Any, list[bool]]]:
+    """The equations that some variables of a jaxpr are computed from, in order, and which of their outputs are used.
+
+    :param wanted: variables; literals among them need nothing.
+    :param known: variables whose values are there already.
+
+    >>> import jax.numpy as jnp
+    >>> jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x)))(1.0).jaxpr
+    >>> [(equation.primitive.name, used) for equation, used in needed_equations(jaxpr, jaxpr.outvars[1:])]
+    [('cos', [True])]
+    """
+    needed = {var for var in wanted if not isinstance(var, Literal) and var not in known}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            kept.append((equation, [var in needed for var in equation.outvars]))
+            needed.update(var for var in equation.invars if not isinstance(var, Literal) and var not in known)
+    return kept[::-1]
+
+
 def pruned(fn: Callable, *arguments: Any) -> Callable:
     """The program of ``fn`` with only the equations its outputs need, for arguments of these shapes.
 
@@ -70,13 +92,8 @@ def pruned(fn: Callable, *arguments: Any) -> Callable:
     (4.0, False)
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    needed = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
-    kept = []
-    for equation in reversed(closed.jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            kept.append(equation)
-            needed.update(var for var in equation.invars if not isinstance(var, Literal))
-    run = jaxpr_as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept[::-1])))
+    kept = [equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)]
+    run = jaxpr_as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept)))
     tree = jax.tree.structure(shapes)
     return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
 

@@ -1,12 +1,13 @@
-"""Handlers that make a model see all its data: full plates, and observations drawn instead of given."""
+"""Models that see all their data: full plates, traces on them, and observations drawn instead of given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from numpyro import handlers
 from numpyro.primitives import Messenger
 
-__all__ = ["full_plates", "unobserved"]
+__all__ = ["full_plates", "full_trace", "unobserved"]
 
 
 class full_plates(Messenger):
@@ -30,6 +31,27 @@ class full_plates(Messenger):
             size = msg["args"][0]
             msg["args"] = (size, size)
             msg["value"] = jnp.arange(size)
+
+
+def full_trace(
+    model: Callable,
+    values: Mapping[str, Any] | Callable[[dict[str, Any]], Any],
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
+    rng_key: Any = 0,
+) -> dict[str, dict[str, Any]]:
+    """Trace of a model on all its data.
+
+    :param values: of sites by name, or a function of a site that gives its value or ``None``; other sites are drawn.
+    :param rng_key: a key or seed for them.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> full_trace(lambda: numpyro.sample("w", dist.Normal(0.0, 1.0)), {"w": 3.0}, (), {})["w"]["value"]
+    3.0
+    """
+    at = values if callable(values) else lambda site: values.get(site["name"])
+    placed = handlers.substitute(full_plates(model), substitute_fn=at)
+    return handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
 
 
 class unobserved(Messenger):

@@ -344,7 +344,8 @@ def test_quotient_draws_radius_and_scale_independently():
     """Effective sample sizes are those of independent draws: 800 of them, whose estimate has a sd of about 8 %."""
     found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
     free = symmetry.quotient(normed_model, found, X_TRAIN, Y_TRAIN)
-    mcmc = run(NUTS(free, max_tree_depth=6))
+    # At the default acceptance of 0.8 about one draw in a thousand diverges, where the noise scale nears 0.
+    mcmc = run(NUTS(free, max_tree_depth=6, target_accept_prob=0.95))
     sites = mcmc.get_samples(group_by_chain=True)
     assert "net/Dense_0.kernel_gauge" in sites
     assert "net/Dense_0.kernel_scale_gauge" not in sites

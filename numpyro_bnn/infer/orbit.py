@@ -18,6 +18,8 @@ from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.placing import place, renew
 from numpyro_bnn.symmetry import Symmetry, check
+from numpyro_bnn.symmetry.base import as_symmetries
+from numpyro_bnn.symmetry.checking import TOLERANCE
 from numpyro_bnn.symmetry.moves import move
 from numpyro_bnn.symmetry.plan import Plan, plan
 from numpyro_bnn.symmetry.prior import Prior
@@ -94,7 +96,7 @@ class OrbitMoves(MCMCKernel):
         symmetries: Sequence[Symmetry],
         *,
         exact: bool = True,
-        tolerance: float = 1e-6,
+        tolerance: float = TOLERANCE,
     ) -> None:
         usable = isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
         if not usable or type(kernel).refresh is MCMCKernel.refresh:
@@ -105,19 +107,8 @@ class OrbitMoves(MCMCKernel):
                 "Pass a kernel made from a model that has `refresh`, e.g. `NUTS(model)` or `SGLD(model)`.",
                 TypeError,
             )
-        if isinstance(symmetries, Symmetry):
-            symmetries = [symmetries]
-        for symmetry in symmetries:
-            if not isinstance(symmetry, Symmetry):
-                raise argument_error(
-                    "infer.OrbitMoves",
-                    "symmetries",
-                    symmetry,
-                    "Pass symmetries such as `symmetry.Scale(...)`, or what `symmetry.find(model, ...)` gives.",
-                    TypeError,
-                )
         self._kernel = kernel
-        self._symmetries = tuple(symmetries)
+        self._symmetries = as_symmetries("infer.OrbitMoves", symmetries)
         self._exact = exact
         self._tolerance = tolerance
         self._reset()

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from numpyro_bnn._dependence import needed_equations
 from numpyro_bnn._errors import argument_error
 
 __all__ = ["CALLS", "Equation", "Interpreter", "Rule", "inner_jaxpr"]
@@ -174,7 +175,8 @@ class Interpreter:
         needed = [True] * len(jaxpr.outvars) if needed is None else needed
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
-        for equation, outputs_needed in needed_equations(jaxpr, needed):
+        wanted = [var for var, want in zip(jaxpr.outvars, needed, strict=True) if want]
+        for equation, outputs_needed in needed_equations(jaxpr, wanted):
             operands = [_read(values, var) for var in equation.invars]
             outputs = self._evaluate(Equation(equation, self, outputs_needed, caller), operands)
             values.update(zip(equation.outvars, outputs, strict=True))
@@ -211,18 +213,3 @@ def _is_number(value: Any) -> bool:
 
 def _read(values: Mapping[Any, Any], var: Any) -> Any:
     return var.val if isinstance(var, Literal) else values[var]
-
-
-def needed_equations(jaxpr: Any, needed: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
-    """The equations that the needed outputs are computed from, in order; and which of their outputs are."""
-    wanted = {var for var, want in zip(jaxpr.outvars, needed, strict=True) if want and _is_variable(var)}
-    kept = []
-    for equation in reversed(jaxpr.eqns):
-        if wanted.intersection(equation.outvars):
-            kept.append((equation, [var in wanted for var in equation.outvars]))
-            wanted.update(var for var in equation.invars if _is_variable(var))
-    return kept[::-1]
-
-
-def _is_variable(var: Any) -> bool:
-    return not isinstance(var, Literal)

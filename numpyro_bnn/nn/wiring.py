@@ -144,7 +144,7 @@ class Wiring:
         self[y].before.append(x.segment)
         if not gain:
             self[y].flipped_with.append(x.segment)
-        return replace_segment(x, y)
+        return x._replace(segment=y.segment)
 
     def add(self, a: Feature, b: Feature) -> Feature:
         """Two values are summed: from here on, and therefore before, their units share every factor."""
@@ -177,8 +177,3 @@ class Wiring:
         y = self.begin(units, bound=True)
         self[y].fixed = True
         return y
-
-
-def replace_segment(x: Feature, y: Feature) -> Feature:
-    """``x`` in the segment of ``y``."""
-    return x._replace(segment=y.segment)

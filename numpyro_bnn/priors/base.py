@@ -15,6 +15,7 @@ from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
 
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.nn import Shape, fan_in, input_axis, output_axis, role
 
@@ -30,10 +31,8 @@ class NonCentered(dist.TransformedDistribution):
 
 
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
-    fn = site["fn"]
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        fn = fn.base_dist
-    return TransformReparam() if isinstance(fn, NonCentered) and not site["is_observed"] else None
+    noncentered = isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
+    return TransformReparam() if noncentered else None
 
 
 class _NonCenter(handlers.reparam):

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from numpyro import handlers
 
-from numpyro_bnn._plates import full_plates, unobserved
+from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._plates import full_trace, unobserved
 from numpyro_bnn.networks import record_statistics, use_statistics
 
 __all__ = ["Draws", "map_draws", "observation_mean", "site_trace", "training_statistics"]
@@ -33,8 +33,7 @@ def site_trace(
         return draw.get(site["name"]) if site["type"] == "sample" else None
 
     inner = unobserved(model) if predict else model
-    replayed = handlers.substitute(full_plates(inner), substitute_fn=latent)
-    return handlers.trace(handlers.seed(replayed, rng_key)).get_trace(*args, **kwargs)
+    return full_trace(inner, latent, args, kwargs, rng_key)
 
 
 def training_statistics(
@@ -58,9 +57,7 @@ def observation_mean(fn: dist.Distribution) -> Summary | None:
 
     :return: ``None`` for a distribution without a mean.
     """
-    base = fn
-    while isinstance(base, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
-        base = base.base_dist
+    base = unwrapped(fn, masked=True)
     if isinstance(base, dist.CategoricalProbs | dist.CategoricalLogits):
         classes = jnp.arange(base.probs.shape[-1]).reshape(
             (-1,) + (1,) * len(fn.batch_shape + fn.event_shape)

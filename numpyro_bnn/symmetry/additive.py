@@ -1,20 +1,18 @@
 """Groups of shifts: biases before a normalisation, a common shift of all class logits."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn.symmetry.base import Symmetry, as_parts
-from numpyro_bnn.symmetry.parts import Part, Values
+from numpyro_bnn.symmetry.base import OnElements
+from numpyro_bnn.symmetry.parts import Part
 
 __all__ = ["Shift"]
 
 
 @dataclass(frozen=True)
-class Shift(Symmetry):
+class Shift(OnElements):
     r"""A number added to all elements of a unit: w -> w + g.
 
     A bias before batch normalisation: the number of each unit is free. Class logits: one number for all classes,
@@ -32,24 +30,8 @@ class Shift(Symmetry):
     [1.0, 2.0]
     """
 
-    elements: Any
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "elements", as_parts("symmetry.Shift", "elements", self.elements))
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.elements
-
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        moved: Values = {}
-        for part in self.elements:
-            value = moved.get(part.site, values[part.site])
-            moved[part.site] = value + part.by_element(g, jnp.ndim(value))
-        return moved
-
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
-        return jnp.zeros_like(g)
+    def on_part(self, part: Part, value: jax.Array, g: jax.Array) -> jax.Array:
+        return value + part.by_element(g, jnp.ndim(value))
 
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         return 3.0 * jax.random.normal(rng_key, (units,))

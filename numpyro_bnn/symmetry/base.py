@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.symmetry.parts import Part, Values
 
-__all__ = ["Symmetry", "as_parts"]
+__all__ = ["OnElements", "Symmetry", "as_parts", "as_symmetries"]
 
 Self = TypeVar("Self", bound="Symmetry")
 
@@ -125,3 +125,53 @@ class Symmetry(ABC):
 
         changed = {entry.name: renamed(getattr(self, entry.name)) for entry in fields(self)}  # type: ignore[arg-type]
         return replace(self, **changed)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class OnElements(Symmetry):
+    """A group that does the same to every element of a unit, and keeps volumes: shifts, signs, orders.
+
+    :param elements: sites, (site, axis) pairs or parts; the axis runs over the units.
+    """
+
+    elements: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "elements", as_parts(f"symmetry.{type(self).__name__}", "elements", self.elements)
+        )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.elements
+
+    @abstractmethod
+    def on_part(self, part: Part, value: jax.Array, g: jax.Array) -> jax.Array:
+        """The value of one part after ``g`` (U,) has acted."""
+
+    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+        moved: Values = {}
+        for part in self.elements:
+            moved[part.site] = self.on_part(part, moved.get(part.site, values[part.site]), g)
+        return moved
+
+    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+        return jnp.zeros(g.shape)
+
+
+def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
+    """One symmetry or several, as a tuple.
+
+    :raises TypeError: for anything else among them.
+    """
+    given = (symmetries,) if isinstance(symmetries, Symmetry) else tuple(symmetries)
+    for symmetry in given:
+        if not isinstance(symmetry, Symmetry):
+            raise argument_error(
+                call,
+                "symmetries",
+                symmetry,
+                "Pass symmetries such as `symmetry.Scale(...)`, or what `symmetry.find(model, ...)` gives.",
+                TypeError,
+            )
+    return given

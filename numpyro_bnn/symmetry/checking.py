@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn.symmetry.base import Symmetry
-from numpyro_bnn.symmetry.discrete import Permutation
-from numpyro_bnn.symmetry.plan import prior_draws, resolve, with_hyper_sites
-from numpyro_bnn.symmetry.prior import Prior, model_trace, prior_sites
+from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
+from numpyro_bnn.symmetry.prior import log_likelihoods
+from numpyro_bnn.symmetry.survey import in_latent, survey
 
-__all__ = ["Invariance", "check", "invariance"]
+__all__ = ["TOLERANCE", "Invariance", "check", "invariance"]
 
 SEEDS = (0, 1, 2)
+TOLERANCE = 1e-6
 
 
 class Invariance(NamedTuple):
@@ -42,13 +42,13 @@ def invariance(
     >>> bool(invariance(model, [symmetry.Scale("w")], (0.3,))[0].error < 1e-9)
     True
     """
+    symmetries = as_symmetries("symmetry.invariance", symmetries)
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
         args, kwargs = _doubled((args, dict(kwargs or {})))
-        sites, draws = prior_draws(model, args, kwargs, SEEDS)
-        prior = Prior(model, draws[0], args, kwargs)
-        moving = [_in_latent(symmetry, sites, prior, draws) for symmetry in symmetries]
+        found = survey(model, args, kwargs, SEEDS)
+        moving = [in_latent(symmetry, found) for symmetry in symmetries]
         changes = jax.jit(lambda values, key: _changes(model, moving, key, values, args, kwargs))
-        errors = np.array([changes(values, jax.random.key(i)) for i, values in enumerate(draws)])
+        errors = np.array([changes(values, jax.random.key(i)) for i, values in enumerate(found.draws)])
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
 
 
@@ -57,7 +57,7 @@ def check(
     symmetries: Sequence[Symmetry],
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float = TOLERANCE,
 ) -> list[Invariance]:
     """Refuse symmetries that the model does not have; see :func:`invariance` for what is measured.
 
@@ -101,11 +101,6 @@ def _doubled(tree: Any) -> Any:
     )
 
 
-def _in_latent(symmetry: Symmetry, sites: Mapping, prior: Prior, draws: list[dict]) -> Symmetry:
-    moving = resolve(symmetry, sites, tuple(draws[0]))
-    return with_hyper_sites(moving, prior, draws) if isinstance(moving, Permutation) else moving
-
-
 def _changes(
     model: Callable,
     moving: Sequence[Symmetry],
@@ -120,14 +115,11 @@ def _changes(
         g = symmetry.random(jax.random.fold_in(rng_key, i), symmetry.units(values))
         points.append({**values, **symmetry.act(values, g)})
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
-    logs = jax.vmap(lambda point: _log_likelihood(model, point, args, kwargs))(stacked)
+    logs = jax.vmap(lambda point: _pointwise(model, point, args, kwargs))(stacked)
     return jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
 
 
-def _log_likelihood(model: Callable, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-    """Pointwise log likelihood of all observed sites (N,)."""
-    traced = model_trace(model, values, args, kwargs)
-    latent = prior_sites(traced, kwargs)
-    observed = [s for n, s in traced.items() if s["type"] == "sample" and n not in latent]
-    logs = [jnp.ravel(s["fn"].log_prob(s["value"])) for s in observed]
+def _pointwise(model: Callable, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+    """Log likelihood of all observed sites, element by element (N,)."""
+    logs = [jnp.ravel(log) for log in log_likelihoods(model, values, args, kwargs)]
     return jnp.concatenate(logs) if logs else jnp.zeros(0)

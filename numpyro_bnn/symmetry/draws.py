@@ -11,7 +11,7 @@ import numpy as np
 from numpyro_bnn._checks import finite
 from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn.symmetry.additive import Shift
-from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.parts import Part
 from numpyro_bnn.symmetry.scaling import Multiplicative, Rescale, Scale
 
@@ -28,14 +28,10 @@ def read(
 
     A site ``net/Dense_0.kernel`` is found under the name ``net.Dense_0.kernel`` that it has in files, too.
     """
-    if isinstance(symmetries, Symmetry):
-        symmetries = [symmetries]
-    for s in symmetries:
-        if not isinstance(s, Symmetry):
-            raise argument_error(
-                call, "symmetries", s, "Pass symmetries, e.g. `symmetry.of(net, (13,))`.", TypeError
-            )
-    renamed = [s.rename({site: _stored(call, site, draws) for site in s.sites}) for s in symmetries]
+    renamed = [
+        s.rename({site: _stored(call, site, draws) for site in s.sites})
+        for s in as_symmetries(call, symmetries)
+    ]
     sizes: dict[str, tuple[int, ...]] = {}
     points = {}
     for site in dict.fromkeys(site for s in renamed for site in s.sites):

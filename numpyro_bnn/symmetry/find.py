@@ -6,10 +6,10 @@ from typing import Any
 import numpyro.distributions as dist
 
 from numpyro_bnn.symmetry.base import Symmetry
-from numpyro_bnn.symmetry.checking import invariance
+from numpyro_bnn.symmetry.checking import TOLERANCE, invariance
 from numpyro_bnn.symmetry.derive import of
-from numpyro_bnn.symmetry.plan import prior_draws
 from numpyro_bnn.symmetry.scaling import JointRescale, JointScale, Rescale, Scale
+from numpyro_bnn.symmetry.survey import survey
 
 __all__ = ["find"]
 
@@ -34,7 +34,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     >>> [s.name for s in find(model, jnp.arange(12.0).reshape(6, 2) ** 2, jnp.ones(6))][:3]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
-    sites, draws = prior_draws(model, args, kwargs, (0,))
+    sites, draws, _ = survey(model, args, kwargs)
     latent = set(draws[0])
     networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
     logits = any(site.observed and issubclass(site.family, dist.CategoricalLogits) for site in sites.values())
@@ -43,7 +43,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
         found += of(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
     measured = invariance(model, list(dict.fromkeys(found + joint)), args, kwargs)
-    return [entry.symmetry for entry in measured if entry.error <= 1e-6]
+    return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:

@@ -11,7 +11,7 @@ from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.parts import Values
 from numpyro_bnn.symmetry.plan import Method, Plan
 from numpyro_bnn.symmetry.prior import Prior, as_normal
-from numpyro_bnn.symmetry.ratio import hyperprior_draw, log_ratio
+from numpyro_bnn.symmetry.ratio import independent_draw, log_ratio
 from numpyro_bnn.symmetry.scaling import Multiplicative
 
 __all__ = ["EXACT", "move"]
@@ -34,9 +34,7 @@ def move(
     if plan.method in EXACT:
         g = _exact(plan, rng_key, values, prior)
         return plan.symmetry.act(values, g), jnp.ones(())
-    if plan.method == "shuffle":
-        return _shuffle(plan, rng_key, values, prior)
-    if plan.method == "hyperprior":
+    if plan.method in ("shuffle", "hyperprior"):
         return _independent(plan, rng_key, values, prior)
     if plan.method == "walk" and plan.units == 1:
         return _walk_on(plan, rng_key, values, prior, width)
@@ -52,10 +50,8 @@ def move(
 
 def _exact(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> jax.Array:
     symmetry = plan.symmetry
-    if plan.method == "order":
-        return symmetry.random(rng_key, plan.units)
-    if plan.method == "scale prior":
-        return hyperprior_draw(plan, rng_key, values, prior)[0]
+    if plan.method in ("order", "scale prior"):
+        return independent_draw(plan, rng_key, values, prior)[0]
     fns = prior.distributions(values)
     if plan.method == "prior":
         part = symmetry.parts[0]
@@ -68,7 +64,7 @@ def _exact(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> jax
     assert isinstance(symmetry, Multiplicative)
     for part, power in symmetry.powers:
         value = values[part.site]
-        normal = as_normal(fns[part.site], value.shape)
+        normal = as_normal(fns[part.site])
         assert normal is not None
         squares[power] = squares[power] + part.over_units((value / normal[1]) ** 2)
     g = 0.5 * log_gig(rng_key, symmetry.dimension(values) / 2, squares[1.0], squares[-1.0])
@@ -79,7 +75,7 @@ def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: 
     precision = weighted = jnp.zeros(symmetry.units(values))
     for part in symmetry.parts:
         value = values[part.site]
-        loc, scale = as_normal(fns[part.site], value.shape)  # type: ignore[misc]
+        loc, scale = as_normal(fns[part.site])  # type: ignore[misc]
         precision = precision + part.over_units(scale**-2.0)
         weighted = weighted + part.over_units((value - loc) / scale**2)
     noise = random.normal(rng_key, jnp.shape(precision), jnp.result_type(weighted))
@@ -87,11 +83,6 @@ def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: 
 
 
 # -- Metropolis-Hastings on the group -----------------------------------------------------------------
-
-
-def _chosen(plan: Plan, values: Mapping, g: jax.Array, identity: float, accepted: jax.Array) -> Values:
-    """The group element where accepted, else the identity."""
-    return plan.symmetry.act(values, jnp.where(accepted, g, identity))
 
 
 def _walk(
@@ -108,7 +99,8 @@ def _step(
 ) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, width * noise[0], 0)
     ratio = log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
-    return _chosen(plan, values, g, 0.0, noise[1] < ratio), jnp.mean(_probability(ratio))
+    accepted = noise[1] < ratio
+    return plan.symmetry.act(values, jnp.where(accepted, g, 0.0)), jnp.mean(_probability(ratio))
 
 
 def _walk_on(
@@ -133,27 +125,17 @@ def _flip(
     g = jnp.where(moving, -1.0, 1.0)
     probability = jax.nn.sigmoid(log_ratio(plan, values, plan.symmetry.act(values, g), g, prior))
     flipped = random.bernoulli(rng_key, probability)
-    return _chosen(plan, values, g, 1.0, flipped), jnp.mean(probability)
-
-
-def _shuffle(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
-    propose_key, accept_key = random.split(rng_key)
-    order = plan.symmetry.random(propose_key, plan.units)
-    total = plan._replace(by_unit=False)
-    ratio = log_ratio(total, values, plan.symmetry.act(values, order), order, prior)[0]
-    accepted = jnp.log(random.uniform(accept_key)) < ratio
-    kept = jnp.where(accepted, order, jnp.arange(plan.units))
-    return plan.symmetry.act(values, kept), _probability(ratio)
+    return plan.symmetry.act(values, jnp.where(flipped, g, 1.0)), jnp.mean(probability)
 
 
 def _independent(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
-    """Propose the hyper-parameter from its prior."""
+    """Propose without regard to the place on the orbit."""
     propose_key, accept_key = random.split(rng_key)
-    g, proposal = hyperprior_draw(plan, propose_key, values, prior)
-    total = plan._replace(by_unit=False)
-    ratio = log_ratio(total, values, plan.symmetry.act(values, g), g, prior)[0] - proposal
-    accepted = jnp.log(random.uniform(accept_key)) < ratio
-    return plan.symmetry.act(values, jnp.where(accepted, g, 0.0)), _probability(ratio)
+    g, proposal = independent_draw(plan, propose_key, values, prior)
+    ratio = log_ratio(plan._replace(by_unit=False), values, plan.symmetry.act(values, g), g, prior) - proposal
+    accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
+    identity = jnp.arange(plan.units) if plan.method == "shuffle" else 0.0
+    return plan.symmetry.act(values, jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
 
 
 def _one_by_one(

@@ -8,25 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from numpyro import handlers
-from numpyro.distributions.transforms import AffineTransform, IndependentTransform
 
 from numpyro_bnn._dependence import dependence, pruned
+from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn._plates import full_plates
+from numpyro_bnn._plates import full_trace
 
-__all__ = ["CONDITIONED", "Prior", "as_normal", "elementwise", "model_trace", "prior_sites", "unwrapped"]
+__all__ = ["CONDITIONED", "Prior", "as_normal", "elementwise", "log_likelihoods", "prior_sites"]
 
 # Keyword through which NumPyro's Gibbs hands the values of other blocks to a model.
 CONDITIONED = "_gibbs_sites"
-
-
-def model_trace(
-    model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any] | None
-) -> dict:
-    """Trace of a model on all its data with latent sites at ``values``; sites without a value are drawn."""
-    at_values = handlers.substitute(full_plates(model), data=dict(values))
-    return handlers.trace(handlers.seed(at_values, 0)).get_trace(*args, **(kwargs or {}))
 
 
 def prior_sites(traced: Mapping[str, dict], kwargs: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -37,6 +28,16 @@ def prior_sites(traced: Mapping[str, dict], kwargs: Mapping[str, Any] | None) ->
         for name, site in traced.items()
         if site["type"] == "sample" and (not site["is_observed"] or name in held)
     )
+
+
+def log_likelihoods(
+    model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any] | None
+) -> list[jax.Array]:
+    """Log density of every observed site at ``values`` of the latent ones, on all data."""
+    traced = full_trace(model, values, args, kwargs)
+    latent = prior_sites(traced, kwargs)
+    observed = [site for name, site in traced.items() if site["type"] == "sample" and name not in latent]
+    return [site["fn"].log_prob(site["value"]) for site in observed]
 
 
 class Prior:
@@ -73,17 +74,14 @@ class Prior:
         self.held = dict((kwargs or {}).get(CONDITIONED, {}))
 
         def distributions(values: Mapping[str, Any]) -> dict[str, Any]:
-            traced = model_trace(model, values, args, kwargs)
+            traced = full_trace(model, values, args, kwargs)
             return {name: _checked(traced[name]) for name in prior_sites(traced, kwargs)}
 
         def likelihood(values: Mapping[str, Any]) -> jax.Array:
-            traced = model_trace(model, values, args, kwargs)
-            latent = prior_sites(traced, kwargs)
-            observed = [s for n, s in traced.items() if s["type"] == "sample" and n not in latent]
-            return sum((jnp.sum(s["fn"].log_prob(s["value"])) for s in observed), jnp.zeros(()))
+            return sum(map(jnp.sum, log_likelihoods(model, values, args, kwargs)), jnp.zeros(()))
 
         def responses(values: Mapping[str, Any]) -> dict[str, jax.Array]:
-            traced = model_trace(model, values, args, kwargs)
+            traced = full_trace(model, values, args, kwargs)
             held = [
                 n for n, site in traced.items() if site["type"] == "deterministic" and f"{n}_base" in values
             ]
@@ -120,34 +118,15 @@ def _checked(site: Mapping[str, Any]) -> dist.Distribution:
     return site["fn"]
 
 
-def unwrapped(fn: dist.Distribution) -> dist.Distribution:
-    """The distribution inside independence and expansion."""
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        fn = fn.base_dist
-    return fn
-
-
-def as_normal(fn: dist.Distribution, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array] | None:
-    """Location and scale of a distribution of independent normals, in the shape of the site; ``None`` for others."""
-    base = unwrapped(fn)
-    if isinstance(base, dist.Normal):
-        loc, scale = base.loc, base.scale
-    elif isinstance(base, dist.TransformedDistribution) and len(base.transforms) == 1:
-        transform = base.transforms[0]
-        while isinstance(transform, IndependentTransform):
-            transform = transform.base_transform
-        inner = as_normal(base.base_dist, shape)
-        if inner is None or not isinstance(transform, AffineTransform):
-            return None
-        loc, scale = transform.loc + transform.scale * inner[0], jnp.abs(transform.scale) * inner[1]
-    else:
-        return None
-    return jnp.broadcast_to(loc, shape), jnp.broadcast_to(scale, shape)
+def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
+    """Mean and sd of a distribution of independent normals, in the shape of the site; ``None`` for others."""
+    found = affine_normal(fn)
+    return None if found is None else (found[0], jnp.abs(found[1]))
 
 
 def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
     """Log density of every element of a site; ``None`` where the elements are not independent."""
-    normal = as_normal(fn, jnp.shape(value))
+    normal = as_normal(fn)
     if normal is not None:
         return dist.Normal(*normal).log_prob(value)
     base = unwrapped(fn)

@@ -13,11 +13,13 @@ import numpyro.distributions as dist
 from jax import lax, random
 from numpyro.primitives import _PYRO_STACK, Messenger
 
-from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn._plates import full_trace
+from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.checking import check
 from numpyro_bnn.symmetry.moves import move
-from numpyro_bnn.symmetry.plan import Plan, plan, prior_draws
-from numpyro_bnn.symmetry.prior import Prior, as_normal, model_trace
+from numpyro_bnn.symmetry.plan import Plan, plan_in
+from numpyro_bnn.symmetry.prior import Prior, as_normal
+from numpyro_bnn.symmetry.survey import survey
 
 __all__ = ["quotient"]
 
@@ -59,6 +61,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     >>> mcmc.get_samples()["net/Dense_0.kernel_scale"].shape
     (5,)
     """
+    symmetries = as_symmetries("symmetry.quotient", symmetries)
     with jax.ensure_compile_time_eval():
         check(model, symmetries, args, kwargs)
         gauge = _gauge(model, symmetries, args, kwargs)
@@ -93,17 +96,15 @@ class Gauge(NamedTuple):
 
 
 def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
-    plans = plan(model, symmetries, args, kwargs)
-    _, draws = prior_draws(model, args, kwargs, (0, 1))
-    prior = Prior(model, draws[0], args, kwargs)
+    found = survey(model, args, kwargs)
+    draws, prior = found.draws, found.prior
+    plans = plan_in(found, symmetries)
     removed: dict[str, np.ndarray] = {}
     for entry in plans:
         removed |= _removed(entry, draws)
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
     fns = prior.distributions(draws[0])
-    normal = frozenset(
-        site for site in touched if as_normal(fns[site], jnp.shape(draws[0][site])) is not None
-    )
+    normal = frozenset(site for site in touched if as_normal(fns[site]) is not None)
     before, after = jax.jit(lambda values: _before_and_after(model, plans, prior, values, args, kwargs))(
         draws[0]
     )
@@ -118,7 +119,7 @@ def _before_and_after(
     moved = dict(values)
     for i, entry in enumerate(plans):
         moved |= move(entry, random.key(i), moved, prior, jnp.ones(()))[0]
-    traces = [model_trace(model, point, args, kwargs) for point in (values, moved)]
+    traces = [full_trace(model, point, args, kwargs) for point in (values, moved)]
     return [{n: s["value"] for n, s in traced.items() if s["type"] == "deterministic"} for traced in traces]
 
 
@@ -162,7 +163,7 @@ class _InGauge(Messenger):
         if "_gauged" in msg:
             name, fn = msg.pop("_gauged")
             if name in self.gauge.normal:
-                loc, scale = as_normal(fn, fn.shape())  # type: ignore[misc]
+                loc, scale = as_normal(fn)  # type: ignore[misc]
                 msg["value"] = loc + scale * msg["value"]
             msg["name"], msg["fn"] = name, fn
         if msg["type"] == "sample" and not msg["is_observed"]:
@@ -178,7 +179,7 @@ def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs
         for i, entry in enumerate(gauge.plans):
             changed, _ = move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))
             values |= changed
-        traced = model_trace(model, values, args, kwargs)
+        traced = full_trace(model, values, args, kwargs)
     for name in sorted(gauge.touched):
         numpyro.deterministic(name, values[name])
     for name in sorted(gauge.variant):

@@ -13,7 +13,7 @@ from numpyro_bnn.symmetry.scaling import JointScale
 if TYPE_CHECKING:
     from numpyro_bnn.symmetry.plan import Plan
 
-__all__ = ["hyperprior_draw", "log_ratio"]
+__all__ = ["independent_draw", "log_ratio"]
 
 
 def log_ratio(
@@ -35,17 +35,19 @@ def _log_density(plan: "Plan", values: Mapping[str, jax.Array], prior: Prior) ->
     return (total if plan.exact else total + prior.likelihood(values))[None]
 
 
-def hyperprior_draw(
+def independent_draw(
     plan: "Plan", rng_key: jax.Array, values: Mapping[str, jax.Array], prior: Prior
 ) -> tuple[jax.Array, jax.Array]:
-    """The group element that takes a hyper-parameter to a draw from its prior, and the log density ratio of the
-    proposal with respect to the Haar measure, p(s) s.
+    """A group element independent of the place on the orbit, and the log ratio of its density there and here.
+
+    A uniform order of units; or what takes a hyper-parameter s to a draw from its prior, whose density with respect
+    to the Haar measure is p(s) s.
     """
     symmetry = plan.symmetry
-    assert isinstance(symmetry, JointScale)
+    if not isinstance(symmetry, JointScale):
+        return symmetry.random(rng_key, plan.units), jnp.zeros(())
     site = symmetry.scale[0].site
     hyperprior, now = prior.distributions(values)[site], values[site]
     then = jnp.reshape(hyperprior.sample(rng_key), jnp.shape(now))
     g = (jnp.log(then / now) / symmetry.power).reshape(1)
-    proposal = jnp.sum(hyperprior.log_prob(then) + jnp.log(then) - hyperprior.log_prob(now) - jnp.log(now))
-    return g, proposal
+    return g, jnp.sum(hyperprior.log_prob(then) + jnp.log(then) - hyperprior.log_prob(now) - jnp.log(now))

@@ -11,8 +11,9 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.adf.rows import Arguments, run_model
-from numpyro_bnn.guides.adf.sites import Sites, peel, refuse
+from numpyro_bnn.guides.adf.sites import Sites, refuse
 from numpyro_bnn.guides.adf.split import Split, split
 from numpyro_bnn.moments import Gaussian
 
@@ -68,7 +69,7 @@ def observe(
     def program(weights: Any, context: Context) -> dict[str, Any]:
         args, kwargs = arguments.row(context["rows"], context["arrays"])
         site = run_model(model, {**weights, **context["others"]}, args, kwargs)[sites.observed]
-        base = peel(site["fn"])
+        base = unwrapped(site["fn"], masked=True)
         shape = site["fn"].shape()
         found["shape"] = shape
         if base.event_dim:
@@ -146,7 +147,7 @@ def check_rows(model: Callable, arguments: Arguments, sites: Sites, others: Mapp
     def parameters(rows: Any) -> list[jax.Array]:
         args, kwargs = arguments.call(rows, arrays)
         site = run_model(model, {**weights, **others}, args, kwargs)[sites.observed]
-        return jax.tree.leaves(peel(site["fn"]))
+        return jax.tree.leaves(unwrapped(site["fn"], masked=True))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         alone = [parameters({name: leaf[k : k + 1] for name, leaf in rows.items()}) for k in range(2)]

@@ -10,7 +10,8 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import Transform, biject_to
 
-from numpyro_bnn.guides.adf.sites import Sites, peel, refuse
+from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn.guides.adf.sites import Sites, refuse
 from numpyro_bnn.guides.adf.updates import Gamma
 from numpyro_bnn.moments import Gaussian
 
@@ -38,7 +39,7 @@ class Other:
     @classmethod
     def of(cls, kind: str, fn: dist.Distribution) -> "Other":
         """Represent a prior."""
-        base = peel(fn)
+        base = unwrapped(fn, masked=True)
         transform = biject_to(base.support)
         prior = (
             (base.concentration, base.rate) if kind == "gamma" else _unconstrained_moments(base, transform)
@@ -59,7 +60,7 @@ class Other:
     def log_prior(self, u: jax.Array) -> jax.Array:
         """Log density in unconstrained space, elementwise."""
         value = self.transform(u)
-        return peel(self.fn).log_prob(value) + self.transform.log_abs_det_jacobian(u, value)
+        return unwrapped(self.fn, masked=True).log_prob(value) + self.transform.log_abs_det_jacobian(u, value)
 
 
 def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +88,7 @@ def describe_others(sites: Sites, noise_powers: Mapping[str, float | None]) -> d
     """
     found = {}
     for name, fn in sites.others.items():
-        base = peel(fn)
+        base = unwrapped(fn, masked=True)
         if base.event_dim or base.support.is_discrete:
             raise refuse(
                 name,

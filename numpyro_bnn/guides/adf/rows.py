@@ -13,7 +13,7 @@ from numpyro.distributions import Unit
 
 from numpyro_bnn import _checks
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn._plates import full_plates
+from numpyro_bnn._plates import full_trace
 
 __all__ = ["Arguments", "outline", "run_model"]
 
@@ -29,9 +29,8 @@ def run_model(model: Callable, values: Mapping[str, Any], args: tuple, kwargs: M
     """
     # A NumPy array cannot be indexed with the traced indices of a plate.
     args, kwargs = jax.tree.map(_as_jax, (args, dict(kwargs)))
-    placed = handlers.substitute(full_plates(model), substitute_fn=lambda site: values.get(site["name"]))
     with handlers.block():  # a guide that reads its model may itself be running in NumPyro's handlers
-        return handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **kwargs)
+        return full_trace(model, values, args, kwargs)
 
 
 def outline(model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> Trace:

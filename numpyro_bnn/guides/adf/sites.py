@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,11 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._dependence import dependence
+from numpyro_bnn._distributions import affine_normal, is_affine_normal
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.guides.adf.rows import Trace, outline, run_model
 
-__all__ = ["Sites", "Weight", "find_sites", "peel", "refuse"]
+__all__ = ["Sites", "Weight", "find_sites", "refuse"]
 
 CALL = "guides.AutoADF"
 # Suffixes that NumPyro's reparameterisers give to the site they sample instead of the one in the model.
@@ -70,36 +71,9 @@ def refuse(site: str, why: str, instead: str) -> Exception:
     return argument_error(CALL, "model", f"site {site!r}, {why}", instead)
 
 
-def peel(fn: dist.Distribution) -> dist.Distribution:
-    """The distribution inside ``to_event``, ``expand`` and ``mask``.
-
-    >>> type(peel(dist.Normal(0.0, 1.0).expand([3]).to_event(1))).__name__
-    'Normal'
-    """
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
-        fn = fn.base_dist
-    return fn
-
-
-def _is_gaussian(fn: dist.Distribution) -> bool:
-    """Whether a distribution is normal, affinely transformed or not."""
-    fn = peel(fn)
-    if isinstance(fn, dist.TransformedDistribution):
-        affine = all(isinstance(t, dist.transforms.AffineTransform) for t in fn.transforms)
-        return affine and type(peel(fn.base_dist)) is dist.Normal
-    return type(fn) is dist.Normal
-
-
 def _gaussian(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
-    """Mean and sd of a distribution that :func:`_is_gaussian`."""
-    shape = fn.shape()
-    fn = peel(fn)
-    loc, scale = jnp.zeros(()), jnp.ones(())
-    if isinstance(fn, dist.TransformedDistribution):
-        for transform in reversed(fn.transforms):
-            loc, scale = loc + scale * transform.loc, scale * transform.scale
-        fn = peel(fn.base_dist)
-    return jnp.broadcast_to(loc + scale * fn.loc, shape), jnp.broadcast_to(scale * fn.scale, shape)
+    """Mean and sd of a weight site, which is known to be normal."""
+    return cast(tuple[jax.Array, jax.Array], affine_normal(fn, masked=True))
 
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites:
@@ -121,7 +95,7 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites
     observed = _observation(trace)
     _check_latent(trace, latent)
     bases = _reparameterised(trace, latent)
-    others = [name for name, site in latent.items() if not _is_gaussian(site["fn"])]
+    others = [name for name, site in latent.items() if not is_affine_normal(site["fn"], masked=True)]
     weights = {bases.get(name, name): name for name in latent if name not in others}
     if not weights:
         raise argument_error(CALL, "model", "no Gaussian latent site", "Give the weights a Normal prior.")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from numpyro_bnn._dependence import needed_equations
 from numpyro_bnn.moments import Interpreter
 
 __all__ = ["Split", "split"]
@@ -117,13 +118,7 @@ class Split:
         """Evaluate what ``wanted`` needs beyond what is known."""
         jaxpr = self._closed.jaxpr
         known.update(zip(jaxpr.constvars, self._closed.consts, strict=True))
-        missing = {var for var in wanted if not isinstance(var, Literal) and var not in known}
-        equations = []
-        for equation in reversed(jaxpr.eqns):
-            if missing.intersection(equation.outvars):
-                equations.append(equation)
-                missing |= {v for v in equation.invars if not isinstance(v, Literal) and v not in known}
-        for equation in reversed(equations):
+        for equation, _ in needed_equations(jaxpr, wanted, frozenset(known)):
             operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
             out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
             for var, value in zip(
