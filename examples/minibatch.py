@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpyro
 
-from examples.regression import writable_folder
+from examples.shared import at_least, writable_folder
 
 KERNELS = ("SGLD", "PSGLD", "SGHMC")
 STATISTICS = ("step_size", "configurational_temperature", "gradient_noise", "num_gradients", "diverged")
@@ -71,9 +71,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, default=Path("output"), help="folder of the netCDF files and the figure"
     )
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():
-        if isinstance(value, int) and name != "seed" and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    numbers = [name for name, value in vars(args).items() if isinstance(value, int) and name != "seed"]
+    at_least(parser, args, numbers)
     return args
 
 

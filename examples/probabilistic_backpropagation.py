@@ -20,7 +20,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from examples.regression import writable_folder
+from examples.shared import at_least, writable_folder
 
 
 class Scores(NamedTuple):
@@ -62,11 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=None, help="folder that holds california_housing.npz")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the figure")
     args = parser.parse_args(argv)
-    for name in ("num_epochs", "nuts_rows", "nuts_warmup", "nuts_samples"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if min(args.widths) < 1:
-        parser.error("--widths must be at least 1")
+    at_least(parser, args, ("num_epochs", "nuts_rows", "nuts_warmup", "nuts_samples", "widths"))
     return args
 
 

@@ -7,13 +7,14 @@ year. The network has one hidden layer and one learned scale per layer. Run it w
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpyro
+
+from examples.shared import at_least, writable_folder
 
 
 class Scores(NamedTuple):
@@ -44,22 +45,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, default=Path("output"), help="folder of the netCDF file and the plots"
     )
     args = parser.parse_args(argv)
-    for name in ("width", "num_warmup", "num_samples", "num_chains"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    at_least(parser, args, ("width", "num_warmup", "num_samples", "num_chains"))
     return args
-
-
-def writable_folder(path: Path) -> Path:
-    """Find out before the work starts that results cannot be saved."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        sys.exit(f"--output: cannot write to {path} ({error.strerror}). Choose another folder.")
-    return path
 
 
 def fit_network(data, args: argparse.Namespace):

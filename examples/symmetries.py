@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.regression import writable_folder
+from examples.shared import at_least, writable_folder
 
 WAYS = ("centred", "non-centred", "moves", "quotient")
 NETS = {"bn": "batch-norm MLP", "residual": "residual network with batch norm", "relu": "ReLU MLP"}
@@ -82,11 +82,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--summarise", type=Path, nargs="+", help="sample nothing: read these JSON files")
     parser.add_argument("--table", type=Path, help="write the tables as Markdown to this file")
     args = parser.parse_args(argv)
-    limits = {"num_chains": 2, "num_samples": 4}  # R-hat and ESS need as many
-    for name in ("width", "residual_width", "num_chains", "num_warmup", "num_samples", "max_tree_depth"):
-        least = limits.get(name, 1)
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    at_least(parser, args, ("width", "residual_width", "num_warmup", "max_tree_depth"))
+    at_least(parser, args, ("num_chains",), 2)
+    at_least(parser, args, ("num_samples",), 4)  # R-hat and ESS need as many
     return args
 
 

@@ -24,12 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from examples.benchmarks.adf_uci import check_output, write_docs
 from examples.probabilistic_backpropagation import model
+from examples.shared import at_least, between_marks, writable_file
 
 # Of the C code of the authors, one core of a machine like ours: microseconds per update and split.
 C_REFERENCE = {"boston": "9-12", "california": "175"}
-MARKS = "<!-- table of adf_speed: begin -->", "<!-- table of adf_speed: end -->"
 
 
 def load_data(args: argparse.Namespace) -> dict[str, tuple[np.ndarray, np.ndarray, tuple[int, ...]]]:
@@ -197,15 +196,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("output/adf_speed.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)
-    for name in ("rounds", "splits", "rows", "width"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    at_least(parser, args, ("rounds", "splits", "rows", "width"))
     return args
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    check_output(args.output)
+    writable_file(args.output)
     report: dict[str, Any] = {}
     for name, (x, y, layers) in load_data(args).items():
         report[name] = compare(x, y, layers, args.rounds) | {"c_reference": C_REFERENCE[name]}
@@ -220,7 +217,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report["options"] = {"rounds": args.rounds, "splits": args.splits, "rows": args.rows, "width": args.width}
     args.output.write_text(json.dumps(report, indent=2) + "\n")
     if args.docs is not None:
-        write_docs(args.docs, table(report), MARKS)
+        between_marks(args.docs, table(report), "adf_speed")
     return report
 
 

@@ -9,7 +9,6 @@ is plain NumPyro in the published parametrisation. Writes JSON; with ``--docs`` 
 import argparse
 import json
 import platform
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.probabilistic_backpropagation import model
+from examples.shared import at_least, between_marks, writable_file
 
 # Test RMSE and log likelihood with standard errors: the C code of the authors on these splits (protein: their paper).
 REFERENCE = {
@@ -33,7 +33,6 @@ REFERENCE = {
     "wine": ((0.635, 0.008), (-0.968, 0.014)),
     "yacht": ((1.028, 0.065), (-1.647, 0.022)),
 }
-MARKS = "<!-- table of adf_uci: begin -->", "<!-- table of adf_uci: end -->"
 
 
 def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np.ndarray]:
@@ -122,12 +121,6 @@ def _columns(row: dict[str, Any], digits: int) -> list[tuple[float, float, int]]
     return [(*row[name], digits if "rmse" in name else 3) for name in names]
 
 
-def write_docs(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
-    """Put a table between its marks."""
-    before, rest = page.read_text().split(marks[0])
-    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{rest.split(marks[1])[1]}")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="examples.benchmarks.adf_uci",
@@ -146,24 +139,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("output/adf_uci.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)
-    for name in ("splits", "epochs", "width"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    at_least(parser, args, ("splits", "epochs", "width"))
     return args
-
-
-def check_output(path: Path) -> None:
-    """Find out before the work starts that results cannot be saved."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    check_output(args.output)
+    writable_file(args.output)
     report: dict[str, Any] = {
         "rows": [],
         "settings": {"epochs": args.epochs, "width": args.width, "seed": args.seed},
@@ -175,7 +157,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(table(report["rows"][-1:]).split("\n")[-1], flush=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n")
     if args.docs is not None:
-        write_docs(args.docs, table(report["rows"]))
+        between_marks(args.docs, table(report["rows"]), "adf_uci")
     return report
 
 

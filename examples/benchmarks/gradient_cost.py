@@ -24,6 +24,7 @@ from jax import random
 from numpyro.infer.util import initialize_model
 
 import numpyro_bnn as bnn
+from examples.shared import at_least, writable_file
 
 
 def hand_written(x, y, widths):
@@ -106,7 +107,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--calls", type=int, default=200, help="gradients per repeat")
     parser.add_argument("--steps", type=int, default=50, help="leapfrog steps per trajectory")
     args = parser.parse_args(argv)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    at_least(parser, args, ("repeats", "calls", "steps"))
+    writable_file(args.output)
     sizes = [(455, (50, 1)), (455, (50, 50, 1)), (5000, (50, 50, 1))]
     rows = [compare(n, widths, args.repeats, args.calls, args.steps) for n, widths in sizes]
     for row in rows:

@@ -20,7 +20,8 @@ import jax
 from jax import lax, random
 from numpyro.infer import NUTS
 
-from examples.benchmarks.sgld_step import check_output, interleave, settings
+from examples.benchmarks.sgld_step import interleave, settings
+from examples.shared import at_least, writable_file
 from numpyro_bnn import infer, models, nn, priors, symmetry
 
 NETS = {"ReLU": lambda width: nn.MLP([width, 1], "relu")}
@@ -192,9 +193,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps-per-draw", type=int, default=100, help="SGLD steps per draw")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 512], help="minibatch sizes of SGLD")
     args = parser.parse_args(argv)
-    for option, value in vars(args).items():
-        if isinstance(value, int) and value < 1:
-            parser.error(f"--{option.replace('_', '-')} must be at least 1")
+    at_least(parser, args, [name for name, value in vars(args).items() if isinstance(value, int)])
     if min(args.batches) < 2 or max(args.batches) > args.rows:
         parser.error(f"--batches must be at least 2 and at most --rows, {args.rows}")
     return args
@@ -212,7 +211,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    check_output(args.output)
+    writable_file(args.output)
     report = {"nets": {name: compare(name, args) for name in args.nets}, **settings(args)}
     report["network"] = {"features": FEATURES, "width": args.width, "step_size": STEP_SIZE}
     print_report(report)

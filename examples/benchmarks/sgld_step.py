@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +29,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
 
+from examples.shared import at_least, writable_file
 from numpyro_bnn import infer, sgmcmc
 
 FEATURES, WIDTH, BATCH, STEP_SIZE = 8, 50, 32, 1e-6
@@ -257,23 +257,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="numbers of data points"
     )
     args = parser.parse_args(argv)
-    for name in ("rounds", "steps", "run_rounds", "run_steps", "steps_per_draw"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    at_least(parser, args, ("rounds", "steps", "run_rounds", "run_steps", "steps_per_draw"))
     if args.run_steps < args.steps_per_draw:
         parser.error("--run-steps must be at least --steps-per-draw")
     if min(args.sizes) < BATCH:
         parser.error(f"--sizes must be at least the minibatch, {BATCH}")
     return args
-
-
-def check_output(path: Path) -> None:
-    """Find out before the work starts that results cannot be saved."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -314,7 +303,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    check_output(args.output)
+    writable_file(args.output)
     report = {
         "steps": compare_steps(args.rounds, args.steps),
         "run": compare_run(args.run_rounds, args.run_steps, args.steps_per_draw),

@@ -1,0 +1,50 @@
+"""What the scripts share: options that must be positive, outputs that can be written, tables inside pages."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["at_least", "between_marks", "writable_file", "writable_folder"]
+
+
+def at_least(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1
+) -> None:
+    """Refuse smaller numbers, also in options that take several.
+
+    :param names: of the options, as attributes of ``args``.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if min(value if isinstance(value, list) else [value]) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+
+
+def writable_folder(path: Path) -> Path:
+    """Find out before the work starts that results cannot be saved."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        sys.exit(f"--output: cannot write to {path} ({error.strerror}). Choose another folder.")
+    return path
+
+
+def writable_file(path: Path) -> Path:
+    """The same for one file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
+    return path
+
+
+def between_marks(page: Path, text: str, name: str) -> None:
+    """Put a table into a page, between the comments ``table of <name>: begin`` and ``end``."""
+    begin, end = (f"<!-- table of {name}: {which} -->" for which in ("begin", "end"))
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
