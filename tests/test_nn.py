@@ -12,6 +12,7 @@ from flax import linen
 from registry import LAYERS, LayerRow, rows
 
 from numpyro_bnn import nn
+from numpyro_bnn.nn.convolve import convolve_by_product
 
 pytestmark = pytest.mark.core
 
@@ -480,3 +481,26 @@ def test_mistakes(call, kind, message):
 def test_numpy_integers_are_integers():
     assert nn.MLP([np.int64(5), 1]) == nn.MLP([5, 1])
     assert hash(nn.Conv2d(np.int32(3), np.int64(3))) == hash(nn.Conv2d(3, 3))
+
+
+@pytest.mark.parametrize("channels", [1, 9])
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((2, 2), (1, 0))])
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
+def test_convolution_by_product(channels, padding, strides):
+    """Values and gradients of XLA's convolution, which other devices than CPUs use, to rounding in float64."""
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = jax.random.normal(keys[0], (2, 8, 7, channels))
+        kernel = jax.random.normal(keys[1], (3, 2, channels, 4))
+
+        def reference(x, kernel):
+            return jax.lax.conv_general_dilated(
+                x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        expected, pull = jax.vjp(reference, x, kernel)
+        found, pull_found = jax.vjp(lambda x, k: convolve_by_product(x, k, strides, padding), x, kernel)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+        cotangent = jax.random.normal(keys[2], expected.shape)
+        for ours, theirs in zip(pull_found(cotangent), pull(cotangent), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-12)

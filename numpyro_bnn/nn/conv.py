@@ -11,6 +11,7 @@ from jax import lax
 
 from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn.nn.base import Layer, Run, Shape, join, per_feature, positive, shape_error
+from numpyro_bnn.nn.convolve import convolve
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 __all__ = ["AvgPool", "Conv2d", "Flatten", "MaxPool"]
@@ -108,13 +109,8 @@ class Conv2d(Layer):
             raise shape_error(self, run.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
         # Unlike `@`, the convolution does not mix float32 images with float64 kernels by itself.
         dtype = jnp.result_type(images, kernel)
-        y = lax.conv_general_dilated(
-            images.astype(dtype),
-            kernel.astype(dtype),
-            self.strides,  # type: ignore[arg-type]
-            _padding("nn.Conv2d", self.padding),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        padding = _padding("nn.Conv2d", self.padding)
+        y = convolve(images.astype(dtype), kernel.astype(dtype), self.strides, padding)  # type: ignore[arg-type]
         y = y + per_feature(run["bias"], y) if self.use_bias else y
         return y.reshape(x.shape[:-3] + y.shape[1:])
 
