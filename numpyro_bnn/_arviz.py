@@ -21,7 +21,18 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
     import arviz as az
 
-__all__ = ["attrs", "dataset", "ess", "group", "group_names", "inference_data", "load", "rhat", "save"]
+__all__ = [
+    "attrs",
+    "dataset",
+    "ess",
+    "group",
+    "group_names",
+    "inference_data",
+    "load",
+    "pareto_smoothed",
+    "rhat",
+    "save",
+]
 
 Variables = Mapping[str, tuple[Sequence[str], ArrayLike]]
 
@@ -30,6 +41,8 @@ _TREE = int(az.__version__.split(".")[0]) >= 1
 
 # ArviZ needs four draws in each chain that it splits.
 _MIN_DRAWS = 4
+# A generalised Pareto distribution is fitted to a fifth of the weights, and to five of them at least.
+_MIN_WEIGHTS = 25
 
 
 def rhat(draws: ArrayLike) -> NDArray[np.float64]:
@@ -65,7 +78,7 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     """Effective sample size of every column of ``draws``, computed by ArviZ.
 
     :param draws: (C, S, ...) draws by chain.
-    :param kind: ``"bulk"`` (rank-normalised) or ``"tail"`` (the smaller of the 5 % and 95 % quantiles').
+    :param kind: ``"bulk"`` (rank-normalised), ``"tail"`` (the smaller of the 5 % and 95 % quantiles') or ``"mean"``.
     :return: effective draws, shape (...). NaN where a column is constant or not finite, and everywhere when
         a chain has fewer than 4 draws.
     :raises ValueError: if ``draws`` has no chain and draw axis, or ``kind`` is unknown.
@@ -79,12 +92,50 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     >>> bool(1500 < ess(draws, "bulk") < 2500)
     True
     """
-    kinds = ("bulk", "tail")
+    kinds = ("bulk", "tail", "mean")
     if kind not in kinds:
         raise unknown_name("ess", "kind", kind, kinds)
     # The quantiles are named because the default differs between the two ArviZ versions.
     options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
     return _by_column(_by_chain("ess", draws), az.ess, method=kind, **options)
+
+
+def pareto_smoothed(
+    log_weights: ArrayLike, relative_efficiency: float = 1.0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Pareto-smoothed importance weights and the shape k of their tail, computed by ArviZ.
+
+    :param log_weights: (..., S) logarithms of importance ratios, in any unit; ``-inf`` is a weight of 0.
+    :param relative_efficiency: effective draws over draws, 1 for independent ones.
+    :return: (..., S) logarithms of weights that sum to 1, and k, (...). Weights that are all equal have k = -inf.
+        With fewer than 25 draws, NaN or infinite weights, k is NaN and nothing is smoothed.
+
+    Reference: Vehtari et al. (2024), *Pareto smoothed importance sampling*.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> heavy = 3.0 * np.random.default_rng(0).exponential(size=1000)       # weights with tail k = 3
+    >>> bool(pareto_smoothed(heavy)[1] > 2.0)
+    True
+    """
+    array = np.asarray(log_weights, dtype=np.float64)
+    rows = array.reshape(-1, array.shape[-1])
+    with np.errstate(invalid="ignore"):
+        smoothed = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+    k = np.full(len(rows), np.nan)
+    for i, row in enumerate(rows):
+        zero = np.isneginf(row)
+        if len(row) < _MIN_WEIGHTS or zero.all() or not np.isfinite(row[~zero]).all():
+            continue
+        if np.ptp(row) == 0:
+            k[i] = -np.inf
+            continue
+        # ArviZ subtracts and sorts: a weight that is zero enters as one too small to tell from it.
+        filled = np.where(zero, row[~zero].min() - 1000.0, row)
+        found, k[i] = _smooth(_untied(filled), relative_efficiency)
+        smoothed[i] = np.where(zero, -np.inf, found)
+    return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
 def dataset(
@@ -258,6 +309,28 @@ def _by_column(array: NDArray[np.float64], diagnostic: Any, **options: Any) -> N
         with np.errstate(divide="ignore", invalid="ignore"):
             result[defined] = diagnostic(data, **options)["columns"].to_numpy()
     return result.reshape(shape)
+
+
+def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Spread equal values, which differ by less than the resolution of float32, over that resolution."""
+    distinct = np.unique(log_weights)
+    if len(distinct) == len(log_weights):
+        return log_weights
+    # A fit of the tail takes many values at its threshold for an infinite density there.
+    width = np.diff(distinct).min()
+    return log_weights + width * np.random.default_rng(0).uniform(-0.5, 0.5, len(log_weights))
+
+
+def _smooth(log_weights: NDArray[np.float64], relative_efficiency: float) -> tuple[Any, float]:
+    """PSIS of one vector; ArviZ 1.x takes log likelihoods, and so with the other sign."""
+    if not _TREE:
+        return az.psislw(log_weights.copy(), relative_efficiency)
+    from arviz_stats.base import array_stats
+
+    try:
+        return array_stats.psislw(-log_weights, r_eff=relative_efficiency)
+    except ValueError:  # it refuses a tail of equal weights, where ArviZ 0.x smooths nothing
+        return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 
 def _variable(name: str, dims: Iterable[str], values: ArrayLike) -> tuple[tuple[str, ...], np.ndarray]:

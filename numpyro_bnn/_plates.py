@@ -1,13 +1,16 @@
-"""Models that see all their data: full plates, traces on them, and observations drawn instead of given."""
+"""Plates of a model: full ones, minibatches at O(B) cost; traces on all data, observations drawn instead of given."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
-__all__ = ["full_plates", "full_trace", "unobserved"]
+__all__ = ["draw_indices", "full_plates", "full_trace", "random_indices", "unobserved"]
 
 
 class full_plates(Messenger):
@@ -31,6 +34,47 @@ class full_plates(Messenger):
             size = msg["args"][0]
             msg["args"] = (size, size)
             msg["value"] = jnp.arange(size)
+
+
+def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
+    """B distinct random indices below N, each of them with probability B/N, at a cost of O(B).
+
+    One from each of B neighbouring runs of indices, in a circle turned at random: sums over them are unbiased, and
+    never vary more than with replacement.
+
+    :param size: N.
+    :param subsample_size: B.
+    :param rng_key: a key.
+
+    >>> indices = draw_indices(10, 4, random.key(0))
+    >>> len(set(indices.tolist()))
+    4
+    """
+    # Whole numbers throughout: in float32 a product of N and a fraction misses indices above 2^24.
+    short, longer = divmod(size, subsample_size)
+    run = np.arange(subsample_size)
+    first = short * run + np.minimum(run, longer)
+    lengths = np.append(short + (run < longer), size)
+    offset = random.randint(rng_key, (subsample_size + 1,), 0, lengths)
+    index = first + offset[:-1] + (offset[-1] - size)
+    return jnp.where(index < 0, index + size, index)
+
+
+class random_indices(Messenger):
+    """Draw the indices of subsampled plates with :func:`draw_indices`, where NumPyro's own draw costs O(N).
+
+    >>> import numpyro
+    >>> def model():
+    ...     with numpyro.plate("data", 10**6, subsample_size=3) as index:
+    ...         return index
+    >>> with random_indices():
+    ...     handlers.seed(model, 0)().shape
+    (3,)
+    """
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["value"] is None:
+            msg["fn"] = draw_indices
 
 
 def full_trace(

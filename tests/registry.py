@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_bnn import infer, nn, priors, symmetry
+from numpyro_bnn import guides, infer, nn, priors, symmetry
 
 
 class LayerRow(NamedTuple):
@@ -358,5 +358,71 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         nn.Sequential([nn.Dense(4), "relu", nn.Residual(nn.MLP([5, 6]), nn.Dense(6)), "relu", nn.Dense(2)]),
         _FEATURES,
         _kinds(rescale=3, order=3),
+    ),
+}
+
+
+# -- guides -----------------------------------------------------------------------------------------
+
+
+class GuideRow(NamedTuple):
+    """A guide as a function of the model and keywords such as ``prefix``, and which parts of the contract it lacks.
+
+    :param make: a class of guides, or a ``partial`` of one.
+    :param lacks: part of the contract -> why; the parts are the fields of ``PARTS``.
+    """
+
+    make: Callable[..., Any]
+    lacks: Mapping[str, str] = {}
+
+
+PARTS = {
+    "density": "log q equals the change of variables by autodiff",
+    "quantiles of bases": "quantiles of non-centred sites are those of their draws",
+    "list": "can be a part of an AutoGuideList",
+}
+
+_MNF = "an integral over auxiliary variables; test_guides_mnf.py tests the bound"
+
+GUIDES: dict[str, GuideRow] = {
+    "AutoADF": GuideRow(
+        guides.AutoADF,
+        {
+            "list": "learns all sites at once, and needs the observation of the model",
+            "quantiles of bases": "it tells those of the weights; a base is the weight over its scale, both at q",
+        },
+    ),
+    "AutoMeanField": GuideRow(guides.AutoMeanField),
+    "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True)),
+    "AutoBlocks given scales": GuideRow(
+        partial(
+            guides.AutoBlocks,
+            blocks={("*_scale", "*kernel"): guides.FullRank(), "*.bias": guides.Diagonal()},
+            condition_on_scales=True,
+        )
+    ),
+    "AutoStructured": GuideRow(guides.AutoStructured),
+    "AutoStructured low rank": GuideRow(
+        partial(guides.AutoStructured, family=guides.LowRank(2), include_scales=True)
+    ),
+    "AutoStructured, one block": GuideRow(partial(guides.AutoStructured, blocks=["*"])),
+    "AutoMatrixNormal": GuideRow(guides.AutoMatrixNormal),
+    "AutoMatrixNormal diagonal": GuideRow(
+        partial(guides.AutoMatrixNormal, diagonal=True, condition_on_scales=True)
+    ),
+    "AutoCoupling": GuideRow(partial(guides.AutoCoupling, num_flows=2, hidden=(4,))),
+    "AutoCoupling of scales": GuideRow(
+        partial(guides.AutoCoupling, blocks="*_scale", mask="random", condition_on_scales=True)
+    ),
+    "AutoSplineCoupling": GuideRow(partial(guides.AutoSplineCoupling, num_flows=2, hidden=(4,), num_bins=4)),
+    "AutoMNF": GuideRow(partial(guides.AutoMNF, flow=guides.Coupling(2, hidden=(4,))), {"density": _MNF}),
+    "AutoMNF of the paper": GuideRow(
+        partial(
+            guides.AutoMNF,
+            reverse="outer",
+            flow=guides.SplineCoupling(1, hidden=(4,), num_bins=4),
+            blocks={"*_scale": guides.FullRank()},
+        ),
+        {"density": _MNF},
     ),
 }

@@ -195,7 +195,7 @@ def test_a_failed_save_leaves_the_older_file(idata, tmp_path):
         (lambda: _arviz.inference_data({}, {"k": None}), TypeError, "'k' of type NoneType"),
         (lambda: _arviz.group_names(3), TypeError, "object of type int"),
         (lambda: _arviz.rhat(np.zeros(5)), ValueError, r"shape \(5,\)"),
-        (lambda: _arviz.ess(np.zeros((2, 5)), "mean"), ValueError, "Known: bulk, tail"),
+        (lambda: _arviz.ess(np.zeros((2, 5)), "middle"), ValueError, "Known: bulk, tail"),
     ],
 )
 def test_errors_say_what_to_write(call, kind, message):

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.core
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
-    ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts) for path in sorted(FOLDER.rglob("*.py"))
+    ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+    for path in sorted(FOLDER.rglob("*.py"))
+    if path.name != "shared.py"
 ]
 SHORT = {
     "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
@@ -30,10 +32,20 @@ SHORT = {
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
     " --nuts-samples 10",
+    "examples.amortised": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
+    " --point-steps 300 --num-draws 5",
+    "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
+    "examples.image_classification": "--num-epochs 1 --batch-size 200 --num-draws 3 --rounds 1 --test-images 40",
+    "examples.benchmarks.variational_uci": "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6"
+    " --num-samples 6 --max-tree-depth 2",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
     "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
+    "examples.benchmarks.gradient_variance": "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1"
+    " --networks mlp",
     "examples.benchmarks.orbit_moves": "--nets ReLU --rounds 1 --rows 64 --width 3 --sweeps 3 --refreshes 2"
     " --transitions 1 --tree-depth 2 --draws 1 --steps-per-draw 2 --batches 8",
+    "examples.benchmarks.coupling_step": "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2"
+    " --rows 3",
 }
 
 
@@ -93,11 +105,18 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
         ("examples.probabilistic_backpropagation", ["--widths", "3", "0"]),
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
+        ("examples.amortised", ["--widths", "3", "0"]),
+        ("examples.variational", ["--points", "3"]),
+        ("examples.benchmarks.variational_uci", ["--splits", "0"]),
+        ("examples.image_classification", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
         ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
         ("examples.symmetries", ["--num-chains", "1"]),
+        ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
+        ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
         ("examples.benchmarks.orbit_moves", ["--tree-depth", "0"]),
         ("examples.benchmarks.orbit_moves", ["--batches", "65"]),
+        ("examples.benchmarks.coupling_step", ["--widths", "3", "0"]),
     ],
 )
 def test_wrong_numbers_are_refused(script, options, capsys):
@@ -179,6 +198,23 @@ def test_gradient_cost(tmp_path):
     assert set(written) == {"rows", "versions", "machine", "settings"}
 
 
+@pytest.mark.usefixtures("compiled_quickly")
+def test_gradient_variance(tmp_path):
+    path = tmp_path / "new" / "variance.json"
+    report = run("examples.benchmarks.gradient_variance", "--output", path)
+    written = json.loads(path.read_text())
+    assert written["variance"] == report["variance"]
+    (row,) = written["variance"]
+    assert row["batch_size"] == 8
+    assert row["ratio"]["one draw"] == 1
+    assert all(value > 0 for value in row["variance"].values())
+    assert [part["network"] for part in written["steps"]] == ["mlp"]
+    for part in written["steps"]:
+        assert set(part["milliseconds"]) == {*row["ratio"], "deterministic"} - {"ten draws"}
+        assert part["time_ratio"]["deterministic"] == part["flops_ratio"]["deterministic"] == 1
+    assert written["settings"]["width"] == 3
+
+
 def test_sgld_step(tmp_path, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -227,9 +263,8 @@ def test_probabilistic_backpropagation(tmp_path, capsys):
 @pytest.mark.data
 def test_adf_uci(tmp_path, data_folder, capsys):
     """Two splits, tiny; JSON, and a table put into a page between its marks."""
-    module = importlib.import_module("examples.benchmarks.adf_uci")
     page = tmp_path / "page.md"
-    page.write_text(f"above\n{module.MARKS[0]}\nold\n{module.MARKS[1]}\nbelow\n")
+    page.write_text("above\n<!-- table of adf_uci: begin -->\nold\n<!-- table of adf_uci: end -->\nbelow\n")
     path = tmp_path / "new" / "uci.json"
     report = run("examples.benchmarks.adf_uci", "--data", data_folder, "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"][0]["by_split"] == report["rows"][0]["by_split"]
@@ -247,6 +282,75 @@ def test_adf_speed(tmp_path):
     for name in ("boston", "california"):
         assert set(report[name]["microseconds"]) == {"AutoADF", "plain scan, float64", "plain scan, float32"}
         assert all(value > 0 for value in report[name]["ratio"].values())
+
+
+# -- variational guides -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_amortised(tmp_path, capsys):
+    rows = run("examples.amortised", "--output", tmp_path / "out")
+    assert [f"{row.network} {row.rows}" for row in rows] == ["3 seen", "3 new", "4 seen", "4 new"]
+    for row in rows:
+        assert row.worst_gap >= row.gap > 0  # no q of the network beats the best one of a bin
+        assert 0 <= row.coverage <= 1
+        assert math.isfinite(row.elbo)
+    assert "hidden units" in capsys.readouterr().out
+    assert (tmp_path / "out" / "amortised.png").stat().st_size > 10_000
+
+
+def test_variational(tmp_path, capsys):
+    rows = run("examples.variational", "--output", tmp_path / "out")
+    assert [row.method for row in rows] == ["mean field", "full rank", "coupling flow", "NUTS"]
+    for row in rows:
+        assert row.gap_sd > 0
+        assert math.isfinite(row.log_score)
+        assert (row.elbo is None) == (row.pareto_k is None) == (row.method == "NUTS")
+    assert rows[-1].sd_distance == 0
+    assert "network 1-3-1" in capsys.readouterr().out
+    assert (tmp_path / "out" / "variational.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_image_classification(tmp_path, capsys):
+    report = run("examples.image_classification", "--output", tmp_path / "out")
+    assert 0 <= report["accuracy"] <= 1
+    assert 0 <= report["auroc digits 5 to 9, mutual information"] <= 1
+    assert report["step"]["ratio"] > 0
+    assert "small digits instead" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / "image_classification_textbook.json").read_text())
+    assert written["accuracy"] == report["accuracy"]
+    for name in ("uncertainty", "samples"):
+        assert (tmp_path / "out" / f"image_classification_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.data
+@pytest.mark.usefixtures("compiled_quickly")
+def test_variational_uci(tmp_path, data_folder, capsys):
+    path, page = tmp_path / "new" / "uci.json", tmp_path / "page.md"
+    page.write_text(
+        "a\n<!-- table of variational_uci: begin -->\n<!-- table of variational_uci: end -->\nb\n"
+    )
+    script = "examples.benchmarks.variational_uci"
+    report = run(script, "--data", data_folder, "--output", path, "--docs", page)
+    assert json.loads(path.read_text())["rows"][0]["NUTS"]["mean_distance"] == [0.0]
+    assert report["rows"][0]["AutoMNF"]["mean_distance"][0] > 0
+    assert capsys.readouterr().out.strip() in page.read_text()
+
+
+def test_coupling_step(tmp_path):
+    path = tmp_path / "new" / "coupling.json"
+    report = run("examples.benchmarks.coupling_step", "--output", path)
+    written = json.loads(path.read_text())
+    assert written["rows"] == report["rows"]
+    (row,) = report["rows"]
+    assert row["latent"] == 12
+    assert len(set(row["parameters"].values())) == 1  # the flows compared have the same size
+    assert all(value > 0 for value in row["microseconds"].values())
+    assert row["ratio"] is None or row["ratio"] > 0
+    module = importlib.import_module("examples.benchmarks.coupling_step")
+    times = {"AutoCoupling": [2.0, 2.0, 9.0], "a": [4.0, 4.0, 4.0], "b": [5.0, 1.0, 5.0]}
+    assert module.ratio_to_fastest(times) == 0.5
 
 
 # -- symmetries ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from jax import random
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn._plates import full_plates
+from numpyro_bnn._plates import draw_indices, full_plates
 
 __all__ = ["KEY", "Plate", "first_batch", "give_indices", "on_batch"]
 
@@ -46,7 +46,7 @@ class give_indices(Messenger):
         if msg["type"] != "plate" or msg["value"] is not None:
             return
         if self.batch is None:
-            msg["fn"] = _draw_indices
+            msg["fn"] = draw_indices
             return
         name, now, then = msg["name"], tuple(msg["args"]), self.plates.get(msg["name"])
         if then is None or now != tuple(then):
@@ -57,10 +57,6 @@ class give_indices(Messenger):
                 f"The run was started with {then and tuple(then)}: start a new one for other sizes.",
             )
         msg["value"] = self.batch[name]
-
-
-def _draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
-    return random.randint(rng_key, (subsample_size,), 0, size)
 
 
 def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:

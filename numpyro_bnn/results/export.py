@@ -48,7 +48,9 @@ def to_inference_data(
 
     Groups (``y`` stands for the name of each observed site):
 
-    - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, by ArviZ's names.
+    - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, by ArviZ's names. For
+      draws of a guide: ``lp`` and ``log_weight``, log p(D, z) / q(z), from which the attributes ``elbo``,
+      ``iw_bound``, their standard errors and ``pareto_k`` come.
     - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the mean of the observation;
       ``y_probs``, class probabilities, for a categorical one) at the training inputs, and the deterministic sites
       that are functions of arguments (kept out of ``posterior``, which is about parameters).
@@ -65,7 +67,7 @@ def to_inference_data(
     :param kwargs: keyword arguments of the model in an SVI or ADF run.
     :param num_samples: draws from a guide.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
-    :param log_likelihood: whether to compute that group.
+    :param log_likelihood: whether to compute that group, and ``sample_stats`` of a guide.
     :param posterior_predictive: whether to compute that group.
     :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
     :param coords: coordinate values by dimension, e.g. ``{"data": dates}``.
@@ -90,7 +92,8 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
-    fit = _fit(result, guide, args, kwargs or {}, jax.random.fold_in(rng_key, 1), num_samples)
+    draws_key = jax.random.fold_in(rng_key, 1)
+    fit = _fit(result, guide, args, kwargs or {}, draws_key, num_samples, log_likelihood, draws_per_chunk)
     train_key, new_key = jax.random.split(rng_key)
     exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
     new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
@@ -101,7 +104,14 @@ def to_inference_data(
 
 
 def _fit(
-    result: Any, guide: Any, args: tuple, kwargs: Mapping[str, Any], rng_key: jax.Array, num_samples: int
+    result: Any,
+    guide: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    rng_key: jax.Array,
+    num_samples: int,
+    weigh: bool,
+    draws_per_chunk: int | None,
 ) -> Fit:
     """Read whichever kind of result came."""
     if isinstance(result, MCMC):
@@ -114,7 +124,7 @@ def _fit(
     if guide is None:
         instead = "An SVI or ADF result needs `guide=` and `args=`: its guide and the model's arguments."
         raise argument_error(CALL, "guide", None, instead)
-    return from_guide(result, guide, args, kwargs, rng_key, num_samples)
+    return from_guide(result, guide, args, kwargs, rng_key, num_samples, weigh, draws_per_chunk)
 
 
 class _Exporter:

@@ -7,10 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpyro import handlers
 from numpyro.infer import MCMC
 
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn._importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
+from numpyro_bnn._plates import full_plates
 from numpyro_bnn.results.arguments import Arguments, bind
+from numpyro_bnn.results.replay import map_draws
 
 __all__ = ["Fit", "from_guide", "from_mcmc", "key_text"]
 
@@ -82,7 +86,14 @@ def from_mcmc(mcmc: MCMC) -> Fit:
 
 
 def from_guide(
-    result: Any, guide: Any, args: tuple, kwargs: Mapping[str, Any], rng_key: jax.Array, num_samples: int
+    result: Any,
+    guide: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    rng_key: jax.Array,
+    num_samples: int,
+    weigh: bool = False,
+    draws_per_chunk: int | None = None,
 ) -> Fit:
     """Draw from a fitted guide.
 
@@ -92,6 +103,8 @@ def from_guide(
     :param kwargs: its keyword arguments.
     :param rng_key: key of the draws.
     :param num_samples: number of draws, in one chain.
+    :param weigh: also compute their log density and importance weights, and from these ELBO and k-hat.
+    :param draws_per_chunk: draws evaluated at once.
     :raises ValueError: without draws.
     :raises TypeError: for a guide that cannot be sampled.
     """
@@ -106,18 +119,77 @@ def from_guide(
     if not isinstance(num_samples, int) or num_samples < 1:
         raise argument_error("to_inference_data", "num_samples", num_samples, "Pass a whole number of draws.")
     arguments = bind(guide.model, args, kwargs)
-    draws = jax.device_get(guide.sample_posterior(rng_key, result.params, sample_shape=(num_samples,)))
-    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples}
-    losses = np.asarray(getattr(result, "losses", []))
-    if losses.ndim == 1 and losses.size:
-        settings |= {"num_steps": losses.size, "final_loss": float(losses[-1])}
+    params = _all_params(result)
+    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples, **_progress(result)}
+    stats: dict[str, np.ndarray] = {}
+    if weigh and check("to_inference_data", guide.model, guide, params, args, kwargs).has_density:
+        draws, stats = _weighted(guide, params, args, kwargs, rng_key, num_samples, draws_per_chunk)
+        settings |= {name: value for name, value in _judged(stats).items() if np.isfinite(value)}
+    else:
+        set_up(guide, args, kwargs)
+        sample = full_plates(guide.sample_posterior)
+        drawn = sample(rng_key, result.params, *args, sample_shape=(num_samples,), **kwargs)
+        draws = {name: np.asarray(value)[None] for name, value in jax.device_get(drawn).items()}
     return Fit(
-        model=guide.model,
+        model=handlers.substitute(guide.model, data=params),
         arguments=arguments,
-        posterior={name: np.asarray(value)[None] for name, value in draws.items()},
-        sample_stats={},
+        posterior=draws,
+        sample_stats=stats,
         attrs={**settings, "draws_rng_key": key_text(rng_key)},
     )
+
+
+def _all_params(result: Any) -> dict[str, Any]:
+    """Values of parameter sites, and of the mutable ones that an SVI carries along."""
+    return {**result.params, **(getattr(getattr(result, "state", None), "mutable_state", None) or {})}
+
+
+def _progress(result: Any) -> dict[str, Any]:
+    """How the run of an SVI went: steps, the last loss and the last key."""
+    losses = np.asarray(getattr(result, "losses", []))
+    if losses.ndim != 1 or not losses.size:
+        return {}
+    key = getattr(getattr(result, "state", None), "rng_key", None)
+    return {
+        "num_steps": losses.size,
+        "final_loss": float(losses[-1]),
+        **({} if key is None else {"last_rng_key": key_text(key)}),
+    }
+
+
+def _weighted(
+    guide: Any,
+    params: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    rng_key: jax.Array,
+    num_samples: int,
+    draws_per_chunk: int | None,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Draws of the guide (1, S, ...), their log density (of unconstrained values, as in MCMC) and log weights."""
+
+    def at_draw(_: Any, key: jax.Array) -> dict[str, jax.Array]:
+        found = weighted_draw(guide.model, guide, params, args, kwargs, key)
+        values = {
+            f"posterior:{name}": site["value"] for name, site in found.model.items() if _is_variable(site)
+        }
+        return values | {
+            "lp": found.log_joint + log_jacobian(found.model),
+            "log_weight": found.log_joint - found.log_guide,
+        }
+
+    values = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk)
+    stats = {name: values.pop(name) for name in ("lp", "log_weight")}
+    return {name.removeprefix("posterior:"): value for name, value in values.items()}, stats
+
+
+def _judged(stats: Mapping[str, np.ndarray]) -> dict[str, float]:
+    log_weights = stats["log_weight"][0].astype(np.float64)
+    return weight_statistics(log_weights) if log_weights.size > 1 and not np.isnan(log_weights).any() else {}
+
+
+def _is_variable(site: Mapping[str, Any]) -> bool:
+    return site["type"] == "deterministic" or (site["type"] == "sample" and not site["is_observed"])
 
 
 def _described(mcmc: MCMC) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
+from numpyro_bnn import _programs
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_trace, unobserved
 from numpyro_bnn.networks import record_statistics, use_statistics
@@ -15,9 +16,6 @@ from numpyro_bnn.networks import record_statistics, use_statistics
 __all__ = ["Draws", "map_draws", "observation_mean", "site_trace", "training_statistics"]
 
 Draws = Mapping[str, Any]
-
-# Working memory of one chunk; large enough that a chunk amortises its launch, small beside any result.
-CHUNK_BYTES = 128 * 2**20
 
 
 def site_trace(
@@ -91,7 +89,8 @@ def map_draws(
     total = chains * length
     flat = {name: np.asarray(value).reshape((total, *value.shape[2:])) for name, value in draws.items()}
     keys = jax.random.split(rng_key, total)
-    size = min(total, draws_per_chunk or _chunk_size(fn, {k: v[0] for k, v in flat.items()}, keys[0]))
+    size = draws_per_chunk or _programs.draws_per_chunk(fn, {k: v[0] for k, v in flat.items()}, keys[0])
+    size = min(total, size)
     compiled = jax.jit(jax.vmap(fn))
     results: dict[str, np.ndarray] = {}
     for start in range(0, total, size):
@@ -104,10 +103,3 @@ def map_draws(
                 results[name] = np.empty((total, *value.shape[1:]), value.dtype)
             results[name][start : start + kept] = value[:kept]
     return {name: value.reshape((chains, length, *value.shape[1:])) for name, value in results.items()}
-
-
-def _chunk_size(fn: Callable, draw: Draws, key: jax.Array) -> int:
-    """Draws whose intermediate values fit in ``CHUNK_BYTES``, if none of them were ever freed."""
-    jaxpr = jax.make_jaxpr(fn)(draw, key).jaxpr
-    needed = sum(var.aval.size * var.aval.dtype.itemsize for eqn in jaxpr.eqns for var in eqn.outvars)
-    return max(1, CHUNK_BYTES // max(1, needed))

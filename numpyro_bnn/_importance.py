@@ -1,0 +1,189 @@
+"""Importance weights of a guide: draws on all the data, with the log densities of model and guide."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from numpy.typing import NDArray
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.infer.util import log_density
+
+from numpyro_bnn import _arviz
+from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn._plates import full_plates
+from numpyro_bnn._programs import signature
+
+__all__ = ["Sites", "WeightedDraw", "check", "log_jacobian", "set_up", "weight_statistics", "weighted_draw"]
+
+Trace = Mapping[str, dict[str, Any]]
+
+
+class WeightedDraw(NamedTuple):
+    """One draw of a guide.
+
+    :param model: trace of the model at the draw, its plates full.
+    :param log_joint: log p(D, z), () .
+    :param log_guide: log q(z), with the auxiliary variables of the guide, ().
+    """
+
+    model: Trace
+    log_joint: jax.Array
+    log_guide: jax.Array
+
+
+def weighted_draw(
+    model: Callable,
+    guide: Callable,
+    params: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    rng_key: jax.Array,
+) -> WeightedDraw:
+    """Draw z from the guide and evaluate both densities on the full data.
+
+    :param params: values of parameter (and mutable) sites of guide and model.
+    """
+    guide_key, model_key = jax.random.split(rng_key)
+    seeded = handlers.seed(full_plates(guide), guide_key)
+    log_guide, guide_trace = log_density(seeded, args, kwargs, params)
+    values = {**params, **{name: site["value"] for name, site in guide_trace.items() if _is_random(site)}}
+    seeded = handlers.seed(full_plates(model), model_key)
+    log_joint, model_trace = log_density(seeded, args, kwargs, values)
+    return WeightedDraw(model_trace, log_joint, log_guide)
+
+
+def log_jacobian(trace: Trace) -> jax.Array:
+    """log |dz / du| of the latent sites of a trace, with u their unconstrained values.
+
+    >>> import numpyro
+    >>> model = handlers.substitute(lambda: numpyro.sample("s", dist.HalfNormal(1.0)), data={"s": 2.0})
+    >>> round(float(log_jacobian(handlers.trace(model).get_trace())), 4)         # s = exp(u)
+    0.6931
+    """
+    total = jnp.zeros(())
+    for site in trace.values():
+        if _is_random(site):
+            transform, value = biject_to(site["fn"].support), site["value"]
+            total += jnp.sum(transform.log_abs_det_jacobian(transform.inv(value), value))
+    return total
+
+
+def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
+    """ELBO, importance-weighted bound, their standard errors, k-hat and effective draws.
+
+    :param log_weights: (S,) of independent draws; ``-inf`` is a weight of 0.
+
+    >>> round(weight_statistics(np.log([1.0, 3.0]))["iw_bound"], 4)        # log of the mean weight, 2
+    0.6931
+    """
+    size, largest = len(log_weights), log_weights.max()
+    impossible = bool(np.isneginf(log_weights).any())
+    statistics = {
+        "elbo": -np.inf if impossible else float(log_weights.mean()),
+        "elbo_se": np.nan if impossible else float(log_weights.std(ddof=1) / np.sqrt(size)),
+    }
+    if np.isneginf(largest):
+        return {
+            **statistics,
+            "iw_bound": -np.inf,
+            **dict.fromkeys(("iw_se", "iw_bias", "pareto_k"), np.nan),
+            "ess": 0.0,
+        }
+    scaled = np.exp(log_weights - largest)
+    error = float(scaled.std(ddof=1) / scaled.mean() / np.sqrt(size))
+    return {
+        **statistics,
+        "iw_bound": float(largest + np.log(scaled.mean())),
+        "iw_se": error,
+        "iw_bias": -0.5 * error**2,
+        "pareto_k": float(_arviz.pareto_smoothed(log_weights)[1]),
+        "ess": float(scaled.sum() ** 2 / (scaled**2).sum()),
+    }
+
+
+class Sites(NamedTuple):
+    """What a model and its guide are made of.
+
+    :param num_observations: observed numbers, over all observed sites.
+    :param has_density: the guide has a random site that is no point mass.
+    """
+
+    num_observations: int
+    has_density: bool
+
+
+def set_up(guide: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Let a NumPyro autoguide that has never been called look at its model, before anything is traced."""
+    if getattr(guide, "prototype_trace", True) is None:
+        with handlers.block(), handlers.seed(rng_seed=0):
+            guide(*args, **kwargs)
+
+
+def check(
+    call: str,
+    model: Callable,
+    guide: Callable,
+    params: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Sites:
+    """Refuse a guide, or parameters, that do not fit the model; nothing is computed.
+
+    :param call: the public name of the caller.
+    :raises TypeError: for a guide or model that is no callable, or parameters that are no mapping.
+    :raises ValueError: for missing parameters, or latent sites the guide does not draw.
+    """
+    for name, value in (("guide", guide), ("model", model)):
+        if not callable(value):
+            instead = "Pass a NumPyro guide and, unless it is an autoguide, its `model=`."
+            raise argument_error(call, name, value, instead, TypeError)
+    if not isinstance(params, Mapping):
+        instead = "Pass the parameters of the fit, e.g. `svi.run(...).params`."
+        raise argument_error(call, "params", type(params).__name__, instead, TypeError)
+    set_up(guide, args, kwargs)
+    traces: dict[str, Trace] = {}
+    fixed, arrays = signature(args, kwargs)
+
+    def look(key: jax.Array, arrays: list) -> None:
+        args, kwargs = fixed.call(arrays)
+        guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(*args, **kwargs)
+        values = {name: site["value"] for name, site in guide_trace.items() if _is_random(site)}
+        placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
+        traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
+
+    jax.eval_shape(look, jax.random.key(0), arrays)
+    _check_params(call, traces, params)
+    guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
+    left_out = [name for name, site in traces["model"].items() if _is_random(site) and name not in guided]
+    if left_out:
+        instead = "Give the guide a sample statement for each latent site of the model."
+        raise argument_error(call, "guide", f"a guide without the latent sites {left_out}", instead)
+    random_sites = [site for site in traces["guide"].values() if _is_random(site)]
+    observed = [site for site in traces["model"].values() if site["type"] == "sample" and site["is_observed"]]
+    return Sites(
+        sum(int(np.prod(np.shape(site["value"]))) for site in observed if not _is_factor(site)),
+        any(not isinstance(unwrapped(site["fn"], masked=True), dist.Delta) for site in random_sites),
+    )
+
+
+def _check_params(call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]) -> None:
+    """Parameters left out would take their starting values, silently."""
+    wanted = [name for trace in traces.values() for name, site in trace.items() if site["type"] == "param"]
+    missing = sorted({name for name in wanted if name not in params})
+    if missing:
+        listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        instead = "Pass the parameters of a fit of this guide and model, e.g. `svi.run(...).params`."
+        raise argument_error(call, "params", f"no value for {listed}", instead)
+
+
+def _is_random(site: Mapping[str, Any]) -> bool:
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def _is_factor(site: Mapping[str, Any]) -> bool:
+    return isinstance(unwrapped(site["fn"], masked=True), dist.Unit)

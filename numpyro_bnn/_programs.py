@@ -1,0 +1,97 @@
+"""Programs compiled once for a call of a model: its arrays are inputs, everything else is part of the program."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from numpyro_bnn._errors import argument_error
+
+__all__ = ["CACHE_SIZE", "Signature", "draws_per_chunk", "map_keys", "refuse_tracers", "signature"]
+
+# Programs that are kept for a further call. Few: each keeps its guide alive, and with it the guide's data.
+CACHE_SIZE = 8
+
+# Working memory of one chunk of draws; large enough to amortise its launch, small beside any result.
+CHUNK_BYTES = 128 * 2**20
+
+_ARRAY = object()
+
+
+class Signature:
+    """What is fixed in a call: the structure of its arguments and all that is no array. Usable as a cache key.
+
+    :param tree: structure of ``(args, kwargs)``.
+    :param leaves: the leaves, with a placeholder for each array.
+    """
+
+    def __init__(self, tree: Any, leaves: tuple) -> None:
+        self.tree = tree
+        self.leaves = leaves
+        # 1, 1.0 and True are equal, and yet not the same argument; what has no hash is known by its identity.
+        self._key = (tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in leaves))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._key == other._key
+
+    def call(self, arrays: list) -> tuple[tuple, dict[str, Any]]:
+        """Positional and keyword arguments, with these arrays."""
+        given = iter(arrays)
+        leaves = [next(given) if leaf is _ARRAY else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def signature(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Signature, list]:
+    """Take the arguments of a call apart into what is fixed and its arrays.
+
+    >>> fixed, arrays = signature((np.zeros(3),), {"batch_size": 2})
+    >>> fixed.call(arrays)[1], len(arrays)
+    ({'batch_size': 2}, 1)
+    """
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    fixed = tuple(_ARRAY if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)
+    return Signature(tree, fixed), [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+
+
+def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
+    """Refuse values that JAX is tracing: the call runs on the host."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+        raise argument_error(call, "args", "values traced by `jit`, `vmap` or `grad`", instead, TypeError)
+
+
+def draws_per_chunk(fn: Callable, *example: Any) -> int:
+    """Draws whose intermediate values fit in the memory of a chunk, if none of them were ever freed.
+
+    >>> draws_per_chunk(lambda x: x + 1.0, np.zeros(2**20, np.float32))
+    32
+    """
+    needed = _bytes(jax.make_jaxpr(fn)(*example))
+    return max(1, CHUNK_BYTES // max(1, needed))
+
+
+def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
+    """Apply a function to every key, on the device, with working memory for one chunk of draws.
+
+    :param keys: (S,) typed or (S, 2) legacy keys.
+    :param chunk: draws at once; by default as many as fit in 128 MiB.
+    """
+    size = draws_per_chunk(fn, keys[0]) if chunk is None else chunk
+    return lax.map(fn, keys, batch_size=min(size, keys.shape[0]))
+
+
+def _bytes(program: ClosedJaxpr) -> int:
+    return sum(var.aval.size * var.aval.dtype.itemsize for eqn in program.jaxpr.eqns for var in eqn.outvars)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,288 @@
+"""For which rows a Gaussian weight may be drawn anew: its random numbers are followed through the program."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_bnn.guides.estimators.flow import flow
+from numpyro_bnn.guides.estimators.rows import Label, Place, Rows
+from numpyro_bnn.guides.estimators.uses import (
+    AFFINE,
+    ELEMENTWISE,
+    SHAPING,
+    Piece,
+    Use,
+    enters_as,
+    grown_axes,
+    is_vector,
+)
+from numpyro_bnn.moments.interpret import Equation, Interpreter
+
+__all__ = ["Found", "find_uses"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`find_uses` finds: for each site its use, or why it has to be drawn once."""
+
+    uses: dict[str, Use]
+    plain: dict[str, str]
+
+
+def find_uses(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    needed: Sequence[bool],
+    sizes: Mapping[str, int],
+    candidates: Collection[str],
+    call: str,
+) -> Found:
+    """Follow every weight to the place where it enters the program, and its random numbers from there on.
+
+    Every row may have its own draw of a weight only if each term of the result depends on one draw. The search starts
+    with a draw for every element of every axis that numbers no weights, and gives up what turns out to mix, until
+    nothing is left to give up. Nothing is computed.
+
+    :param jaxpr: an open jaxpr whose outputs are terms to be added.
+    :param needed: which of them count.
+    :param sizes: sizes of its inputs, in order, by site.
+    :param candidates: the sites to be followed.
+    :param call: public name to be used in errors.
+    """
+    search = _Search({site: sizes[site] for site in candidates}, call)
+    known = [_counting(value) for value in consts]
+    while search.changed:
+        search.once(jaxpr, known, needed, list(sizes))
+    return search.result()
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """An affine image of a site, elementwise; ``grown`` along these axes by broadcasting."""
+
+    site: str
+    grown: tuple[int, ...] = ()
+
+
+class _Free:
+    """A value that depends on no weight under consideration."""
+
+
+FREE = _Free()
+
+
+class _Walk(Interpreter):
+    """Equations without random operands are not evaluated, except what is computed from counting (``arange``)."""
+
+    def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
+        if any(isinstance(value, _Weight | Rows | _Free) for value in operands):
+            return super()._evaluate(equation, operands)
+        counts = equation.name == "iota" or any(isinstance(value, np.ndarray) for value in operands)
+        if counts and len(equation.outputs) == 1 and equation.outputs[0].dtype.kind in "iub":
+            with jax.ensure_compile_time_eval():
+                output = equation.bind(*operands)
+            return [np.asarray(output if isinstance(output, jax.Array) else output[0])]
+        return [FREE] * len(equation.outputs)
+
+
+def _counting(value: Any) -> Any:
+    """A constant that is 0, 1, 2, ...; of any other nothing has to be known."""
+    if isinstance(value, jax.core.Tracer) or np.ndim(value) != 1 or not hasattr(value, "dtype"):
+        return FREE
+    counts = jnp.issubdtype(value.dtype, jnp.integer) and np.array_equal(value, np.arange(len(value)))
+    return np.asarray(value) if counts else FREE
+
+
+class _Search:
+    def __init__(self, sites: dict[str, int], call: str) -> None:
+        self.sites = sites
+        self.walk = _Walk({}, lambda value: isinstance(value, _Weight | Rows | _Free), call, self.visit)
+        self.plain: dict[str, str] = {}
+        self.rows: dict[str, dict[int, list[Piece]]] = {}
+        self.reasons: dict[str, str] = {}
+        self.changed = True
+
+    def once(self, jaxpr: Any, consts: Sequence[Any], needed: Sequence[bool], inputs: Sequence[str]) -> None:
+        """One pass over the program; ``changed`` says whether something was given up."""
+        self.uses: dict[str, Use] = {}
+        self.mixed: set[Label] = set()
+        self.divided: dict[Label, int] = {}
+        self.changed = False
+        followed = self.sites.keys() - self.plain.keys()
+        values = [_Weight(site) if site in followed else FREE for site in inputs]
+        for value in self.walk.run(jaxpr, consts, values, needed):
+            if isinstance(value, _Weight):
+                self._give_up(value.site, "its value is a term of the model")
+        for site, axis in {(label.site, label.axis) for label in self.mixed | self.divided.keys()}:
+            self.changed = True
+            self.rows[site][axis] = list(self._refined(site, axis))
+
+    def result(self) -> Found:
+        """Sites that can be drawn anew for some rows, and why the others cannot."""
+        plain = dict(self.plain)
+        for site in self.sites.keys() - plain.keys():
+            use = self.uses.get(site)
+            if use is None:
+                plain[site] = "no likelihood depends on it"
+            elif not use.rowwise:
+                plain[site] = self.reasons.get(site, f"it meets a single row at {use.where}")
+        return Found({site: use for site, use in self.uses.items() if site not in plain}, plain)
+
+    # ------------------------------------------------------------------------------------ findings
+
+    def _give_up(self, site: str, why: str) -> None:
+        if site not in self.plain:
+            self.plain[site] = why
+            self.changed = True
+
+    def _mix(self, label: Label, equation: Equation) -> None:
+        self.mixed.add(label)
+        self.reasons[label.site] = f"its rows mix in `{equation.name}` at {equation.where()}"
+
+    def _divide(self, label: Label, inner: int) -> None:
+        self.divided[label] = inner
+
+    def _size(self, label: Label) -> int:
+        return self.rows[label.site][label.axis][label.piece].size
+
+    def _refined(self, site: str, axis: int) -> Iterator[Piece]:
+        for i, piece in enumerate(self.rows[site][axis]):
+            label = Label(site, axis, i)
+            if label in self.mixed:
+                yield Piece(piece.size, False)
+            elif label in self.divided:
+                yield from (Piece(piece.size // self.divided[label], True), Piece(self.divided[label], True))
+            else:
+                yield piece
+
+    # ------------------------------------------------------------------------------------ equations
+
+    def visit(self, equation: Equation, *operands: Any) -> Any:
+        """The rule of every primitive: a weight stays one, or turns into rows, or is given up."""
+        values = list(operands)
+        result = self._weights(equation, values)
+        if result is None:
+            result = self._flow(equation, values) or _stacked(equation, values) or FREE
+        return (
+            [result] * len(equation.outputs) if equation.jaxpr_equation.primitive.multiple_results else result
+        )
+
+    def _flow(self, equation: Equation, values: Sequence[Any]) -> Rows | None:
+        rows = [value if isinstance(value, Rows) else None for value in values]
+        index = values[1].columns if equation.name == "gather" and isinstance(values[1], _Index) else {}
+        return flow(equation, rows, self._size, self._mix, self._divide, index) if any(rows) else None
+
+    def _weights(self, equation: Equation, values: list[Any]) -> Any:
+        """The output where a weight stays one or enters as a whole; else ``values`` are left without weights."""
+        if equation.name in AFFINE or equation.name in ("dot_general", "conv_general_dilated"):
+            self._settle(equation, values)
+        weights = [i for i, value in enumerate(values) if isinstance(value, _Weight)]
+        if len(weights) == 1:
+            kept = self._one_weight(equation, values, weights[0])
+            if kept is not None:
+                return kept
+        for i in weights:
+            values[i] = self._value(equation, values[i], i)
+        return None
+
+    def _settle(self, equation: Equation, values: list[Any]) -> None:
+        """Of two weights that meet, one is drawn once: the one that is spread over the other, or the smaller."""
+        if not all(isinstance(value, _Weight) for value in values):
+            return
+        if all(value.grown for value in values):
+            return
+        first, second = sorted(values, key=lambda value: (not value.grown, self.sites[value.site]))
+        self._give_up(first.site, f"it meets the random {second.site!r} at {equation.where()}")
+        values[:] = [FREE if value.site == first.site else value for value in values]
+
+    def _one_weight(self, equation: Equation, values: list[Any], i: int) -> Any:
+        weight, name, out = values[i], equation.name, equation.outputs[0]
+        shape = equation.jaxpr_equation.invars[i].aval.shape
+        if name in ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.floating):
+            return weight
+        if (
+            name in AFFINE
+            and not isinstance(values[1 - i], Rows)
+            and out.shape == shape
+            and (name, i) != ("div", 1)
+        ):
+            return weight
+        if weight.grown:
+            return None
+        if name in SHAPING:
+            return weight
+        if name == "broadcast_in_dim":
+            grown = grown_axes(equation)
+            return _Weight(weight.site, grown) if is_vector(shape) or not grown else None
+        use = enters_as(equation, i)
+        if use is None or (use.kind == "lookup" and isinstance(values[1], Rows)):
+            return None
+        return self._enter(weight.site, use, self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]))
+
+    def _value(self, equation: Equation, weight: _Weight, i: int) -> Rows | _Free:
+        """A weight as an ordinary value: drawn for every row where it has been broadcast."""
+        shape, out = equation.jaxpr_equation.invars[i].aval.shape, equation.outputs[0].shape
+        grown = weight.grown
+        if equation.name in AFFINE and shape != out and not grown and is_vector(shape):
+            # Elementwise operations repeat numbers, and axes of length 1, by themselves.
+            own = shape or (1,) * len(out)
+            grown, shape = tuple(a for a, n in enumerate(out) if n != own[a]), out
+        if not grown:
+            self._give_up(weight.site, f"it enters `{equation.name}` at {equation.where()}")
+            return FREE
+        own = tuple(1 if a in grown else n for a, n in enumerate(shape))
+        rows = {axis: [Piece(shape[axis], True)] for axis in grown}
+        outputs = tuple(a for a in range(len(shape)) if a not in grown)
+        return self._enter(weight.site, Use("broadcast", own, shape, rows, outputs, equation.where()))
+
+    def _enter(self, site: str, use: Use, data: Rows | None = None) -> Rows | _Free:
+        """Note a use, and give its output the labels of its rows."""
+        known = self.uses.setdefault(site, use)
+        if known is not use and (use.kind != "broadcast" or known.key != use.key):
+            self._give_up(site, f"it is used twice, at {known.where} and at {use.where}")
+            return data or FREE
+        if self.rows.setdefault(site, use.rows).keys() != use.rows.keys():
+            self.rows[site] = use.rows  # another site was given up, and this one enters elsewhere now
+        pieces = use.rows = known.rows = self.rows[site]
+        rows = Rows(data or {})
+        for axis, parts in pieces.items():
+            for i, piece in enumerate(parts):
+                if piece.fresh and piece.size > 1:
+                    inner = prod(part.size for part in parts[i + 1 :])
+                    rows[Label(site, axis, i)] = Place(axis, inner)
+        return rows or FREE
+
+
+# --------------------------------------------------------------------------------- counted indices
+
+
+class _Index(_Free):
+    """Indices of which some columns count along an axis: ``x[arange(n), i]`` is a lookup in every row."""
+
+    def __init__(self, columns: Mapping[int, int]) -> None:
+        self.columns = columns  # the axis along which a column counts
+
+
+def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
+    """The indices of a lookup, one column per indexed axis."""
+    if equation.name != "concatenate" or equation.params["dimension"] != len(equation.outputs[0].shape) - 1:
+        return None
+    found, column = {}, 0
+    for value, var in zip(values, equation.jaxpr_equation.invars, strict=True):
+        if isinstance(value, np.ndarray) and value.shape[-1] == 1:
+            for axis, length in enumerate(value.shape[:-1]):
+                if length > 1 and _counts(value[..., 0], axis):
+                    found[column] = axis
+        column += var.aval.shape[-1]
+    return _Index(found) if found else None
+
+
+def _counts(value: np.ndarray, axis: int) -> bool:
+    shape = [1] * value.ndim
+    shape[axis] = -1
+    return bool((value == np.arange(value.shape[axis]).reshape(shape)).all())

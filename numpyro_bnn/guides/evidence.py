@@ -1,0 +1,232 @@
+"""Judging a fit: ELBO, importance-weighted bound and PSIS k-hat, with honest standard errors."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn._importance import check, weight_statistics, weighted_draw
+from numpyro_bnn._programs import CACHE_SIZE, Signature, map_keys, refuse_tracers, signature
+
+__all__ = ["Evidence", "evidence", "log_weights", "summarise"]
+
+GOOD_K, USABLE_K = 0.5, 0.7
+
+
+class Evidence(NamedTuple):
+    r"""What S draws z_s of a guide tell about the fit, from their weights w_s = p(D, z_s) / q(z_s).
+
+    :param elbo: the mean of log w, an unbiased estimate of the ELBO.
+    :param elbo_se: its standard error.
+    :param iw_bound: log of the mean of w, an unbiased estimate of the importance-weighted bound of S draws, which
+        lies between the ELBO and log p(D).
+    :param iw_se: its standard error by the delta method. Only finite variance makes it honest (k-hat below 0.5);
+        above 0.7 it is too small, by any factor.
+    :param iw_bias: L_S less log p(D) to the first order, -iw_se^2 / 2: the bound is too low. As honest as ``iw_se``.
+    :param pareto_k: k-hat, the shape of the tail of the weights after Pareto smoothing.
+    :param ess: effective sample size of the weights, (sum w)^2 / sum w^2.
+    :param num_observations: observed numbers in D, over all observed sites.
+    :param log_weights: log w, (S,).
+    """
+
+    elbo: float
+    elbo_se: float
+    iw_bound: float
+    iw_se: float
+    iw_bias: float
+    pareto_k: float
+    ess: float
+    num_observations: int
+    log_weights: NDArray[np.float64]
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return len(self.log_weights)
+
+    @property
+    def verdict(self) -> str:
+        """``"good"`` (k-hat below 0.5), ``"usable"`` (below 0.7) or ``"unreliable"`` (Yao et al. 2018)."""
+        if self.pareto_k < GOOD_K:
+            return "good"
+        return "usable" if self.pareto_k < USABLE_K else "unreliable"
+
+    def __str__(self) -> str:
+        meaning = {
+            "good": "good: importance weights correct what is left",
+            "usable": "usable: the weights have a heavy tail; draw more, or use a richer guide",
+            "unreliable": "unreliable: the guide misses part of the posterior; the bound and its error are too low",
+        }
+        lines = [
+            f"Evidence from {self.num_samples} draws of the guide, {self.num_observations} observations",
+            f"  ELBO                       {_with_error(self.elbo, self.elbo_se)}",
+            f"  importance-weighted bound  {_with_error(self.iw_bound, self.iw_se)}",
+            f"  effective draws            {self.ess:.1f} of {self.num_samples}",
+            f"  PSIS k-hat                 {self.pareto_k:.2f}  {meaning[self.verdict]}",
+        ]
+        return "\n".join(lines)
+
+
+def evidence(
+    guide: Any,
+    params: Mapping[str, Any],
+    *args: Any,
+    rng_key: jax.Array,
+    num_samples: int = 1000,
+    model: Callable | None = None,
+    draws_per_chunk: int | None = None,
+    **kwargs: Any,
+) -> Evidence:
+    r"""Judge a fitted guide on the full data.
+
+    With S draws z_s ~ q and weights w_s = p(D, z_s) / q(z_s),
+
+    .. math:: \mathrm{ELBO} = E[\log w], \qquad
+              L_S = E\Big[\log \frac1S \sum_s w_s\Big], \qquad \mathrm{ELBO} \le L_S \le \log p(D).
+
+    Subsampled plates are made full. Auxiliary variables of a guide count in q and in no other place, so that both
+    bounds stay bounds. k-hat judges the whole posterior: it grows with the number of weights of a network, and
+    predictions may be good where it is not.
+
+    :param guide: a NumPyro guide; an autoguide knows its model.
+    :param params: of the fit, of guide and model (``svi_result.params``).
+    :param args: arguments of the model, on the full data.
+    :param rng_key: key of the draws.
+    :param num_samples: S.
+    :param model: the model, for a guide that is a function.
+    :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
+    :param kwargs: keyword arguments of the model.
+    :return: an :class:`Evidence`, which prints as a report.
+    :raises ValueError: for missing parameters, latent sites without a guide, a guide of point masses
+        (:class:`~numpyro.infer.autoguide.AutoDelta`), or weights that are NaN.
+
+    References: Burda, Grosse & Salakhutdinov (2016), *Importance weighted autoencoders*, section 3; Yao et al.
+    (2018), *Yes, but did it work?*, section 2.
+
+    >>> import jax, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import SVI, Trace_ELBO
+    >>> from numpyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+    ...     numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    >>> guide = AutoNormal(model)
+    >>> exact = {"z_auto_loc": 0.5, "z_auto_scale": 0.5**0.5}
+    >>> found = evidence(guide, exact, 1.0, rng_key=jax.random.key(0))      # log N(1; 0, 2)
+    >>> print(f"{found.elbo:.3f} {found.iw_bound:.3f}")
+    -1.516 -1.516
+    """
+    weights, num_observations = _weigh(
+        "guides.evidence", guide, params, args, kwargs, rng_key, num_samples, model, draws_per_chunk
+    )
+    return summarise(weights, num_observations)
+
+
+def log_weights(
+    guide: Any,
+    params: Mapping[str, Any],
+    *args: Any,
+    rng_key: jax.Array,
+    num_samples: int = 1000,
+    model: Callable | None = None,
+    draws_per_chunk: int | None = None,
+    **kwargs: Any,
+) -> NDArray[np.float64]:
+    """Logarithms of the importance ratios p(D, z_s) / q(z_s) of draws z_s of a guide, on the full data.
+
+    Arguments are those of :func:`evidence`. The program is compiled once for a guide and shapes of its arguments.
+
+    :return: (S,).
+    :raises ValueError: as :func:`evidence` does.
+
+    >>> import jax, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     numpyro.sample("z", dist.Normal(0.0, 1.0))
+    >>> params = {"z_auto_loc": 0.0, "z_auto_scale": 1.0}                 # the prior: all weights are 1
+    >>> weights = log_weights(AutoNormal(model), params, rng_key=jax.random.key(0), num_samples=3)
+    >>> weights.shape, bool(abs(weights).max() < 1e-6)
+    ((3,), True)
+    """
+    call = "guides.log_weights"
+    return _weigh(call, guide, params, args, kwargs, rng_key, num_samples, model, draws_per_chunk)[0]
+
+
+def summarise(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
+    """The report that log weights give.
+
+    :param log_weights: (S,), from :func:`log_weights`.
+    :param num_observations: observed numbers behind them.
+    :raises ValueError: for fewer than two weights, NaN or infinite ones (``-inf``, a weight of 0, is allowed).
+
+    >>> round(summarise([-1.0, -2.0, -3.0]).elbo, 6)
+    -2.0
+    """
+    log_w = np.asarray(log_weights, dtype=np.float64)
+    if log_w.ndim != 1 or len(log_w) < 2:
+        instead = "Pass two or more, as a vector (S,)."
+        raise argument_error("guides.summarise", "log_weights", f"shape {log_w.shape}", instead)
+    _check_weights("guides.summarise", log_w)
+    return Evidence(**weight_statistics(log_w), num_observations=num_observations, log_weights=log_w)
+
+
+def _weigh(
+    call: str,
+    guide: Any,
+    params: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    rng_key: jax.Array,
+    num_samples: int,
+    model: Callable | None,
+    draws_per_chunk: int | None,
+) -> tuple[NDArray[np.float64], int]:
+    """Log weights, and the number of observations behind them."""
+    refuse_tracers(call, "Call it outside: it is compiled by itself.", args, kwargs, params, rng_key)
+    for name, value, least in (("num_samples", num_samples, 2), ("draws_per_chunk", draws_per_chunk, 1)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise argument_error(call, name, value, f"Pass a whole number, {least} or more.")
+    model = getattr(guide, "model", None) if model is None else model
+    sites = check(call, model, guide, params, args, kwargs)  # type: ignore[arg-type]
+    if not sites.has_density:
+        instead = (
+            "Point masses have no density to compare with; use a guide with a spread, e.g. `AutoNormal`."
+        )
+        raise argument_error(call, "guide", f"{type(guide).__name__}, all of whose sites are Delta", instead)
+    fixed, arrays = signature(args, kwargs)
+    keys = jax.random.split(rng_key, num_samples)
+    program = _program(model, guide, fixed, draws_per_chunk)
+    weights = np.asarray(program(keys, dict(params), arrays), dtype=np.float64)
+    _check_weights(call, weights)
+    return weights, sites.num_observations
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _program(model: Callable, guide: Callable, fixed: Signature, chunk: int | None) -> Callable:
+    @jax.jit
+    def weigh(keys: jax.Array, params: Mapping[str, Any], arrays: list) -> jax.Array:
+        args, kwargs = fixed.call(arrays)
+
+        def one(key: jax.Array) -> jax.Array:
+            draw = weighted_draw(model, guide, params, args, kwargs, key)
+            return draw.log_joint - draw.log_guide
+
+        return map_keys(one, keys, chunk)
+
+    return weigh
+
+
+def _check_weights(call: str, log_w: NDArray[np.float64]) -> None:
+    bad = int((np.isnan(log_w) | np.isposinf(log_w)).sum())
+    if bad:
+        instead = "Check parameters and data: a density of the model or guide is NaN or infinite at a draw."
+        raise argument_error(
+            call, "log_weights", f"{bad} NaN or infinite log weights of {len(log_w)}", instead
+        )
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{value:.2f} ± {error:.2f}"

@@ -1,0 +1,294 @@
+"""Running SVI: minibatches at O(B), one compilation, interruption, checkpoints, and no NaN passed on."""
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from jax import lax
+from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
+
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn._plates import random_indices
+from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signature
+from numpyro_bnn.guides import checkpoints
+
+__all__ = ["fit"]
+
+CALL = "guides.fit"
+
+# Steps between two looks at the host: at most so many, and so few that they take about so long (in seconds), which
+# is how long an interruption waits.
+LARGEST_CHUNK = 4096
+CHUNK_SECONDS = 0.25
+
+# Losses in the running mean of the progress bar.
+WINDOW = 1000
+
+
+def fit(
+    svi: SVI,
+    rng_key: jax.Array,
+    num_steps: int,
+    *args: Any,
+    init_state: Any = None,
+    init_params: Mapping[str, Any] | None = None,
+    progress_bar: bool = True,
+    stable_update: bool = False,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 1000,
+    **kwargs: Any,
+) -> SVIRunResult:
+    """Run SVI as ``svi.run`` does, for long runs and large data.
+
+    - A minibatch of a subsampled plate costs O(B), whatever N is: B distinct indices, each as likely as any other.
+    - The steps are compiled once for an SVI and shapes of its arguments, and used again when a run is continued.
+    - Ctrl-C returns what is done so far. A step that is NaN or infinite ends the run, with a warning that names
+      it; the result is that of the steps before.
+    - With ``checkpoint`` the run can be killed at any moment. The same call then goes on from the file, and ends
+      bit for bit as if it had never stopped.
+
+    :param svi: model, guide, optimizer and loss.
+    :param rng_key: key of the start and of all steps.
+    :param num_steps: steps to take; with a checkpoint, to have taken in total.
+    :param args: arguments of model and guide.
+    :param init_state: the ``state`` of an earlier result to go on from.
+    :param init_params: starting values of parameters.
+    :param progress_bar: show a bar with the mean of the last 1000 losses.
+    :param stable_update: leave out steps that are not finite, as ``svi.run`` does, instead of ending the run.
+    :param checkpoint: a file, read when it exists and then written; delete it to start anew.
+    :param checkpoint_every: steps between two writings; the last step is always written.
+    :param kwargs: keyword arguments of model and guide.
+    :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
+    :raises ValueError: for no steps, a loss that is not finite at the first step, a checkpoint of another model,
+        guide or optimizer, or a path that cannot be written.
+    :raises TypeError: for something other than an SVI, or inside ``jit`` and ``vmap``.
+
+    >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import Trace_ELBO
+    >>> from numpyro.infer.autoguide import AutoNormal
+    >>> def model(y, batch_size=None):
+    ...     mean = numpyro.sample("mean", dist.Normal(0.0, 10.0))
+    ...     with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
+    ...         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
+    >>> svi = SVI(model, AutoNormal(model), numpyro.optim.Adam(0.05), Trace_ELBO())
+    >>> y = 3.0 + jax.random.normal(jax.random.key(0), (10_000,))
+    >>> result = fit(svi, jax.random.key(1), 500, y, batch_size=100, progress_bar=False)
+    >>> round(float(result.params["mean_auto_loc"]), 1)
+    3.0
+    """
+    path = _check(svi, num_steps, checkpoint, checkpoint_every)
+    instead = "It runs on the host: inside `jit` or `vmap` scan over `svi.update`."
+    refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
+    state, losses = _start(svi, rng_key, args, kwargs, init_state, init_params, path)
+    fixed, arrays = signature(args, kwargs)
+    program = _Program(_compiled(svi, fixed, stable_update), arrays, stable_update)
+    run = _Run(svi, program, state, losses, num_steps, path, checkpoint_every)
+    message = run.go(progress_bar)
+    if message:
+        warnings.warn(f"{CALL}: {message}", stacklevel=2)
+    return SVIRunResult(svi.get_params(run.state), run.state, jnp.asarray(run.losses))
+
+
+class _Chunk(NamedTuple):
+    """What some steps gave.
+
+    :param state: after them.
+    :param losses: of them, and of the one that was not finite.
+    :param finite: the losses and the parameters in ``state`` are.
+    """
+
+    state: Any
+    losses: np.ndarray
+    finite: bool
+
+
+class _Program(NamedTuple):
+    """The compiled steps, with their data."""
+
+    compiled: Callable
+    arrays: list
+    stable: bool
+
+    def __call__(self, state: Any, number: int) -> _Chunk:
+        state, losses, taken, finite = self.compiled(state, number, self.arrays)
+        losses, taken, finite = jax.device_get((losses, taken, finite))
+        return _Chunk(state, losses[:taken], self.stable or bool(finite))
+
+    def before_failure(self, state: Any, failed: _Chunk) -> _Chunk:
+        """The longest run of steps, from the state where the failed chunk began, of which all is finite."""
+        # Chunks are repeated, which costs nothing as long as nothing fails; each step is a function of its state.
+        for number in range(len(failed.losses) - 1, 0, -1):
+            chunk = self(state, number)
+            if chunk.finite:
+                return chunk
+        return _Chunk(state, failed.losses[:0], True)
+
+
+class _Run:
+    """A run that may be stopped at any line; ``state`` and ``count`` always belong together."""
+
+    def __init__(
+        self,
+        svi: SVI,
+        program: _Program,
+        state: Any,
+        losses: np.ndarray,
+        num_steps: int,
+        path: Path | None,
+        every: int,
+    ) -> None:
+        self.svi, self.program, self.path, self.every = svi, program, path, every
+        self.num_steps = num_steps
+        self.chunks = [losses]
+        self.done = (state, len(losses))
+        self.written = self.count
+
+    @property
+    def state(self) -> Any:
+        return self.done[0]
+
+    @property
+    def count(self) -> int:
+        """Steps taken."""
+        return self.done[1]
+
+    @property
+    def losses(self) -> np.ndarray:
+        return np.concatenate(self.chunks)[: self.count]
+
+    def go(self, progress_bar: bool) -> str:
+        """Take the steps that are left.
+
+        :return: why it stopped before, if it did.
+        """
+        message = ""
+        with tqdm.tqdm(total=self.num_steps, initial=self.count, disable=not progress_bar) as bar:
+            try:
+                message = self._advance(bar)
+            except KeyboardInterrupt:
+                if not self.count:
+                    raise
+                message = f"interrupted: the result is that of {self.count} of {self.num_steps} steps."
+        self._write()
+        return message
+
+    def _advance(self, bar: tqdm.tqdm) -> str:
+        recent: deque[float] = deque(self.losses[-WINDOW:], maxlen=WINDOW)
+        pace = 1
+        while self.count < self.num_steps:
+            number = min(pace, self.num_steps - self.count, self._steps_to_write())
+            started = time.perf_counter()
+            chunk = self.program(self.state, number)
+            if not chunk.finite:
+                kept = self.program.before_failure(self.state, chunk)
+                self._add(kept)
+                return self._failure(chunk.losses[len(kept.losses)])
+            self._add(chunk)
+            if number == pace:
+                pace = _next_pace(pace, time.perf_counter() - started)
+            if self.path is not None and self.count % self.every == 0:
+                self._write()
+            recent.extend(chunk.losses)
+            finite = [loss for loss in recent if np.isfinite(loss)]
+            bar.set_postfix_str(f"loss {np.mean(finite or np.nan):.5g}", refresh=False)
+            bar.update(number)
+        return ""
+
+    def _add(self, chunk: _Chunk) -> None:
+        self.chunks.append(chunk.losses)
+        self.done = (chunk.state, self.count + len(chunk.losses))
+
+    def _steps_to_write(self) -> int:
+        return LARGEST_CHUNK if self.path is None else self.every - self.count % self.every
+
+    def _write(self) -> None:
+        if self.path is not None and self.count > self.written:
+            checkpoints.save(self.path, self.svi, self.state, self.losses)
+            self.written = self.count
+
+    def _failure(self, loss: np.floating) -> str:
+        """Say which step was not finite: an error when there is none before it."""
+        what = "a gradient that is not finite" if np.isfinite(loss) else f"loss {loss}"
+        advice = (
+            "Lower the step size or clip gradients (`numpyro.optim.ClippedAdam`); start from likely values"
+            " (`init_loc_fn=`, a small `init_scale`); look for NaN in the data. `stable_update=True` leaves such"
+            " steps out."
+        )
+        if not self.count:
+            raise argument_error(CALL, "args", f"data and parameters with {what} at the first step", advice)
+        step = self.count + 1
+        return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
+
+
+def _check(svi: Any, num_steps: Any, checkpoint: Any, every: Any) -> Path | None:
+    if not isinstance(svi, SVI):
+        instead = "Pass a `numpyro.infer.SVI`."
+        raise argument_error(CALL, "svi", type(svi).__name__, instead, TypeError)
+    for name, value in (("num_steps", num_steps), ("checkpoint_every", every)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise argument_error(CALL, name, value, "Pass a whole number, 1 or more.")
+    return None if checkpoint is None else checkpoints.check_path(checkpoint)
+
+
+def _start(
+    svi: SVI,
+    rng_key: jax.Array,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    init_state: Any,
+    init_params: Mapping[str, Any] | None,
+    path: Path | None,
+) -> tuple[Any, np.ndarray]:
+    """The state to go on from, and the losses that led to it."""
+    state = init_state
+    # `init` also tells the SVI its constraints, which a state from another process does not bring.
+    if state is None or svi.constrain_fn is None:
+        with random_indices():
+            first = svi.init(rng_key, *args, init_params=init_params, **kwargs)
+        state = first if state is None else state
+    if path is not None and path.exists():
+        return checkpoints.load(path, svi, state)
+    # Without weak types, which a step would lose, the steps are compiled once and not twice.
+    strong = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
+    return strong, np.zeros(0, jnp.result_type(float))
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _compiled(svi: SVI, fixed: Signature, stable: bool) -> Callable:
+    update = svi.stable_update if stable else svi.update
+
+    @jax.jit
+    def steps(state: Any, number: int, arrays: list) -> tuple:
+        args, kwargs = fixed.call(arrays)
+
+        def go_on(carry: tuple) -> jax.Array:
+            _, _, taken, finite = carry
+            return (taken < number) & (stable | finite)
+
+        def step(carry: tuple) -> tuple:
+            state, losses, taken, _ = carry
+            with random_indices():
+                state, loss = update(state, *args, **kwargs)
+            return state, losses.at[taken].set(loss), taken + 1, jnp.isfinite(loss)
+
+        losses = jnp.zeros(LARGEST_CHUNK, float)
+        state, losses, taken, finite = lax.while_loop(go_on, step, (state, losses, jnp.int32(0), True))
+        params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
+        return state, losses, taken, finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params]))
+
+    return steps
+
+
+def _next_pace(pace: int, seconds: float) -> int:
+    """Steps of the next chunk, so that it takes about ``CHUNK_SECONDS``."""
+    wanted = pace * CHUNK_SECONDS / max(seconds, 1e-9)
+    return int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))

@@ -1,0 +1,181 @@
+"""Where a guide starts: means at the scale of the fan-in, small standard deviations."""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import init_to_median
+from numpyro.util import find_stack_level
+
+from numpyro_bnn._distributions import affine_normal, is_affine_normal
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn.guides.blocks import matches
+from numpyro_bnn.nn import fan_in
+
+__all__ = [
+    "base_sites",
+    "check_init_scale",
+    "init_to_fan_in",
+    "starting_scales",
+    "starting_spread",
+    "unit_spread",
+]
+
+# Suffixes that NumPyro's reparameterisers give to the site they sample instead of the one in the model.
+REPARAMETERISED = ("_base", "_decentered")
+
+
+def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
+    r"""Start Gaussian weights at the scale of their fan-in, as networks are started that are to be trained.
+
+    .. math:: w = m + \min(s, n^{-1/2})\,\epsilon, \qquad \epsilon \sim N(0, 1)
+
+    for a site of at least two axes with prior N(m, s^2) and n inputs per unit; Gaussian sites with fewer axes start
+    at their prior mean, all others at their prior median (:func:`~numpyro.infer.initialization.init_to_median`). It
+    is an ordinary initialisation strategy of NumPyro, for any kernel or guide. NumPyro's ``init_to_uniform`` draws
+    from (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3 instead of about 1.
+
+    Of a non-centred weight (``w_base``) it starts the base at N(0, 1); the guides of this package shrink that to the
+    fan-in scale of the weight itself.
+
+    Reference: He et al. (2015), *Delving deep into rectifiers*; Blundell et al. (2015) for guides.
+
+    >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> from numpyro import handlers
+    >>> from numpyro_bnn.guides import init_to_fan_in
+    >>> def model():
+    ...     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([400, 50]))
+    >>> start = handlers.substitute(handlers.seed(model, 0), substitute_fn=init_to_fan_in)
+    >>> round(float(jnp.std(handlers.trace(start).get_trace()["w"]["value"])), 2)
+    0.05
+    """
+    if site is None:
+        return partial(init_to_fan_in)
+    if site["type"] != "sample" or site["is_observed"] or site["fn"].support.is_discrete:
+        return None
+    if site["value"] is not None:
+        message = f"init_to_fan_in() skipping initialization of site {site['name']!r}, which has a value."
+        warnings.warn(message, stacklevel=find_stack_level())
+        return site["value"]
+    if not is_affine_normal(site["fn"], masked=True):
+        return init_to_median(site)
+    loc, scale = _gaussian(site["fn"])
+    shape = (*(site["kwargs"].get("sample_shape") or ()), *loc.shape)
+    if len(shape) < 2:
+        return jnp.broadcast_to(loc, shape)
+    noise = jax.random.normal(site["kwargs"]["rng_key"], shape, loc.dtype)
+    return loc + jnp.minimum(jnp.abs(scale), _fan_in_scale(site["name"], shape)) * noise
+
+
+def _gaussian(fn: Any) -> tuple[jax.Array, jax.Array]:
+    """Loc and scale, as floats, of a site that is known to be normal."""
+    found = affine_normal(fn, masked=True)
+    assert found is not None
+    loc, scale = (jnp.asarray(part, jnp.result_type(part, float)) for part in found)
+    return loc, scale
+
+
+def _weight(name: str) -> str:
+    """The weight that a base site stands for."""
+    for suffix in REPARAMETERISED:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
+    """Scale of a kernel; a base site has the unit of its prior, whatever its fan-in."""
+    return fan_in(name, shape) ** -0.5 if len(shape) > 1 and _weight(name) == name else 1.0
+
+
+def base_sites(trace: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """``{w_base: w}`` for the kernels that a model samples in another space."""
+    found = {}
+    for base, site in trace.items():
+        whole = trace.get(_weight(base), {})
+        computed = _weight(base) != base and whole.get("type") == "deterministic" and site["type"] == "sample"
+        if computed and np.ndim(site["value"]) > 1 and np.ndim(whole["value"]) > 1:
+            found[base] = _weight(base)
+    return found
+
+
+def unit_spread(name: str, unit: jax.Array, weight: jax.Array) -> jax.Array:
+    """The spread of a non-centred site z that gives its weight w the fan-in scale; a scalar, at most 1.
+
+    w is proportional to z, so sd(w) / sd(z) over the elements is what z is multiplied by, however the model does it.
+
+    >>> z = jnp.array([[1.0, -1.0], [2.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> round(float(unit_spread("w", z, 10 * z)), 6)
+    0.05
+    """
+    wide, sd = jnp.std(weight), jnp.std(unit)
+    wanted = sd * _fan_in_scale(_weight(name), weight.shape) / jnp.where(wide > 0, wide, 1.0)
+    return jnp.where((wide > 0) & (sd > 0), jnp.minimum(1.0, wanted), 1.0)
+
+
+def starting_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
+    """Scale of the start of a site in unconstrained space, of which a guide takes a part as its first sd.
+
+    :param site: of a trace.
+    :param local: each data point has its own value, so that the axes of the site are no inputs of a layer.
+    :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 where nothing is known.
+    """
+    if not is_affine_normal(site["fn"], masked=True):
+        return 1.0
+    _, scale = _gaussian(site["fn"])
+    if local:
+        return jnp.minimum(1.0, jnp.min(jnp.abs(scale)))
+    return jnp.minimum(jnp.abs(scale), _fan_in_scale(site["name"], scale.shape))
+
+
+def check_init_scale(call: str, init_scale: Any) -> None:
+    """Refuse what is no positive number, or no mapping from patterns to positive numbers or arrays.
+
+    :raises ValueError: or TypeError.
+    """
+    values = list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]
+    for value in values:
+        single = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(value, bool)
+        if not single or not (np.all(np.asarray(value) > 0) and np.all(np.isfinite(np.asarray(value)))):
+            raise argument_error(
+                call,
+                "init_scale",
+                init_scale,
+                'Pass a positive number, or positive standard deviations by pattern, e.g. `{"*.kernel": 0.01}`.',
+            )
+
+
+def starting_scales(
+    call: str, init_scale: Any, spreads: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, jax.Array]:
+    """First standard deviation of every site, in unconstrained space.
+
+    :param init_scale: a number that multiplies the spreads, or standard deviations by pattern; what no pattern
+        matches gets 0.1 times its spread.
+    :param spreads: :func:`starting_spread` by site.
+    :param shapes: unconstrained shapes by site.
+    :raises ValueError: for a pattern that matches no site, and an array that does not fit its site.
+    """
+    by_pattern = init_scale if isinstance(init_scale, Mapping) else {}
+    factor = 0.1 if isinstance(init_scale, Mapping) else init_scale
+    for pattern in by_pattern:
+        if not any(matches(name, pattern) for name in shapes):
+            raise unknown_name(call, "init_scale", pattern, shapes)
+    scales = {}
+    for name, shape in shapes.items():
+        chosen = [value for pattern, value in by_pattern.items() if matches(name, pattern)]
+        value = chosen[0] if chosen else factor * spreads[name]
+        try:
+            scales[name] = jnp.broadcast_to(jnp.asarray(value, float), shape)
+        except ValueError:
+            raise argument_error(
+                call,
+                "init_scale",
+                f"an array of shape {np.shape(value)} for site {name!r}",
+                f"The site has unconstrained shape {shape}: pass a number, or an array of that shape.",
+            ) from None
+    return scales

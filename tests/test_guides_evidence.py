@@ -1,0 +1,606 @@
+"""Judging fits: bounds against exact evidences, honest errors, k-hat; gradient variances and inclusive KL.
+
+Conjugate linear regression has a Gaussian posterior with precision P, for which everything is known: log p(D), the
+optimum of mean field (the posterior mean, variances 1 / P_ii) and its distance from the posterior,
+KL(q || p) = (sum log P_ii - log det P) / 2.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+import scipy.stats
+from numpyro import handlers
+from numpyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceGraph_ELBO
+from numpyro.infer.autoguide import (
+    AutoDelta,
+    AutoGuideList,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+
+from numpyro_bnn._arviz import pareto_smoothed
+from numpyro_bnn.guides.comparison import compare
+from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarise
+from numpyro_bnn.guides.gradients import gradient_variance
+from numpyro_bnn.guides.objectives import TraceInclusiveKL_ELBO
+
+pytestmark = pytest.mark.core
+
+SIGMA, N, D = 0.5, 30, 3
+X = jax.random.normal(jax.random.key(0), (N, D)) + 1.0
+Y = X @ jnp.array([1.0, -1.0, 0.5]) + SIGMA * jax.random.normal(jax.random.key(1), (N,))
+X64, Y64 = np.asarray(X, np.float64), np.asarray(Y, np.float64)
+PRECISION = np.eye(D) + X64.T @ X64 / SIGMA**2
+MEAN = np.linalg.solve(PRECISION, X64.T @ Y64 / SIGMA**2)
+LOG_Z = scipy.stats.multivariate_normal(np.zeros(N), SIGMA**2 * np.eye(N) + X64 @ X64.T).logpdf(Y64)
+KL = 0.5 * (np.log(np.diag(PRECISION)).sum() - np.linalg.slogdet(PRECISION)[1])
+
+
+def model(x, y, batch_size=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([D]).to_event(1))
+    with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, SIGMA), obs=y[i])
+
+
+def mean_field(width=1.0):
+    """Parameters of the best AutoNormal, its standard deviations times ``width``."""
+    return {"w_auto_loc": jnp.asarray(MEAN), "w_auto_scale": jnp.asarray(width / np.sqrt(np.diag(PRECISION)))}
+
+
+def full_rank():
+    tril = np.linalg.cholesky(np.linalg.inv(PRECISION))
+    return {"auto_loc": jnp.asarray(MEAN), "auto_scale_tril": jnp.asarray(tril)}
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """One mean field for all tests that may share its compiled program."""
+    return AutoNormal(model)
+
+
+@pytest.fixture(scope="module")
+def many(guide):
+    """Log weights of mean fields, as narrow as best and twice as wide, enough for repetitions: 400 times 200."""
+    key = jax.random.key(2)
+    return {
+        width: log_weights(guide, mean_field(width), X, Y, rng_key=key, num_samples=80_000)
+        for width in (1.0, 2.0)
+    }
+
+
+# ------------------------------------------------------------------------------------------------- the bounds
+
+
+def test_the_exact_posterior_has_the_evidence_as_bound(key):
+    """All weights are p(D), up to the rounding of log densities near 100 in float32."""
+    found = evidence(AutoMultivariateNormal(model), full_rank(), X, Y, rng_key=key)
+    assert found.elbo == pytest.approx(LOG_Z, abs=1e-3)
+    assert found.iw_bound == pytest.approx(LOG_Z, abs=1e-3)
+    assert max(found.elbo_se, found.iw_se) < 1e-4
+    assert found.pareto_k < 0.5
+    assert found.ess == pytest.approx(1000, rel=1e-4)
+    assert found.num_observations == N
+    assert found.verdict == "good"
+
+
+def test_mean_field_has_the_elbo_of_theory(many):
+    """Mean of 80,000: within four standard errors, a chance of 6e-5; the importance bound closes the gap."""
+    found = summarise(many[1.0])
+    assert KL > 0.5  # or there would be nothing to close
+    assert abs(found.elbo - (LOG_Z - KL)) < 4 * found.elbo_se
+    wide = summarise(many[2.0])
+    assert abs(wide.iw_bound - wide.iw_bias - LOG_Z) < 4 * wide.iw_se
+    assert wide.elbo < LOG_Z - 0.5
+
+
+def test_standard_errors_are_honest(many):
+    """Over 400 repetitions with 200 draws of a guide twice as wide: errors, coverage and bias are those reported."""
+    # The fourth moment of the weights is finite, so that the variance of their variance is.
+    assert np.linalg.eigvalsh(4 * PRECISION - 3 * np.diag(np.diag(PRECISION)) / 4)[0] > 0
+    found = [summarise(part) for part in many[2.0].reshape(400, 200)]
+    elbo, elbo_se, bound, bound_se, bias = (
+        np.array([getattr(one, name) for one in found])
+        for name in ("elbo", "elbo_se", "iw_bound", "iw_se", "iw_bias")
+    )
+    exact = many[2.0].mean()  # known 20 times better than from 200 draws
+    # A standard deviation of 400 values has a relative error near 1 / sqrt(800) = 3.5 %, coverage of 95 % one of
+    # 1.1 %: four of them.
+    assert elbo.std() / elbo_se.mean() == pytest.approx(1.0, abs=0.14)
+    assert bound.std() / bound_se.mean() == pytest.approx(1.0, abs=0.14)
+    assert np.mean(np.abs(elbo - exact) < 1.96 * elbo_se) > 0.95 - 4 * 0.011
+    assert np.mean(np.abs(bound - bias - LOG_Z) < 1.96 * bound_se) > 0.95 - 4 * 0.011
+    # The bias is a mean of 400, known to its standard error.
+    assert abs(bound.mean() - LOG_Z - bias.mean()) < 4 * bound.std() / 20
+    assert bias.mean() < 0
+
+
+def test_no_good_verdict_where_the_variance_is_infinite(many):
+    """2 P - diag(P) is not positive definite: weights of the best mean field have no variance, the bound no error."""
+    assert np.linalg.eigvalsh(2 * PRECISION - np.diag(np.diag(PRECISION)))[0] < 0
+    assert summarise(many[1.0]).verdict != "good"
+
+
+@pytest.mark.parametrize(("width", "least", "most"), [(2.0, -np.inf, 0.5), (0.1, 0.7, np.inf)])
+def test_k_hat_tells_a_wide_guide_from_a_narrow_one(guide, key, width, least, most):
+    """A guide wider than the posterior in all directions has bounded weights; for one narrower by 0.1 in standard
+    deviation the tail index is 1 - 0.1^2 along each axis (estimates from 4000 draws: 0.9 to 1.2)."""
+    found = evidence(guide, mean_field(width), X, Y, rng_key=key, num_samples=4000)
+    assert least < found.pareto_k < most
+    assert found.verdict == ("unreliable" if width < 1 else "good")
+
+
+@pytest.mark.parametrize("k", [0.2, 0.5, 0.9])
+def test_k_hat_of_known_tails(k):
+    """w = exp(k E) with E exponential has a Pareto tail of index k: 20 estimates from 4000 draws, of which each has a
+    standard deviation near 0.08; the prior of the estimator (k = 0.5 with 10 of about 190 observations) shifts it by
+    less than 0.03."""
+    draws = k * np.random.default_rng(0).exponential(size=(20, 4000))
+    found = pareto_smoothed(draws)[1]
+    assert found.mean() == pytest.approx(k, abs=0.03 + 4 * 0.08 / np.sqrt(20))
+
+
+def test_edge_cases_of_k_hat():
+    normal = np.random.default_rng(1).normal(size=400)
+    zero = np.where(np.arange(400) < 100, -np.inf, normal)
+    weights, k = pareto_smoothed(np.stack([np.zeros(400), zero]))
+    assert k[0] == -np.inf
+    assert np.isfinite(k[1])
+    assert np.exp(weights).sum(axis=1) == pytest.approx([1.0, 1.0])
+    assert np.isneginf(weights[1, :100]).all()
+    assert np.isnan(pareto_smoothed(normal[:24])[1])
+    assert np.isnan(pareto_smoothed(np.r_[np.nan, normal])[1])
+
+
+# -------------------------------------------------------------------------------------- what it is computed on
+
+
+def test_minibatches_make_no_difference(guide, key):
+    full = log_weights(guide, mean_field(), X, Y, rng_key=key, num_samples=20)
+    batched = log_weights(guide, mean_field(), X, Y, rng_key=key, num_samples=20, batch_size=7)
+    np.testing.assert_allclose(full, batched, rtol=1e-6)
+
+
+def test_arrays_of_numpy_serve_as_well(guide, key):
+    ours, theirs = (
+        log_weights(guide, mean_field(), x, y, rng_key=key, num_samples=20)
+        for x, y in ((X, Y), (np.asarray(X), np.asarray(Y)))
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_chunks_make_no_difference(guide, key):
+    whole, parts = (
+        log_weights(guide, mean_field(), X, Y, rng_key=key, num_samples=20, draws_per_chunk=size)
+        for size in (20, 6)
+    )
+    np.testing.assert_allclose(whole, parts, rtol=1e-6)
+
+
+def test_both_kinds_of_keys_and_no_second_compilation(key):
+    traced = []
+
+    def counted(x, y):
+        traced.append(1)
+        model(x, y)
+
+    guide = AutoNormal(counted)
+    typed = log_weights(guide, mean_field(), X, Y, rng_key=jax.random.key(5), num_samples=20)
+    legacy = log_weights(guide, mean_field(), X, Y, rng_key=jax.random.PRNGKey(5), num_samples=20)
+    np.testing.assert_array_equal(typed, legacy)
+    before = len(traced)
+    log_weights(guide, mean_field(2.0), X, 2 * Y, rng_key=jax.random.key(6), num_samples=20)
+    assert len(traced) == before + 1  # the check of the arguments, by shapes alone
+
+
+def test_a_guide_with_auxiliary_variables_keeps_its_bound(key):
+    """q(z) is the posterior, made of two normals; with the exact reverse r(u | z) the bound is tight."""
+    y, half = 1.0, 0.5**0.5  # posterior N(1/2, 1/2)
+
+    def small(y):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    def auxiliary(y):
+        u = numpyro.sample("u", dist.Normal(0.0, half * half), infer={"is_auxiliary": True})
+        z = numpyro.sample("z", dist.Normal(0.5 + u, half * half))
+        # r(u | z), the exact conditional: with it the bound is tight.
+        r = dist.Normal((z - 0.5) / 2, half * half / 2**0.5)
+        numpyro.factor("reverse", -r.log_prob(u))
+
+    found = evidence(auxiliary, {}, y, rng_key=key, model=small)
+    assert found.elbo == pytest.approx(scipy.stats.norm(0, 2**0.5).logpdf(y), abs=1e-5)
+    assert found.elbo_se < 1e-6
+
+
+def test_parameters_of_the_model_are_used(key):
+    def learned(x, y):
+        numpyro.param("offset", 0.0)
+        handlers.substitute(model, data={})(x, y)
+        numpyro.factor("shift", numpyro.param("offset", 0.0))
+
+    params = {**mean_field(), "offset": 3.0}
+    found = log_weights(AutoNormal(learned), params, X, Y, rng_key=key, num_samples=5)
+    plain = log_weights(AutoNormal(model), mean_field(), X, Y, rng_key=key, num_samples=5)
+    np.testing.assert_allclose(found - plain, 3.0, atol=1e-4)
+
+
+def test_guides_trained_by_svi(key):
+    """Guides of other kinds, a positive site, a list of guides: ELBO as from NumPyro's own estimator."""
+
+    def positive(x, y):
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([D]).to_event(1))
+        numpyro.sample("y", dist.Normal(x @ w, sigma).to_event(1), obs=y)
+
+    def of_list(model):
+        guides = AutoGuideList(model)
+        guides.append(AutoNormal(handlers.block(model, hide=["w"]), prefix="a"))
+        guides.append(AutoMultivariateNormal(handlers.block(model, hide=["sigma"]), prefix="b"))
+        return guides
+
+    for make in (AutoMultivariateNormal, of_list):
+        guide = make(positive)
+        svi = SVI(positive, guide, optax.adam(0.02), Trace_ELBO(num_particles=4000))
+        state = svi.init(key, X, Y)
+        params = svi.get_params(state)
+        found = evidence(guide, params, X, Y, rng_key=key, num_samples=4000)
+        error = np.hypot(found.elbo_se, found.elbo_se)
+        assert abs(found.elbo + float(svi.evaluate(state, X, Y))) < 4 * error
+
+
+# --------------------------------------------------------------------------------------------- report and errors
+
+
+def test_report(guide, key):
+    report = str(evidence(guide, mean_field(), X, Y, rng_key=key))
+    assert re.search(
+        r"Evidence from 1000 draws of the guide, 30 observations\n  ELBO +-?\d+\.\d\d ± 0\.\d\d\n", report
+    )
+    assert re.search(r"PSIS k-hat +-?0\.\d\d  (good|usable): ", report)
+    bad = str(evidence(guide, mean_field(0.1), X, Y, rng_key=key))
+    assert "unreliable: the guide misses part of the posterior" in bad
+
+
+def test_impossible_draws(key):
+    """A weight of zero makes the ELBO minus infinity and leaves the importance bound as it is."""
+    found = summarise(np.r_[-np.inf, np.zeros(99)])
+    assert found.elbo == -np.inf
+    assert found.iw_bound == pytest.approx(np.log(0.99))
+    assert found.ess == pytest.approx(99)
+    nothing = summarise([-np.inf, -np.inf])
+    assert nothing.iw_bound == -np.inf
+    assert nothing.verdict == "unreliable"
+
+
+def unguided(x, y):
+    model(x, y)
+    numpyro.sample("extra", dist.Normal(0.0, 1.0))
+
+
+FAULTS = {
+    "point masses": (
+        lambda: (AutoDelta(model), {"w_auto_loc": MEAN}),
+        {},
+        ValueError,
+        "all of whose sites are Delta",
+    ),
+    "no parameters": (
+        lambda: (AutoNormal(model), {}),
+        {},
+        ValueError,
+        "no value for w_auto_loc, w_auto_scale",
+    ),
+    "parameters of a fit": (lambda: (AutoNormal(model), 3), {}, TypeError, "argument `params` got int"),
+    "no model": (lambda: (lambda x, y: None, {}), {}, TypeError, "argument `model` got None"),
+    "latent site": (
+        lambda: (AutoNormal(model), mean_field()),
+        {"model": unguided},
+        ValueError,
+        r"without the latent sites \['extra'\]",
+    ),
+    "draws": (
+        lambda: (AutoNormal(model), mean_field()),
+        {"num_samples": 1},
+        ValueError,
+        "`num_samples` got 1",
+    ),
+    "chunk": (
+        lambda: (AutoNormal(model), mean_field()),
+        {"draws_per_chunk": 0},
+        ValueError,
+        "`draws_per_chunk` got 0",
+    ),
+    "NaN": (
+        lambda: (AutoNormal(model), {**mean_field(), "w_auto_loc": jnp.full(D, jnp.nan)}),
+        {},
+        ValueError,
+        "1000 NaN or infinite log weights of 1000",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_errors(key, fault):
+    make, options, error, message = FAULTS[fault]
+    with pytest.raises(error, match=f"guides.evidence: .*{message}"):
+        evidence(*make(), X, Y, rng_key=key, **options)
+
+
+def test_inside_jit_is_refused(guide, key):
+    with pytest.raises(TypeError, match="values traced by `jit`"):
+        jax.jit(lambda y: evidence(guide, mean_field(), X, y, rng_key=key).elbo)(Y)
+
+
+# --------------------------------------------------------------------------------------------------- comparison
+
+
+def test_compare_orders_and_gives_errors_of_differences(guide, key):
+    exact = evidence(AutoMultivariateNormal(model), full_rank(), X, Y, rng_key=key)
+    table = compare(
+        {
+            "narrow": (guide, mean_field(0.1), (X, Y)),
+            "less": exact._replace(iw_bound=exact.iw_bound - 0.5, iw_se=0.3),
+            "best": exact,
+            "batch": (guide, mean_field(0.1), (X,), {"y": Y, "batch_size": 5}),
+        },
+        rng_key=key,
+    )
+    assert table.best == "best"
+    assert [row.name for row in table.rows[:2]] == ["best", "less"]
+    bounds = [row.evidence.iw_bound for row in table.rows]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[2] != bounds[3]  # draws of their own
+    assert table.rows[0].difference == table.rows[0].difference_se == 0.0
+    row = table.rows[2]
+    assert row.difference == pytest.approx(row.evidence.iw_bound - exact.iw_bound)
+    assert row.difference_se == pytest.approx(np.hypot(row.evidence.iw_se, exact.iw_se))
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["model", "bound", "se", "difference", "se", "ELBO", "se", "k-hat"]
+    assert lines[1].split()[:2] == ["best", f"{exact.iw_bound:.2f}"]
+    assert lines[3].endswith("(!)")
+    assert lines[5].startswith("(!) unreliable")
+
+
+def test_errors_of_compare(guide, key):
+    one = evidence(guide, mean_field(), X, Y, rng_key=key, num_samples=30)
+    with pytest.raises(ValueError, match=r"argument `models` got \{\}"):
+        compare({})
+    with pytest.raises(TypeError, match=r"models\['a'\]` got int"):
+        compare({"a": 3})
+    with pytest.raises(ValueError, match="argument `rng_key` got None"):
+        compare({"a": (guide, mean_field(), (X, Y))})
+    with pytest.raises(ValueError, match=r"different numbers of observations: \{'a': 30, 'b': 29\}"):
+        compare({"a": one, "b": one._replace(num_observations=29)})
+    assert isinstance(one, Evidence)
+
+
+# ---------------------------------------------------------------------------------------------- gradient variance
+
+MU, SD = 1.5, 0.7
+
+
+class ScoreNormal(dist.Normal):
+    """A normal whose draws carry no gradient, so that NumPyro uses the score function."""
+
+    reparametrized_params = []  # noqa: RUF012
+
+
+def squared(prior):
+    """A model whose ELBO is E[-z^2], plus terms that vanish."""
+
+    def program():
+        z = numpyro.sample("z", prior())
+        numpyro.factor("square", -(z**2))
+
+    return program
+
+
+def with_score():
+    numpyro.sample("z", ScoreNormal(numpyro.param("mu", MU), SD))
+
+
+def with_noise():
+    numpyro.sample("z", dist.Normal(numpyro.param("mu", MU), SD))
+
+
+@pytest.mark.parametrize(
+    ("loss", "prior", "guide", "variance"),
+    [
+        # log p - log q of the prior at the same mu is zero and costs no variance.
+        (
+            TraceGraph_ELBO(),
+            lambda: ScoreNormal(MU, SD),
+            with_score,
+            14 * MU**2 + 15 * SD**2 + MU**4 / SD**2,
+        ),
+        # A flat prior: the gradient of log q along a reparameterised draw is zero.
+        (Trace_ELBO(), lambda: dist.ImproperUniform(dist.constraints.real, (), ()), with_noise, 4 * SD**2),
+        (
+            Trace_ELBO(num_particles=4),
+            lambda: dist.ImproperUniform(dist.constraints.real, (), ()),
+            with_noise,
+            SD**2,
+        ),
+    ],
+    ids=["score function", "reparameterised", "four particles"],
+)
+def test_variance_of_the_gradient_of_a_square(key, loss, prior, guide, variance):
+    """d/dmu E[z^2] for z ~ N(mu, s^2) is 2 mu; within four reported standard errors (a chance of 6e-5)."""
+    found = gradient_variance(loss, squared(prior), guide, {"mu": MU}, rng_key=key, num_draws=20_000)
+    assert abs(found.total.value - variance) < 4 * found.total.se
+    assert found.total.se < 0.1 * variance
+    assert abs(found.mean["mu"] - 2 * MU) < 4 * np.sqrt(variance / 20_000)
+    assert found.by_parameter["mu"] == found.total
+    assert float(found.variance["mu"]) == pytest.approx(found.total.value, rel=1e-4)
+
+
+def test_error_of_a_variance_is_honest():
+    """The reported standard error is the spread over 40 repetitions, whose relative error is 1 / sqrt(80) = 11 %."""
+    prior = squared(lambda: dist.ImproperUniform(dist.constraints.real, (), ()))
+    loss, options = Trace_ELBO(), {"num_draws": 500}
+    values, errors = np.array(
+        [
+            gradient_variance(loss, prior, with_noise, {"mu": MU}, rng_key=jax.random.key(i), **options).total
+            for i in range(40)
+        ]
+    ).T
+    assert values.std(ddof=1) / errors.mean() == pytest.approx(1.0, abs=4 * 0.11)
+
+
+def test_variance_by_parameter_and_of_minibatches(guide, key):
+    """Elements, parameters and total add up, and agree with gradients drawn one by one; minibatches add noise."""
+    options = {"rng_key": key, "num_draws": 2000}
+    params = mean_field(0.5)
+    found = gradient_variance(Trace_ELBO(), model, guide, params, X, Y, **options)
+    assert set(found.by_parameter) == {"w_auto_loc", "w_auto_scale"}
+    for name, estimate in found.by_parameter.items():
+        assert found.variance[name].shape == (D,)
+        assert estimate.value == pytest.approx(float(found.variance[name].sum()), rel=1e-3)
+    assert found.total.value == pytest.approx(sum(e.value for e in found.by_parameter.values()), rel=1e-6)
+
+    def loc_gradient(key):
+        loss = lambda loc: Trace_ELBO().loss(key, {**params, "w_auto_loc": loc}, model, guide, X, Y)  # noqa: E731
+        return jax.grad(loss)(params["w_auto_loc"])
+
+    drawn = jax.jit(jax.vmap(loc_gradient))(jax.random.split(jax.random.key(9), 2000))
+    error = np.sqrt(2) * found.by_parameter["w_auto_loc"].se
+    assert abs(float(drawn.var(axis=0).sum()) - found.by_parameter["w_auto_loc"].value) < 4 * error
+    batched = gradient_variance(Trace_ELBO(), model, guide, params, X, Y, batch_size=5, **options)
+    assert batched.total.value > found.total.value + 4 * (batched.total.se + found.total.se)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["parameter", "variance", "se", "norm", "of", "mean"]
+    assert [line.split()[0] for line in lines[1:]] == ["w_auto_loc", "w_auto_scale", "all"]
+
+
+def test_errors_of_gradient_variance(guide, key):
+    with pytest.raises(TypeError, match="argument `loss` got int"):
+        gradient_variance(3, model, guide, mean_field(), X, Y, rng_key=key)
+    with pytest.raises(ValueError, match="argument `num_draws` got 1"):
+        gradient_variance(Trace_ELBO(), model, guide, mean_field(), X, Y, rng_key=key, num_draws=1)
+    with pytest.raises(ValueError, match="no value for w_auto_loc, w_auto_scale"):
+        gradient_variance(Trace_ELBO(), model, guide, {}, X, Y, rng_key=key)
+
+
+# --------------------------------------------------------------------------------------------------- inclusive KL
+
+RHO = 0.9
+
+
+def correlated():
+    numpyro.sample("z", dist.MultivariateNormal(jnp.zeros(2), jnp.array([[1.0, RHO], [RHO, 1.0]])))
+
+
+def fitted_variance(loss, steps, rate):
+    optimiser = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    svi = SVI(correlated, AutoNormal(correlated), optimiser, loss)
+    return svi.run(jax.random.key(0), steps, progress_bar=False).params["z_auto_scale"] ** 2
+
+
+def test_mean_field_matches_marginals_inclusively_and_conditionals_exclusively():
+    """KL(p || q) has its optimum at variance 1, KL(q || p) at 1 - rho^2 = 0.19.
+
+    Self-normalisation with 200 particles biases the gradient by a term of order 1/S times the variance of the
+    weights, a few per cent here.
+    """
+    inclusive = fitted_variance(TraceInclusiveKL_ELBO(num_particles=200), 1500, 0.03)
+    exclusive = fitted_variance(Trace_ELBO(num_particles=10), 1500, 0.03)
+    np.testing.assert_allclose(inclusive, 1.0, rtol=0.1)
+    np.testing.assert_allclose(exclusive, 1 - RHO**2, rtol=0.1)
+
+
+def test_gradient_of_the_inclusive_divergence():
+    """At q = N(m, s^2): d/dm = m / s^2 and d/ds = (s^2 - 1 - m^2) / s^3 for each marginal N(0, 1)."""
+    loc, scale = jnp.array([0.3, -0.2]), jnp.array([1.2, 1.5])
+    guide, loss = AutoNormal(correlated), TraceInclusiveKL_ELBO(num_particles=2000)
+    handlers.seed(guide, 0)()
+
+    def gradient(key):
+        value = lambda p: loss.loss(key, p, correlated, guide)  # noqa: E731
+        return jax.grad(value)({"z_auto_loc": loc, "z_auto_scale": scale})
+
+    drawn = jax.jit(jax.vmap(gradient))(jax.random.split(jax.random.key(3), 200))
+    expected = {
+        "z_auto_loc": loc / scale**2,
+        "z_auto_scale": (scale**2 - 1.0 - loc**2) / scale**3,
+    }
+    for name, exact in expected.items():
+        error = drawn[name].std(axis=0) / np.sqrt(200)
+        # Self-normalisation: a bias of order 1/S beside the error.
+        assert np.all(np.abs(drawn[name].mean(axis=0) - exact) < 4 * error + 10 / 2000)
+
+
+def test_value_is_the_importance_weighted_bound(key):
+    """-log mean w, of the same distribution as the RenyiELBO of NumPyro at alpha = 0."""
+    guide = AutoNormal(model)
+    handlers.seed(guide, 0)(X, Y)
+    keys = jax.random.split(key, 3000)
+
+    def mean(loss):
+        values = jax.jit(jax.vmap(lambda key: loss.loss(key, mean_field(), model, guide, X, Y)))(keys)
+        return float(values.mean()), float(values.std() / np.sqrt(len(keys)))
+
+    (ours, ours_se), (theirs, theirs_se) = mean(TraceInclusiveKL_ELBO(5)), mean(RenyiELBO(0.0, 5))
+    assert abs(ours - theirs) < 4 * np.hypot(ours_se, theirs_se)
+    # The bounds of NumPyro's other orders, in their order: ELBO < alpha = 1/2 < alpha = 0 < log p(D).
+    half, half_se = mean(RenyiELBO(0.5, 5))
+    exclusive, exclusive_se = mean(Trace_ELBO(5))
+    assert theirs - 4 * theirs_se > -LOG_Z
+    assert theirs + 4 * np.hypot(theirs_se, half_se) < half
+    assert half + 4 * np.hypot(half_se, exclusive_se) < exclusive
+
+
+def test_renyi_elbo_trains_a_guide():
+    """NumPyro's own objective between the two: its variances lie between those of the divergences."""
+    variance = fitted_variance(RenyiELBO(alpha=0.5, num_particles=20), 1500, 0.03)
+    assert np.all(variance > 1.3 * (1 - RHO**2))
+    assert np.all(variance < 0.9)
+
+
+def local(y, batch_size=None):
+    """z_n ~ N(0, 1), y_n ~ N(z_n, 1): posteriors N(y_n / 2, 1/2)."""
+    with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
+
+
+def test_local_latents_have_weights_of_their_own():
+    """An amortised guide with a subsampled plate learns every posterior; one joint weight would know one of 40."""
+    y = jnp.linspace(-2.0, 2.0, 40)
+
+    def amortised(y, batch_size=None):
+        slope, scale = (
+            numpyro.param("slope", 0.0),
+            numpyro.param("scale", 1.0, constraint=dist.constraints.positive),
+        )
+        with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("z", dist.Normal(slope * y[i], scale))
+
+    optimiser = optax.adam(optax.cosine_decay_schedule(0.03, 800))
+    svi = SVI(local, amortised, optimiser, TraceInclusiveKL_ELBO(num_particles=50))
+    result = svi.run(jax.random.key(1), 800, y, batch_size=10, progress_bar=False)
+    assert result.params["slope"] == pytest.approx(0.5, abs=0.05)
+    assert result.params["scale"] == pytest.approx(0.5**0.5, rel=0.05)
+    # Subsampling scales the loss up again: its mean is that of all data.
+
+    def guide_loss(key, size):
+        return svi.loss.loss(key, result.params, local, amortised, y, batch_size=size)
+
+    keys = jax.random.split(jax.random.key(2), 500)
+    parts = jax.jit(jax.vmap(lambda key: guide_loss(key, 10)))(keys)
+    whole = jax.jit(jax.vmap(lambda key: guide_loss(key, None)))(keys)
+    assert abs(float(parts.mean() - whole.mean())) < 4 * float(jnp.hypot(parts.std(), whole.std())) / np.sqrt(
+        500
+    )
+
+
+def test_errors_of_the_inclusive_divergence(guide, key):
+    with pytest.raises(ValueError, match="argument `num_particles` got 1"):
+        TraceInclusiveKL_ELBO(num_particles=1)
+    with pytest.raises(ValueError, match="a subsampled plate 'data' that does not enclose every site"):
+        TraceInclusiveKL_ELBO().loss(key, mean_field(), model, guide, X, Y, batch_size=5)

@@ -1,0 +1,404 @@
+"""Running SVI: the same steps as NumPyro's, minibatches at O(B), interruption, NaN, and checkpoints bit for bit."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro import handlers
+from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+
+from numpyro_bnn._plates import draw_indices, random_indices
+from numpyro_bnn._programs import signature
+from numpyro_bnn.guides import checkpoints, fitting
+from numpyro_bnn.guides.fitting import fit
+
+pytestmark = pytest.mark.core
+
+X = jax.random.normal(jax.random.key(0), (50, 2))
+Y = X @ jnp.array([1.0, -2.0]) + 0.5 * jax.random.normal(jax.random.key(1), (50,))
+
+
+def model(x, y, batch_size=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 0.5), obs=y[i])
+
+
+def make(optim=None, guide=AutoNormal, program=model, loss=Trace_ELBO):
+    return SVI(program, guide(program), optim or numpyro.optim.Adam(0.02), loss())
+
+
+@pytest.fixture(scope="module")
+def svi():
+    """One SVI for all tests that may share its compiled steps."""
+    return make()
+
+
+def quiet(svi, key, steps, *args, **kwargs):
+    return fit(svi, key, steps, *(args or (X, Y)), **{"progress_bar": False, **kwargs})
+
+
+def same(one, other):
+    """Every leaf of two trees equal in every bit."""
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+
+    def raw(leaf):
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    return all(np.array_equal(raw(a), raw(b)) and a.dtype == b.dtype for a, b in leaves)
+
+
+# ------------------------------------------------------------------------------------------------- indices
+
+
+@pytest.mark.parametrize(("size", "batch"), [(10, 4), (10, 10), (7, 3), (5, 1), (12, 4)])
+def test_indices_are_distinct_and_equally_likely(size, batch):
+    number = 20_000
+    keys = jax.random.split(jax.random.key(2), number)
+    drawn = np.asarray(jax.vmap(lambda key: draw_indices(size, batch, key))(keys))
+    assert drawn.min() >= 0
+    assert drawn.max() < size
+    assert all(len(set(row)) == batch for row in drawn[:500])
+    share = batch / size
+    # Five standard errors for the largest of at most 12 counts, in 5 cases: fails with probability below 4e-5.
+    error = np.sqrt(share * (1 - share) / number)
+    assert np.all(np.abs(np.bincount(drawn.ravel(), minlength=size) / number - share) <= 5 * error)
+
+
+def test_sums_over_a_batch_vary_less_than_with_replacement():
+    """By the theory of stratified sampling; on sorted values far less, on shuffled ones by the factor 1 - B/N."""
+    values, batch = jnp.arange(100.0), 20
+    keys = jax.random.split(jax.random.key(3), 4000)
+
+    def variance(values):
+        return float(jnp.var(jax.vmap(lambda key: values[draw_indices(100, batch, key)].mean())(keys)))
+
+    with_replacement = float(jnp.var(values)) / batch
+    shuffled = jax.random.permutation(jax.random.key(4), values)
+    assert variance(values) < 0.2 * with_replacement
+    # A variance of 4000 draws has a relative error of sqrt(2 / 4000) = 2.2 %; one shuffle differs from the mean
+    # over shuffles by a few times 1 / sqrt(20 strata).
+    assert variance(shuffled) < 0.95 * with_replacement
+
+
+def test_indices_cost_the_batch_only():
+    """No array of the size of the data is made."""
+
+    def batch(key):
+        with random_indices(), numpyro.plate("data", 10**6, subsample_size=7) as index:
+            return index
+
+    seeded = lambda key: handlers.seed(batch, key)(key)  # noqa: E731
+    program = jax.make_jaxpr(seeded)(jax.random.key(0))
+    sizes = [var.aval.size for eqn in program.jaxpr.eqns for var in eqn.outvars]
+    assert max(sizes) <= 64
+
+
+# ------------------------------------------------------------------------------------------------ the steps
+
+
+def test_full_batch_steps_are_those_of_numpyro(svi, key):
+    """The same keys and the same updates; only the order of operations in a compiled loop may differ."""
+    ours = quiet(svi, key, 40)
+    theirs = svi.run(key, 40, X, Y, progress_bar=False)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.params, theirs.params
+    )
+    assert type(ours) is type(theirs)
+
+
+def test_minibatches_reach_the_posterior(key):
+    """Conjugate regression: a full-rank guide trained on minibatches has its mean and covariance.
+
+    The optimum is exact. With the step size falling to zero over the run the error left is below a tenth of a
+    posterior standard deviation, of which the tolerance allows three.
+    """
+    svi = make(optax.adam(optax.cosine_decay_schedule(0.05, 4000)), AutoMultivariateNormal)
+    result = quiet(svi, key, 4000, X, Y, batch_size=10)
+    covariance = jnp.linalg.inv(jnp.eye(2) + X.T @ X / 0.25)
+    mean = covariance @ X.T @ Y / 0.25
+    sd = jnp.sqrt(jnp.diag(covariance))
+    assert jnp.all(jnp.abs(result.params["auto_loc"] - mean) < 0.3 * sd)
+    found = jnp.sqrt(jnp.diag(result.params["auto_scale_tril"] @ result.params["auto_scale_tril"].T))
+    np.testing.assert_allclose(found, sd, rtol=0.3)
+
+
+def test_legacy_and_typed_keys_give_the_same(svi):
+    legacy, typed = (quiet(svi, key, 3) for key in (jax.random.PRNGKey(7), jax.random.key(7)))
+    np.testing.assert_array_equal(legacy.losses, typed.losses)
+
+
+def test_continuing_compiles_nothing(key):
+    traced = []
+
+    def counted(x, y):
+        traced.append(1)
+        model(x, y)
+
+    svi = make(program=counted)
+    first = quiet(svi, key, 5)
+    before = len(traced)
+    second = quiet(svi, key, 7, init_state=first.state)
+    assert len(traced) == before
+    whole = quiet(make(), key, 12)
+    np.testing.assert_array_equal(np.concatenate([first.losses, second.losses]), whole.losses)
+    assert same(second.params, whole.params)
+
+
+def test_arguments_that_are_no_arrays_are_part_of_the_program(svi, key):
+    """1 and True are equal, but not the same argument; another batch size is another program."""
+    assert len({signature((value,), {})[0] for value in (1, True, 1.0)}) == 3
+    unhashable = {1, 2}  # known by its identity
+    assert signature((unhashable,), {})[0] == signature((unhashable,), {})[0]
+    small, large = (quiet(svi, key, 3, X, Y, batch_size=size) for size in (5, 40))
+    assert not np.array_equal(small.losses, large.losses)
+
+
+def test_initial_params_are_used(svi, key):
+    start = {"w_auto_loc": jnp.array([1.0, -2.0]), "w_auto_scale": jnp.array([0.1, 0.1])}
+    assert quiet(svi, key, 1, init_params=start).losses[0] < quiet(svi, key, 1).losses[0]
+
+
+def test_other_losses_and_static_arguments(key):
+    svi = SVI(model, AutoNormal(model), optax.adam(0.01), TraceMeanField_ELBO(num_particles=2), batch_size=10)
+    assert np.isfinite(quiet(svi, key, 5).losses).all()
+
+
+def test_mutable_state_is_carried(key):
+    def counting(x, y):
+        state = numpyro.primitives.mutable("steps", {"count": jnp.zeros(())})
+        state["count"] = state["count"] + 1.0
+        model(x, y)
+
+    svi = make(program=counting)
+    result = quiet(svi, key, 5)
+    assert float(result.state.mutable_state["steps"]["count"]) == float(
+        svi.run(key, 5, X, Y, progress_bar=False).state.mutable_state["steps"]["count"]
+    )
+
+
+def test_bar_shows_a_running_mean(svi, key, capsys):
+    result = quiet(svi, key, 30, progress_bar=True)
+    shown = capsys.readouterr().err
+    assert "30/30" in shown
+    assert f"loss {np.mean(result.losses):.5g}" in shown
+
+
+# ------------------------------------------------------------------------------------- interruption and NaN
+
+
+def interrupt_after(monkeypatch, chunks):
+    """Ctrl-C while the chunk after so many is running."""
+    whole, calls = fitting._Program.__call__, []
+
+    def call(self, state, number):
+        calls.append(number)
+        if len(calls) > chunks:
+            raise KeyboardInterrupt
+        return whole(self, state, number)
+
+    monkeypatch.setattr(fitting._Program, "__call__", call)
+    return calls
+
+
+def test_interruption_returns_what_is_done(svi, key, monkeypatch):
+    whole = quiet(svi, key, 200)
+    calls = interrupt_after(monkeypatch, 3)
+    with pytest.warns(UserWarning, match=r"interrupted: the result is that of \d+ of 200 steps") as caught:
+        result = quiet(svi, key, 200)
+    done = sum(calls[:3])
+    assert len(result.losses) == done
+    np.testing.assert_array_equal(result.losses, whole.losses[:done])
+    assert caught[0].filename == __file__
+
+
+def test_interruption_before_the_first_step_is_raised(svi, key, monkeypatch):
+    interrupt_after(monkeypatch, 0)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(svi, key, 10)
+
+
+def breaking(at, how):
+    """An optimiser that goes wrong after so many steps."""
+
+    def update(updates, state, params=None):
+        broken = jax.tree.map(lambda g: jnp.where(state == at, how, -0.01 * g), updates)
+        return broken, state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+@pytest.mark.parametrize("steps", [12, 300])
+def test_a_bad_gradient_keeps_the_last_finite_state(key, steps):
+    """The update of step 12 makes the parameters NaN: the result is that of 11 steps."""
+    broken, sound = (make(breaking(at, jnp.nan)) for at in (11, 10_000))
+    with pytest.warns(UserWarning, match="a gradient that is not finite at step 12; .* 11 steps before"):
+        result = quiet(broken, key, steps)
+    assert same(result.params, quiet(sound, key, 11).params)
+    assert len(result.losses) == 11
+
+
+def test_a_loss_that_is_not_finite_is_named(key):
+    """Parameters that jump to 1e30 are finite, but the loss there is not."""
+    with pytest.warns(
+        UserWarning, match=r"loss (inf|nan) at step 6; the result is that of the 5 steps before"
+    ):
+        result = quiet(make(breaking(4, 1e30)), key, 50)
+    assert np.isfinite(result.losses).all()
+    assert len(result.losses) == 5
+
+
+def test_stable_update_leaves_bad_steps_out(key):
+    def fragile(x, y):
+        model(x, y)
+        numpyro.factor("rare", jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.2, jnp.nan, 0.0))
+
+    result = quiet(make(program=fragile), key, 60, stable_update=True)
+    bad = np.isnan(result.losses)
+    assert 1 <= bad.sum() < 40
+    assert all(np.isfinite(value).all() for value in result.params.values())
+
+
+def test_a_start_that_is_not_finite_is_an_error(svi, key):
+    with pytest.raises(
+        ValueError, match=r"guides.fit: argument `args` got .* loss (nan|inf) at the first step"
+    ):
+        quiet(svi, key, 5, X, Y.at[3].set(jnp.nan))
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+OPTIMISERS = {
+    "numpyro Adam": lambda: numpyro.optim.Adam(0.02),
+    "optax": lambda: optax.chain(optax.clip(10.0), optax.adam(optax.cosine_decay_schedule(0.02, 100))),
+}
+
+
+@pytest.mark.parametrize("kind", ["typed", "legacy"])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_a_run_goes_on_bit_for_bit(tmp_path, optimiser, kind):
+    """Stopped after 25 of 60 steps and begun anew with other objects, as a new process would."""
+    key = {"typed": jax.random.key, "legacy": jax.random.PRNGKey}[kind](3)
+    options = {"checkpoint": tmp_path / "fit.npz", "checkpoint_every": 10, "batch_size": 10}
+    whole = quiet(make(OPTIMISERS[optimiser]()), key, 60, X, Y, batch_size=10)
+    half = quiet(make(OPTIMISERS[optimiser]()), key, 25, X, Y, **options)
+    assert len(half.losses) == 25
+    rest = quiet(make(OPTIMISERS[optimiser]()), key, 60, X, Y, **options)
+    np.testing.assert_array_equal(rest.losses, whole.losses)
+    assert same(rest.state, whole.state)
+    assert same(rest.params, whole.params)
+    again = quiet(make(OPTIMISERS[optimiser]()), key, 60, X, Y, **options)
+    assert same(again.state, whole.state)
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.npz"]
+
+
+def test_an_interrupted_run_is_written(svi, key, tmp_path, monkeypatch):
+    path = tmp_path / "fit.npz"
+    whole = quiet(svi, key, 100)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        with pytest.warns(UserWarning, match="interrupted"):
+            part = quiet(svi, key, 100, checkpoint=path)
+    assert 0 < len(part.losses) < 100
+    assert same(quiet(svi, key, 100, checkpoint=path).state, whole.state)
+
+
+def test_a_failed_run_leaves_its_last_finite_state(key, tmp_path):
+    path = tmp_path / "fit.npz"
+    for _ in range(2):  # going on fails at the same step
+        with pytest.warns(UserWarning, match="at step 12"):
+            result = quiet(make(breaking(11, jnp.nan)), key, 50, checkpoint=path, checkpoint_every=7)
+        assert all(np.isfinite(value).all() for value in result.params.values())
+
+
+def test_bfloat16_survives(tmp_path, key):
+    svi = make(optax.adam(0.02, mu_dtype=jnp.bfloat16))
+    state = svi.update(svi.init(key, X, Y), X, Y)[0]
+    checkpoints.save(tmp_path / "a.npz", svi, state, np.zeros(1))
+    back, _ = checkpoints.load(tmp_path / "a.npz", svi, state)
+    assert same(back, state)
+    assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(back))
+
+
+def other_model(x, y):
+    numpyro.sample("v", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    numpyro.sample("y", dist.Normal(0.0, 0.5), obs=y)
+
+
+def wider(x, y):
+    numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    numpyro.sample("y", dist.Normal(0.0, 0.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"program": other_model}, r"\['w_auto_loc'\] is float32\[2\]|\['v_auto_loc'\] is no such entry"),
+        ({"program": wider}, r"\['w_auto_loc'\] is float32\[2\]; this run has float32\[3\]"),
+        ({"guide": AutoMultivariateNormal}, r"\['auto_loc'\] is no such entry; this run has float32\[2\]"),
+        ({"optim": optax.sgd(0.1)}, "in which state"),
+    ],
+    ids=["model", "shape", "guide", "optimizer"],
+)
+def test_a_checkpoint_of_something_else_is_refused(svi, key, tmp_path, change, fault):
+    path = tmp_path / "fit.npz"
+    quiet(svi, key, 2, checkpoint=path)
+    with pytest.raises(ValueError, match=f"guides.fit: argument `checkpoint` got .*{fault}"):
+        quiet(make(**change), key, 4, checkpoint=path)
+    other_key = jax.random.PRNGKey(0)
+    with pytest.raises(ValueError, match="rng_key"):
+        quiet(make(), other_key, 4, checkpoint=path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "text", "cut"])
+def test_a_damaged_checkpoint_is_refused(svi, key, tmp_path, content):
+    path = tmp_path / "fit.npz"
+    quiet(svi, key, 2, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(ValueError, match=r"argument `checkpoint` got .* It is damaged"):
+        quiet(svi, key, 4, checkpoint=path)
+
+
+def test_an_npz_file_of_others_is_refused(svi, key, tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros(3))
+    with pytest.raises(ValueError, match="was not written by `fit`"):
+        quiet(svi, key, 4, checkpoint=tmp_path / "a.npz")
+
+
+# --------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"svi": 3}, TypeError, "argument `svi` got int"),
+        ({"num_steps": 0}, ValueError, "argument `num_steps` got 0. Pass a whole number, 1 or more"),
+        ({"num_steps": 1.5}, ValueError, "argument `num_steps` got 1.5"),
+        ({"checkpoint_every": 0}, ValueError, "argument `checkpoint_every` got 0"),
+        ({"checkpoint": "."}, ValueError, "argument `checkpoint` got '.'. Pass the name of a file"),
+        ({"checkpoint": "absent/fit.npz"}, ValueError, "in a folder that exists"),
+    ],
+)
+def test_wrong_arguments(svi, key, change, error, message):
+    given = {"svi": svi, "num_steps": 3, **change}
+    with pytest.raises(error, match=f"guides.fit: .*{message}|{message}"):
+        fit(given.pop("svi"), key, given.pop("num_steps"), X, Y, progress_bar=False, **given)
+
+
+def test_inside_jit_is_refused(svi, key):
+    with pytest.raises(TypeError, match=r"values traced by .* scan over `svi.update`"):
+        jax.jit(lambda y: quiet(svi, key, 3, X, y).losses)(Y)
+
+
+def test_no_warning_in_an_ordinary_run(svi, key):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(svi, key, 3)
