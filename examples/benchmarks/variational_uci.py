@@ -1,0 +1,204 @@
+"""Variational guides on UCI regression sets, beside NUTS and published figures.
+
+The standard splits, one hidden layer of 50 units, learned scales of layers and noise. For every guide: the test log
+likelihood and RMSE in the units of the data, and how far mean and sd of its predicted function are from those of
+NUTS (root mean square over test points, in units of NUTS's sd; and the mean ratio of the sds). Writes JSON; with
+``--docs`` also the table of a page.
+
+    python -m examples.benchmarks.variational_uci --data FOLDER --docs docs/guides.md
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from examples.shared import at_least, between_marks, writable_file
+
+# Test log likelihoods and standard errors, one hidden layer of 50 units, 20 standard splits. VI: the method of Graves
+# (2011) as printed by Hernandez-Lobato and Adams (2015), table 1. PBP: the C code of the latter on these splits.
+PUBLISHED = {
+    "boston": {"VI": (-2.903, 0.071), "PBP": (-2.555, 0.082)},
+    "concrete": {"VI": (-3.391, 0.017), "PBP": (-3.164, 0.021)},
+    "energy": {"VI": (-2.391, 0.029), "PBP": (-2.042, 0.020)},
+    "yacht": {"VI": (-3.439, 0.163), "PBP": (-1.647, 0.022)},
+}
+METHODS = ("AutoMeanField", "AutoCoupling", "AutoMNF", "NUTS")
+
+
+class Predicted(NamedTuple):
+    """Scores on the test points of one split, and mean and sd of the function there."""
+
+    log_likelihood: float
+    rmse: float
+    mean: np.ndarray
+    sd: np.ndarray
+    seconds: float
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.variational_uci",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--sets", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="data sets"
+    )
+    parser.add_argument("--splits", type=int, default=5, help="standard splits used, at most 20")
+    parser.add_argument("--width", type=int, default=50, help="hidden units")
+    parser.add_argument("--activation", default="tanh", help="activation of the hidden units")
+    parser.add_argument("--num-steps", type=int, default=20_000, help="steps of the optimiser")
+    parser.add_argument("--num-warmup", type=int, default=400, help="warm-up transitions of NUTS per chain")
+    parser.add_argument(
+        "--num-samples", type=int, default=400, help="draws of NUTS per chain, twice that of a guide"
+    )
+    parser.add_argument("--max-tree-depth", type=int, default=7, help="of NUTS")
+    parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
+    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
+    parser.add_argument("--output", type=Path, default=Path("output/variational_uci.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ("splits", "width", "num_steps", "num_warmup", "num_samples", "max_tree_depth"))
+    return args
+
+
+def make_guide(method: str, model: Callable) -> Any:
+    """Flows stand on what is few and far from normal: the scales, and the weights of the output."""
+    from numpyro_bnn import guides
+
+    if method == "AutoCoupling":
+        return guides.AutoCoupling(model, blocks=[("*_scale", "sigma", "net/Dense_1*")])
+    return getattr(guides, method)(model)
+
+
+def fit_guide(method: str, model: Callable, data: Any, args: argparse.Namespace) -> Any:
+    """ArviZ results of a guide, with predictions at the test points."""
+    import optax
+    from numpyro.infer import SVI
+
+    import numpyro_bnn as bnn
+
+    guide = make_guide(method, model)
+    rate = optax.cosine_decay_schedule(0.01, args.num_steps)
+    svi = SVI(model, guide, optax.adam(rate), bnn.guides.TraceLocalReparam_ELBO())
+    call = (data.x_train, data.y_train)
+    fit = bnn.guides.fit(svi, jax.random.key(args.seed), args.num_steps, *call, progress_bar=False)
+    new = {"x": data.x_test, "y": data.y_test}
+    return bnn.to_inference_data(
+        fit, guide=guide, args=call, num_samples=2 * args.num_samples, predictions=new
+    )
+
+
+def run_nuts(model: Callable, data: Any, args: argparse.Namespace) -> Any:
+    from numpyro.infer import MCMC, NUTS
+
+    import numpyro_bnn as bnn
+
+    mcmc = MCMC(
+        NUTS(model, max_tree_depth=args.max_tree_depth),
+        num_warmup=args.num_warmup,
+        num_samples=args.num_samples,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(args.seed), data.x_train, data.y_train)
+    return bnn.to_inference_data(mcmc, predictions={"x": data.x_test, "y": data.y_test})
+
+
+def learn(method: str, data: Any, args: argparse.Namespace) -> Predicted:
+    """One method on one split."""
+    import numpyro_bnn as bnn
+
+    net = bnn.nn.MLP([args.width, 1], args.activation)
+    model = bnn.models.regression(net, bnn.priors.Hierarchical())
+    start = time.perf_counter()
+    idata = run_nuts(model, data, args) if method == "NUTS" else fit_guide(method, model, data, args)
+    seconds = time.perf_counter() - start
+    test, scale = idata["predictions"], float(data.y_scaler.scale_factor)
+    mean, sd = (np.asarray(part(("chain", "draw"))) for part in (test["y_mean"].mean, test["y_mean"].std))
+    return Predicted(
+        log_likelihood=bnn.metrics.lppd(test["y_log_likelihood"]).value - float(np.log(scale)),
+        rmse=scale * float(np.sqrt(np.mean((mean - data.y_test) ** 2))),
+        mean=mean,
+        sd=sd,
+        seconds=seconds,
+    )
+
+
+def distance(found: Predicted, reference: Predicted) -> tuple[float, float]:
+    """Of the mean functions, in units of the reference's sd; and the mean ratio of the sds."""
+    gap = np.sqrt(np.mean((found.mean - reference.mean) ** 2)) / np.sqrt(np.mean(reference.sd**2))
+    return float(gap), float(np.mean(found.sd / reference.sd))
+
+
+def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All methods on all splits of a set."""
+    from numpyro_bnn import datasets
+
+    by_method: dict[str, list[tuple]] = {method: [] for method in METHODS}
+    for split in range(args.splits):
+        data = datasets.standardize(datasets.load_uci(name, split, args.data))
+        found = {method: learn(method, data, args) for method in METHODS}
+        for method, one in found.items():
+            line = (one.log_likelihood, one.rmse, *distance(one, found["NUTS"]), one.seconds)
+            by_method[method].append(line)
+    fields = ("log_likelihood", "rmse", "mean_distance", "sd_ratio", "seconds")
+    return {
+        "set": name,
+        **{m: dict(zip(fields, zip(*lines, strict=True), strict=True)) for m, lines in by_method.items()},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: means over splits and their standard errors."""
+
+    def pair(values: Any) -> str:
+        return (
+            f"{np.mean(values):.3f} ± {np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5:.3f}"
+        )
+
+    heads = ["set", "method", "log likelihood", "RMSE", "mean from NUTS", "sd ratio", "seconds"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for row in rows:
+        for method in METHODS:
+            at = row[method]
+            distances = ("-", "-")
+            if method != "NUTS":
+                distances = (f"{np.mean(at['mean_distance']):.2f}", f"{np.mean(at['sd_ratio']):.2f}")
+            cells = [row["set"], method, pair(at["log_likelihood"]), pair(at["rmse"]), *distances]
+            lines.append("| " + " | ".join([*cells, f"{np.mean(at['seconds']):.0f}"]) + " |")
+        for method, (value, error) in PUBLISHED[row["set"]].items():
+            published = [row["set"], f"{method}, published", f"{value:.3f} ± {error:.3f}"]
+            lines.append("| " + " | ".join([*published, *["-"] * 4]) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    writable_file(args.output)
+    report: dict[str, Any] = {
+        "rows": [],
+        "settings": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
+        "versions": {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")},
+        "machine": platform.platform(),
+    }
+    for name in args.sets:
+        report["rows"].append(learn_set(name, args))
+        print("\n".join(table(report["rows"][-1:]).split("\n")[2:]), flush=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if args.docs is not None:
+        between_marks(args.docs, table(report["rows"]), "variational_uci")
+    return report
+
+
+if __name__ == "__main__":
+    main()
