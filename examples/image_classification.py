@@ -1,10 +1,10 @@
 """Bayes by Backprop on images: accuracy, calibration, and what the network says of images it was not made for.
 
 Fashion-MNIST, all 60,000 training images; MNIST and KMNIST are foreign to it. ``--net textbook`` is one convolution
-of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` the best found in half an hour of training on two
-cores. Weights have a mean-field posterior, learned from minibatches with flipout and local reparameterisation. Also
-measures what a step costs beside one of the same network without uncertainty. The images are read from --data or the
-folder NUMPYRO_BNN_DATA; without them the digits of scikit-learn take their place, 0 to 4 known and 5 to 9 foreign.
+of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` has two convolutions. Weights have a mean-field
+posterior, learned from minibatches with flipout and local reparameterisation. Also measures what a step costs beside
+one of the same network without uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA; without
+them the digits of scikit-learn take their place, 0 to 4 known and 5 to 9 foreign.
 
     python -m examples.image_classification --help
 """
