@@ -50,7 +50,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--net", choices=list(NETS), default="textbook", help="network")
     parser.add_argument("--num-epochs", type=int, default=20, help="passes over as many images as there are")
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="first step size of Adam")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="first step size of Adam")
+    parser.add_argument(
+        "--prior-scale", type=float, default=5.0, help="prior sd of weights times root of fan-in"
+    )
     parser.add_argument("--num-draws", type=int, default=30, help="draws of the weights for predictions")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which steps are timed")
     parser.add_argument("--test-images", type=int, default=10_000, help="images of each kind to predict")
@@ -107,60 +110,43 @@ def deep(num_classes: int) -> Any:
 NETS: dict[str, Callable[[int], Any]] = {"textbook": textbook, "deep": deep}
 
 
-def make_model(net: Any, num_classes: int) -> Callable:
-    """Weights of one learned scale per layer."""
+def make_model(net: Any, num_classes: int, args: argparse.Namespace) -> Callable:
+    """Normal weights with sd ``--prior-scale`` / sqrt(fan-in)."""
     import numpyro_bnn as bnn
 
-    return bnn.models.classification(net, num_classes, bnn.priors.Hierarchical())
+    return bnn.models.classification(net, num_classes, bnn.priors.Normal(args.prior_scale))
 
 
 # ------------------------------------------------------------------------------------------------------- learning
 
 
 class Learned(NamedTuple):
-    """A fitted guide, and seconds of the start and of each epoch, the first with compiling."""
+    """A fitted guide, and seconds of each epoch, the first with compiling."""
 
     guide: Any
     params: Mapping[str, Any]
     seconds: list[float]
 
 
-def make_svi(model: Callable, guide: Any, loss: Any, num_steps: int, args: argparse.Namespace) -> Any:
+def make_svi(model: Callable, guide: Any, num_steps: int, args: argparse.Namespace) -> Any:
     import optax
     from numpyro.infer import SVI
 
-    return SVI(model, guide, optax.adam(optax.cosine_decay_schedule(args.learning_rate, num_steps)), loss)
-
-
-def start_at_mode(model: Callable, data: Images, args: argparse.Namespace) -> Callable:
-    """One pass over the data towards the posterior mode, as a start of the means.
-
-    From a random start the divergence from the prior wins before the data are heard: most weights go back to it.
-    """
-    from numpyro.infer import Trace_ELBO, init_to_value
-    from numpyro.infer.autoguide import AutoDelta
-
     from numpyro_bnn import guides
 
-    steps = max(1, len(data.y) // args.batch_size)
-    guide = AutoDelta(model, init_loc_fn=guides.init_to_fan_in)
-    svi = make_svi(model, guide, Trace_ELBO(), 2 * steps, args)
-    size = {"batch_size": args.batch_size, "progress_bar": False}
-    mode = guides.fit(svi, jax.random.key(args.seed), steps, data.x, data.y, **size)
-    return init_to_value(values=guide.median(mode.params))
+    rate = optax.cosine_decay_schedule(args.learning_rate, num_steps)
+    return SVI(model, guide, optax.adam(rate), guides.TraceLocalReparam_ELBO())
 
 
 def learn(model: Callable, data: Images, args: argparse.Namespace) -> Learned:
     """Minimise the negative ELBO; says after each epoch where it is."""
     from numpyro_bnn import guides
 
-    start = time.perf_counter()
     data = data._replace(x=jnp.asarray(data.x), y=jnp.asarray(data.y))  # on the device once
     steps = max(1, len(data.y) // args.batch_size)
-    guide = guides.AutoMeanField(model, init_loc_fn=start_at_mode(model, data, args), init_scale=0.05)
-    svi = make_svi(model, guide, guides.TraceLocalReparam_ELBO(), steps * args.num_epochs, args)
-    print(f"start  {time.perf_counter() - start:46.1f} s", flush=True)
-    fit, seconds = None, [time.perf_counter() - start]
+    guide = guides.AutoMeanField(model)
+    svi = make_svi(model, guide, steps * args.num_epochs, args)
+    fit, seconds = None, []
     for epoch in range(args.num_epochs):
         start = time.perf_counter()
         state = None if fit is None else fit.state
@@ -180,9 +166,9 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
     from numpyro_bnn import guides
 
     x, y = jnp.asarray(data.x[: args.batch_size]), jnp.asarray(data.y[: args.batch_size])
-    model = make_model(net, data.num_classes)
+    model = make_model(net, data.num_classes, args)
     guide = guides.AutoMeanField(model)
-    svi = make_svi(model, guide, guides.TraceLocalReparam_ELBO(), 1000, args)
+    svi = make_svi(model, guide, 1000, args)
     state = svi.init(jax.random.key(args.seed), x, y)
     bayes = jax.jit(lambda state: svi.update(state, x, y)[0])
     optimiser = optax.adam(args.learning_rate)
@@ -329,7 +315,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(
         "a step: {bayes_ms:.1f} ms, of the plain network {plain_ms:.1f} ms, ratio {ratio:.2f}".format(**ratio)
     )
-    learned = learn(make_model(net, data.num_classes), data, args)
+    learned = learn(make_model(net, data.num_classes, args), data, args)
     predict = predictor(net, learned, args)
     probs, foreign = predict(data.x_test), {name: predict(x) for name, x in data.foreign.items()}
     scores = score(probs, foreign, data)
