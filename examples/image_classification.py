@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples.benchmarks.shared import interleave, median_ratio, repeated, wall_clock
 from examples.shared import at_least, writable_folder
 
 CHUNK = 1000  # images per call of a prediction
@@ -187,19 +188,11 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
         return optax.apply_updates(params, updates), inner
 
     steps = {"bayes": (bayes, state), "plain": (plain, (params, optimiser.init(params)))}
-    for step, at in steps.values():
-        jax.block_until_ready(step(at))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.rounds):
-        for name, (step, at) in steps.items():
-            start = time.perf_counter()
-            for _ in range(5):
-                at = step(at)
-            jax.block_until_ready(at)
-            times[name].append((time.perf_counter() - start) / 5)
-    ratios = [b / p for b, p in zip(times["bayes"], times["plain"], strict=True)]
-    milliseconds = {f"{name}_ms": 1000 * min(found) for name, found in times.items()}
-    return {**milliseconds, "ratio": statistics.median(ratios)}
+    contenders = {name: (repeated(step, at, 5), 5) for name, (step, at) in steps.items()}
+    interleave(contenders, 1)  # compiles
+    times = wall_clock(interleave(contenders, args.rounds))
+    milliseconds = {f"{name}_ms": 1e-3 * min(found) for name, found in times.items()}
+    return {**milliseconds, "ratio": median_ratio(times, "bayes", "plain")}
 
 
 # ----------------------------------------------------------------------------------------------------- predicting

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-__all__ = ["dependence", "indexed_lengths", "needed_equations", "pruned"]
+__all__ = ["dependence", "indexed_lengths", "needed_equations", "program_dependence", "pruned"]
 
 # Operations after which an index is still an index.
 ADDRESSING = {
@@ -23,8 +23,8 @@ ADDRESSING = {
 
 
 def dependence(
-    fn: Callable[[Mapping[str, Any]], Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> dict[str, set]:
+    fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
+) -> dict[Any, set]:
     """Follow the program of ``fn`` from its outputs back to its arguments.
 
     :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of arrays.
@@ -37,7 +37,23 @@ def dependence(
     >>> {name: sorted(found[name]) for name in found}
     {'s': ['x', 'y'], 't': ['y']}
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(dict(arguments))
+    return program_dependence(*jax.make_jaxpr(fn, return_shape=True)(dict(arguments)), arguments)
+
+
+def program_dependence(
+    closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
+) -> dict[Any, set]:
+    """:func:`dependence` of a program that has been read already.
+
+    :param closed: its jaxpr.
+    :param shapes: the tree of its outputs.
+    :param arguments: what it was read with.
+
+    >>> import jax.numpy as jnp
+    >>> read = jax.make_jaxpr(lambda a: {"t": 2 * a["y"]}, return_shape=True)
+    >>> program_dependence(*read({"x": 1.0, "y": 1.0}), {"x": 1.0, "y": 1.0})
+    {'t': {'y'}}
+    """
     owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
     reached: dict[Any, set] = {var: {owner} for var, owner in zip(closed.jaxpr.invars, owners, strict=True)}
 
@@ -49,7 +65,7 @@ def dependence(
         for var in equation.outvars:
             reached[var] = used
     outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
-    found: dict[str, set] = {name: set() for name in shapes}
+    found: dict[Any, set] = {name: set() for name in shapes}
     for name, var in zip(outputs, closed.jaxpr.outvars, strict=True):
         found[name] |= union([var])
     return found

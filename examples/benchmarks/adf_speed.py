@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from examples.benchmarks.shared import interleave, median_ratio, wall_clock
 from examples.probabilistic_backpropagation import model
 from examples.shared import at_least, between_marks, writable_file
 
@@ -141,20 +142,13 @@ def compare(x: np.ndarray, y: np.ndarray, layers: tuple[int, ...], rounds: int) 
         with jax.enable_x64(wide):
             call, compiled[name] = plain(x, y, layers)
         contenders[name] = call, 1
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, (call, epochs) in contenders.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            times[name].append(1e6 * (time.perf_counter() - begin) / (epochs * y.size))
+    steps = {name: (call, epochs * y.size) for name, (call, epochs) in contenders.items()}
+    times = wall_clock(interleave(steps, rounds))
     pairs = {name: f"AutoADF / {name}" for name in contenders if name != "AutoADF"}
     return {
         "microseconds": {name: statistics.median(ts) for name, ts in times.items()},
         "least_microseconds": {name: min(ts) for name, ts in times.items()},
-        "ratio": {
-            label: statistics.median(a / b for a, b in zip(times["AutoADF"], times[name], strict=True))
-            for name, label in pairs.items()
-        },
+        "ratio": {label: median_ratio(times, "AutoADF", name) for name, label in pairs.items()},
         "compile_seconds": compiled,
         "runs": len(x),
         "rows": y.shape[1],

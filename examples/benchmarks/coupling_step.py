@@ -10,13 +10,9 @@ load on the machine hits all alike; ratios are medians of the ratios within a ro
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ import optax
 from jax import lax, random
 from numpyro.infer import SVI, Trace_ELBO
 
+from examples.benchmarks.shared import environment, interleave, median_ratio, wall_clock
 from examples.shared import at_least, writable_file
 from numpyro_bnn import guides
 
@@ -92,12 +89,6 @@ def make_loop(guide: Any, args: tuple, num_particles: int, num_steps: int) -> tu
 # --------------------------------------------------------------------------------------------------- measures
 
 
-def seconds(call: Callable) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
-
-
 def compare_steps(args: argparse.Namespace, width: int, num_particles: int) -> dict[str, Any]:
     """All flows on one model; microseconds per step, and our time over that of the faster flowjax flow."""
     x = random.normal(random.key(2), (args.rows, FEATURES))
@@ -105,10 +96,7 @@ def compare_steps(args: argparse.Namespace, width: int, num_particles: int) -> d
     loops, counts = {}, {}
     for name, guide in make_guides(width, args.num_flows, args.hidden).items():
         loops[name], counts[name] = make_loop(guide, data, num_particles, args.steps)
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(args.rounds):
-        for name, loop in loops.items():
-            times[name].append(1e6 * seconds(loop) / args.steps)
+    times = wall_clock(interleave({name: (loop, args.steps) for name, loop in loops.items()}, args.rounds))
     row = {
         "width": width,
         "latent": num_latent(width),
@@ -125,7 +113,7 @@ def ratio_to_fastest(times: dict[str, list[float]]) -> float | None:
     if not others:
         return None
     fastest = min(others, key=others.__getitem__)
-    return statistics.median(a / b for a, b in zip(times[OURS], times[fastest], strict=True))
+    return median_ratio(times, OURS, fastest)
 
 
 # ------------------------------------------------------------------------------------------------------ script
@@ -150,21 +138,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    versions = {}
-    for package in ("jax", "jaxlib", "numpyro", "numpyro_bnn", "flowjax", "equinox"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    machine = {
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-    }
-    return {"machine": machine, "versions": versions, "options": vars(args)}
-
-
 def print_row(row: dict[str, Any]) -> None:
     ratio = "" if row["ratio"] is None else f"  {OURS} / faster flowjax {row['ratio']:.2f}"
     print(f"\n{row['latent']} latent numbers, {row['particles']} draws per step{ratio}")
@@ -180,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for num_particles in args.particles:
             rows.append(compare_steps(args, width, num_particles))
             print_row(rows[-1])
-    report = {"rows": rows, **settings(args)}
+    report = {"rows": rows, **environment(["flowjax", "equinox"]), "options": vars(args)}
     args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
     return report
 

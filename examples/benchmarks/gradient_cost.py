@@ -10,7 +10,6 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import pairwise
@@ -24,6 +23,7 @@ from jax import random
 from numpyro.infer.util import initialize_model
 
 import numpyro_bnn as bnn
+from examples.benchmarks.shared import interleave, median_ratio, repeated, wall_clock
 from examples.shared import at_least, writable_file
 
 
@@ -69,31 +69,21 @@ def prepare(model: Callable, x, y, widths, steps: int):
     return z, gradient, jax.jit(trajectory).lower(z).compile()
 
 
-def seconds(fn: Callable, argument, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = fn(argument)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
-
-
 def compare(n: int, widths: tuple[int, ...], repeats: int, calls: int, steps: int) -> dict:
     """Both models on one data set; medians of interleaved repeats, and what XLA counts."""
     x = random.normal(random.key(1), (n, 13))
     y = jnp.sin(x[:, 0])
     prepared = {model.__name__: prepare(model, x, y, widths, steps) for model in (hand_written, ours)}
-    times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(repeats):
-        for name, (z, gradient, trajectory) in prepared.items():
-            times.setdefault((name, "gradient"), []).append(seconds(gradient, z, calls))
-            times.setdefault((name, "leapfrog"), []).append(
-                seconds(trajectory, z, max(1, calls // steps)) / steps
-            )
+    trajectories = max(1, calls // steps)
+    contenders = {}
+    for name, (z, gradient, trajectory) in prepared.items():
+        contenders[name, "gradient"] = repeated(gradient, z, calls), calls
+        contenders[name, "leapfrog"] = repeated(trajectory, z, trajectories), trajectories * steps
+    times = wall_clock(interleave(contenders, repeats))
     row: dict = {"n": n, "widths": list(widths)}
     for what in ("gradient", "leapfrog"):
-        pairs = zip(times["ours", what], times["hand_written", what], strict=True)
-        row[f"{what}_us"] = {name: 1e6 * statistics.median(times[name, what]) for name in prepared}
-        row[f"{what}_ratio"] = statistics.median(a / b for a, b in pairs)
+        row[f"{what}_us"] = {name: statistics.median(times[name, what]) for name in prepared}
+        row[f"{what}_ratio"] = median_ratio(times, ("ours", what), ("hand_written", what))
     for quantity in ("flops", "bytes accessed"):
         counts = {name: gradient.cost_analysis()[quantity] for name, (_, gradient, _) in prepared.items()}
         row[f"{quantity.split()[0]}_ratio"] = counts["ours"] / counts["hand_written"]

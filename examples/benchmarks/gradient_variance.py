@@ -12,7 +12,6 @@ import copy
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +26,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 import numpyro_bnn as bnn
+from examples.benchmarks.shared import interleave, median_ratio, repeated, wall_clock
 from examples.shared import at_least, writable_file
 from numpyro_bnn import guides, nn
 
@@ -128,23 +128,13 @@ def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int
             other.loss = elbo
             steps[label] = (lambda state, svi=other: svi.update(state, *data)[0]), start
     compiled = {label: jax.jit(step).lower(state).compile() for label, (step, state) in steps.items()}
-    times: dict[str, list[float]] = {label: [] for label in steps}
-    for _ in range(rounds):
-        for label, step in compiled.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                state = step(steps[label][1])
-            jax.block_until_ready(state)
-            times[label].append((time.perf_counter() - start) / calls)
+    contenders = {label: (repeated(step, steps[label][1], calls), calls) for label, step in compiled.items()}
+    times = wall_clock(interleave(contenders, rounds))
     flops = {label: step.cost_analysis()["flops"] for label, step in compiled.items()}
-    base = times["deterministic"]
     return {
         "network": name,
-        "milliseconds": {label: 1e3 * statistics.median(t) for label, t in times.items()},
-        "time_ratio": {
-            label: statistics.median(a / b for a, b in zip(t, base, strict=True))
-            for label, t in times.items()
-        },
+        "milliseconds": {label: 1e-3 * statistics.median(t) for label, t in times.items()},
+        "time_ratio": {label: median_ratio(times, label, "deterministic") for label in times},
         "flops_ratio": {label: count / flops["deterministic"] for label, count in flops.items()},
     }
 

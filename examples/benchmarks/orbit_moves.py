@@ -20,7 +20,8 @@ import jax
 from jax import lax, random
 from numpyro.infer import NUTS
 
-from examples.benchmarks.sgld_step import interleave, settings
+from examples.benchmarks.sgld_step import settings
+from examples.benchmarks.shared import interleave
 from examples.shared import at_least, writable_file
 from numpyro_bnn import infer, models, nn, priors, symmetry
 

@@ -10,12 +10,9 @@ points, and what memory depends on. Writes JSON.
 import argparse
 import json
 import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
 
+from examples.benchmarks.shared import environment, interleave
 from examples.shared import at_least, writable_file
 from numpyro_bnn import infer, sgmcmc
 
@@ -148,23 +146,6 @@ def sampler_run(x: jax.Array, y: jax.Array, num_steps: int, steps_per_draw: int)
 # --------------------------------------------------------------------------------------------------- measures
 
 
-def seconds(call: Callable) -> tuple[float, float]:
-    """Wall-clock and processor seconds of one call."""
-    wall, processor = time.perf_counter(), time.process_time()
-    jax.block_until_ready(call())
-    return time.perf_counter() - wall, time.process_time() - processor
-
-
-def interleave(calls: dict[str, tuple[Callable, int]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Microseconds per step, wall-clock and processor, of each call (with its number of steps) in each round."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, (call, steps) in calls.items():
-            wall, processor = seconds(call)
-            found[name].append((1e6 * wall / steps, 1e6 * processor / steps))
-    return found
-
-
 def summary(times: dict[str, list[tuple[float, float]]], pairs: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """Medians of times, and medians of the ratios within a round."""
     report: dict[str, Any] = {}
@@ -266,22 +247,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    versions = {}
-    for package in ("jax", "jaxlib", "numpyro", "numpyro_bnn", "blackjax"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    machine = {
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-    }
     network = {"features": FEATURES, "width": WIDTH, "batch": BATCH, "step_size": STEP_SIZE}
     bar = not ("CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ)  # NumPyro hides it there
     return {
-        "machine": machine,
-        "versions": versions,
+        **environment(["blackjax"]),
         "network": network,
         "progress_bar": bar,
         "options": vars(args),

@@ -60,9 +60,11 @@ def scaled_sites(
     plates = {n: site["value"] for n, site in trace.items() if site["type"] == "plate"}
     program = _moments(model, names, {}, args, kwargs, plates)
     values = {name: jnp.asarray(site["value"]) for name, site in latent.items()}
-    scales = dependence(lambda at: {name: pair[1] for name, pair in program(at).items()}, values)
-    both = dependence(program, values)
-    return {n: frozenset(both[n]) for n in names if scales.get(n) and not both[n] & local}
+    parts = dependence(
+        lambda at: {(n, part): pair[part] for n, pair in program(at).items() for part in (0, 1)}, values
+    )
+    both = {name: parts[name, 0] | parts[name, 1] for name in names}
+    return {n: frozenset(both[n]) for n in names if parts[n, 1] and not both[n] & local}
 
 
 def prior_program(

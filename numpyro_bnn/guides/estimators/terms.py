@@ -13,7 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import scale_and_mask
 from numpyro.util import check_model_guide_match
 
-from numpyro_bnn._dependence import dependence
+from numpyro_bnn._dependence import dependence, program_dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 from numpyro_bnn._errors import argument_error
 
@@ -104,7 +104,7 @@ def read_terms(
         return _model_terms(trace, latent, call)
 
     closed, shapes = jax.make_jaxpr(terms, return_shape=True)(values)
-    parents: dict[Any, set] = dependence(terms, values)
+    parents = program_dependence(closed, shapes, values)
     keys: list[Any] = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     exact = {name for kind, name in keys if kind == "exact" and not parents["exact", name] & followers[name]}
     needed = [kind == "likelihood" or (kind == "exact") == (name in exact) for kind, name in keys]

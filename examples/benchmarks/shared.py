@@ -1,0 +1,69 @@
+"""What the benchmarks share: timing contenders in turns, and what machine and versions the figures are of."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+
+__all__ = ["environment", "interleave", "median_ratio", "repeated", "wall_clock"]
+
+
+def seconds(call: Callable) -> tuple[float, float]:
+    """Wall-clock and processor seconds of one call."""
+    wall, processor = time.perf_counter(), time.process_time()
+    jax.block_until_ready(call())
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def interleave(
+    calls: Mapping[Any, tuple[Callable, int]], rounds: int
+) -> dict[Any, list[tuple[float, float]]]:
+    """Microseconds per step, wall-clock and processor, of each call (with its number of steps) in each round."""
+    found: dict[Any, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, (call, steps) in calls.items():
+            wall, processor = seconds(call)
+            found[name].append((1e6 * wall / steps, 1e6 * processor / steps))
+    return found
+
+
+def wall_clock(times: Mapping[Any, list[tuple[float, float]]]) -> dict[Any, list[float]]:
+    """The wall-clock part of what :func:`interleave` found."""
+    return {name: [wall for wall, _ in pairs] for name, pairs in times.items()}
+
+
+def median_ratio(times: Mapping[Any, list[float]], name: Hashable, base: Hashable) -> float:
+    """Median over rounds of the time of one contender over that of another in the same round."""
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+
+def repeated(step: Callable, state: Any, number: int) -> Callable:
+    """A call that makes a short step several times, so that the clock is not what is measured."""
+
+    def call() -> Any:
+        for _ in range(number):
+            result = step(state)
+        return result
+
+    return call
+
+
+def environment(packages: Sequence[str]) -> dict[str, Any]:
+    """The machine, and versions of JAX, NumPyro, this package and ``packages`` (``None`` where absent)."""
+    versions: dict[str, str | None] = {}
+    for package in ("jax", "jaxlib", "numpyro", "numpyro_bnn", *packages):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    machine = {
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+    }
+    return {"machine": machine, "versions": versions}
