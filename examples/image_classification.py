@@ -2,9 +2,10 @@
 
 Fashion-MNIST, all 60,000 training images; MNIST and KMNIST are foreign to it. ``--net textbook`` is one convolution
 of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` has two convolutions. Weights have a mean-field
-posterior, learned from minibatches with flipout and local reparameterisation. Also measures what a step costs beside
-one of the same network without uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA; without
-them the digits of scikit-learn take their place, 0 to 4 known and 5 to 9 foreign.
+posterior, learned from minibatches with flipout and local reparameterisation; ``--members`` mixes several of them,
+from different starts. Also measures what a step costs beside one of the same network without uncertainty. The images
+are read from --data or the folder NUMPYRO_BNN_DATA; without them the digits of scikit-learn take their place, 0 to 4
+known and 5 to 9 foreign.
 
     python -m examples.image_classification --help
 """
@@ -14,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.benchmarks.shared import interleave, median_ratio, repeated, wall_clock
-from examples.shared import at_least, writable_folder
+from examples.benchmarks.shared import environment, interleave, median_ratio, repeated, wall_clock
+from examples.shared import at_least, between_marks, writable_folder
 
 CHUNK = 1000  # images per call of a prediction
 
 
 class Images(NamedTuple):
-    """Training and test images in [0, 1], labels, and test images of other kinds by name."""
+    """Training and test images, labels, and test images of other kinds by name."""
 
     x: np.ndarray
     y: np.ndarray
@@ -40,6 +41,12 @@ class Images(NamedTuple):
     @property
     def num_classes(self) -> int:
         return int(self.y.max()) + 1
+
+    def standardised(self) -> "Images":
+        """Grey values less the mean of the training images, over their sd; foreign images too."""
+        mean, sd = self.x.mean(), self.x.std()
+        foreign = {name: (x - mean) / sd for name, x in self.foreign.items()}
+        return self._replace(x=(self.x - mean) / sd, x_test=(self.x_test - mean) / sd, foreign=foreign)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -55,14 +62,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prior-scale", type=float, default=5.0, help="prior sd of weights times root of fan-in"
     )
-    parser.add_argument("--num-draws", type=int, default=30, help="draws of the weights for predictions")
+    parser.add_argument("--members", type=int, default=1, help="fits from different starts, mixed equally")
+    parser.add_argument(
+        "--num-draws", type=int, default=60, help="draws of the weights for predictions, in all"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which steps are timed")
     parser.add_argument("--test-images", type=int, default=10_000, help="images of each kind to predict")
     parser.add_argument("--seed", type=int, default=0, help="seed of start, minibatches and draws")
     parser.add_argument("--data", type=Path, default=None, help="folder that holds image/fashion_mnist.npz")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of figures and numbers")
+    parser.add_argument(
+        "--docs", type=Path, help="page whose table is to hold all networks found in --output"
+    )
     args = parser.parse_args(argv)
-    at_least(parser, args, ("num_epochs", "batch_size", "num_draws", "rounds", "test_images"))
+    at_least(parser, args, ("num_epochs", "batch_size", "members", "num_draws", "rounds", "test_images"))
     return args
 
 
@@ -139,8 +152,8 @@ def make_svi(model: Callable, guide: Any, num_steps: int, args: argparse.Namespa
     return SVI(model, guide, optax.adam(rate), guides.TraceLocalReparam_ELBO())
 
 
-def learn(model: Callable, data: Images, args: argparse.Namespace) -> Learned:
-    """Minimise the negative ELBO; says after each epoch where it is."""
+def learn(model: Callable, data: Images, seed: int, args: argparse.Namespace) -> Learned:
+    """Minimise the negative ELBO from the start that ``seed`` gives; says after each epoch where it is."""
     from numpyro_bnn import guides
 
     data = data._replace(x=jnp.asarray(data.x), y=jnp.asarray(data.y))  # on the device once
@@ -151,7 +164,7 @@ def learn(model: Callable, data: Images, args: argparse.Namespace) -> Learned:
     for epoch in range(args.num_epochs):
         start = time.perf_counter()
         state = None if fit is None else fit.state
-        key = jax.random.key(args.seed)
+        key = jax.random.key(seed)
         size = {"batch_size": args.batch_size, "progress_bar": False}
         fit = guides.fit(svi, key, steps, data.x, data.y, init_state=state, **size)
         loss = float(np.mean(fit.losses)) / len(data.y)
@@ -198,17 +211,26 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
 # ----------------------------------------------------------------------------------------------------- predicting
 
 
-def predictor(net: Any, learned: Learned, args: argparse.Namespace) -> Callable[[np.ndarray], np.ndarray]:
-    """Images (N, H, W, 1) -> class probabilities (S, N, K), for S draws of the weights."""
-    key = jax.random.key(args.seed + 1)
-    draws = learned.guide.sample_posterior(key, learned.params, sample_shape=(args.num_draws,))
+def draws_of_weights(learned: Learned, num_draws: int, key: jax.Array) -> list[dict[str, jax.Array]]:
+    draws = learned.guide.sample_posterior(key, learned.params, sample_shape=(num_draws,))
     params = {name.removeprefix("net/"): value for name, value in draws.items() if name.startswith("net/")}
+    return [{name: value[s] for name, value in params.items()} for s in range(num_draws)]
+
+
+def predictor(
+    net: Any, members: Sequence[Learned], args: argparse.Namespace
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Images (N, H, W, 1) -> class probabilities (S, N, K), for S draws of the weights from all members."""
+    keys = jax.random.split(jax.random.key(args.seed + 1), len(members))
+    each = max(1, args.num_draws // len(members))
+    weights = [
+        w for pair in zip(members, keys, strict=True) for w in draws_of_weights(pair[0], each, pair[1])
+    ]
     one = jax.jit(lambda params, x: jax.nn.softmax(net.apply(params, x)))
 
     def predict(x: np.ndarray) -> np.ndarray:
         chunks = [x[i : i + CHUNK] for i in range(0, len(x), CHUNK)]
-        at = ({name: value[s] for name, value in params.items()} for s in range(args.num_draws))
-        return np.stack([np.concatenate([one(w, chunk) for chunk in chunks]) for w in at])
+        return np.stack([np.concatenate([one(w, chunk) for chunk in chunks]) for w in weights])
 
     return predict
 
@@ -295,10 +317,25 @@ def draw_plots(
     ]
 
 
+def table(folder: Path) -> str:
+    """Markdown: a row for each network whose numbers lie in ``folder``."""
+    paths = (folder / f"image_classification_{net}.json" for net in NETS)
+    reports = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    names = [name for name in reports[0] if name.startswith(("accuracy", "log_score", "ece", "auroc"))]
+    heads = ["network", "members", "epochs", *names, "step / plain step", "seconds per epoch", "seconds"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for report in reports:
+        cells = [report["net"], *(str(report["options"][name]) for name in ("members", "num_epochs"))]
+        cells += [f"{report[name]:.3f}" for name in names] + [f"{report['step']['ratio']:.2f}"]
+        cells += [f"{statistics.median(report['seconds']):.0f}", f"{sum(report['seconds']):.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     folder = writable_folder(args.output)
-    data = load_data(args)
+    data = load_data(args).standardised()
     net = NETS[args.net](data.num_classes)
     size = sum(int(np.prod(shape)) for shape in net.param_shapes(data.x.shape[1:]).values())
     print(
@@ -308,16 +345,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(
         "a step: {bayes_ms:.1f} ms, of the plain network {plain_ms:.1f} ms, ratio {ratio:.2f}".format(**ratio)
     )
-    learned = learn(make_model(net, data.num_classes, args), data, args)
-    predict = predictor(net, learned, args)
+    model = make_model(net, data.num_classes, args)
+    members = [learn(model, data, args.seed + member, args) for member in range(args.members)]
+    predict = predictor(net, members, args)
     probs, foreign = predict(data.x_test), {name: predict(x) for name, x in data.foreign.items()}
     scores = score(probs, foreign, data)
     for name, value in scores.items():
         print(f"{name:36}{value:8.4f}")
-    print(f"{sum(learned.seconds):.0f} s in all, {statistics.median(learned.seconds):.1f} s per epoch")
-    report = {"net": args.net, "weights": size, **scores, "step": ratio, "seconds": learned.seconds}
+    seconds = [second for learned in members for second in learned.seconds]
+    print(f"{sum(seconds):.0f} s of training in all, {statistics.median(seconds):.1f} s per epoch")
+    options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    report = {"net": args.net, "weights": size, **scores, "step": ratio, "seconds": seconds}
     path = folder / f"image_classification_{args.net}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps({**report, "options": options, **environment([])}, indent=1) + "\n")
+    if args.docs is not None:
+        between_marks(args.docs, table(folder), "image_classification")
     print("written: " + ", ".join(map(str, [path, *draw_plots(probs, foreign, data, folder)])))
     return report
 

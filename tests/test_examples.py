@@ -35,7 +35,8 @@ SHORT = {
     "examples.amortised": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
     " --point-steps 300 --num-draws 5",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
-    "examples.image_classification": "--num-epochs 1 --batch-size 200 --num-draws 3 --rounds 1 --test-images 40",
+    "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
+    " --test-images 40",
     "examples.benchmarks.variational_uci": "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6"
     " --num-samples 6 --max-tree-depth 2",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
@@ -313,7 +314,13 @@ def test_variational(tmp_path, capsys):
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_image_classification(tmp_path, capsys):
-    report = run("examples.image_classification", "--output", tmp_path / "out")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- table of image_classification: begin -->\n<!-- table of image_classification: end -->\n"
+    )
+    report = run("examples.image_classification", "--output", tmp_path / "out", "--docs", page)
+    assert f"| textbook | 2 | 1 | {report['accuracy']:.3f} |" in page.read_text()
+    assert len(report["seconds"]) == 2
     assert 0 <= report["accuracy"] <= 1
     assert 0 <= report["auroc digits 5 to 9, mutual information"] <= 1
     assert report["step"]["ratio"] > 0
