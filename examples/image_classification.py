@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="first step size of Adam")
     parser.add_argument(
-        "--prior-scale", type=float, default=5.0, help="prior sd of weights times root of fan-in"
+        "--prior-scale", type=float, default=10.0, help="prior sd of weights times root of fan-in"
     )
     parser.add_argument("--members", type=int, default=1, help="fits from different starts, mixed equally")
     parser.add_argument(

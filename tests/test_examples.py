@@ -45,6 +45,8 @@ SHORT = {
     " --networks mlp",
     "examples.benchmarks.orbit_moves": "--nets ReLU --rounds 1 --rows 64 --width 3 --sweeps 3 --refreshes 2"
     " --transitions 1 --tree-depth 2 --draws 1 --steps-per-draw 2 --batches 8",
+    "examples.benchmarks.horseshoe": "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 --nuts-draws 8"
+    " --max-tree-depth 2",
     "examples.benchmarks.coupling_step": "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2"
     " --rows 3",
 }
@@ -118,6 +120,8 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.orbit_moves", ["--tree-depth", "0"]),
         ("examples.benchmarks.orbit_moves", ["--batches", "65"]),
         ("examples.benchmarks.coupling_step", ["--widths", "3", "0"]),
+        ("examples.benchmarks.horseshoe", ["--inputs", "5"]),
+        ("examples.benchmarks.horseshoe", ["--sweeps", "3"]),
     ],
 )
 def test_wrong_numbers_are_refused(script, options, capsys):
@@ -358,6 +362,29 @@ def test_coupling_step(tmp_path):
     module = importlib.import_module("examples.benchmarks.coupling_step")
     times = {"AutoCoupling": [2.0, 2.0, 9.0], "a": [4.0, 4.0, 4.0], "b": [5.0, 1.0, 5.0]}
     assert module.ratio_to_fastest(times) == 0.5
+
+
+def test_horseshoe(tmp_path, capsys):
+    path = tmp_path / "new" / "horseshoe.json"
+    report = run("examples.benchmarks.horseshoe", "--output", path)
+    written = json.loads(path.read_text())
+    assert written["comparison"].keys() == report["comparison"].keys()
+    assert "ESS/s" in capsys.readouterr().out
+    for name, draws in (("gibbs", 24), ("nuts", 16)):
+        part = written[name]
+        assert part["draws"] == draws
+        assert sorted(part["log tau"]["quantiles"].values()) == list(part["log tau"]["quantiles"].values())
+        assert part["ess per second"]["tau"] == pytest.approx(part["ess"]["tau"] / part["cost"]["sampling"])
+    assert written["gibbs"]["cost"]["gradients"] == 0
+    assert 16 <= written["nuts"]["cost"]["gradients"] <= 16 * 3
+    ratio = report["gibbs"]["ess per second"]["tau"] / report["nuts"]["ess per second"]["tau"]
+    assert report["comparison"]["ess per second, gibbs / nuts"]["tau"] == pytest.approx(ratio)
+    module = importlib.import_module("examples.benchmarks.horseshoe")
+    parts = [
+        {**report[name], "top inputs": top}
+        for name, top in (("gibbs", [4, 1, 0, 2, 3, 6]), ("nuts", [5, 1, 0, 2, 3]))
+    ]
+    assert module.compare(*parts)["ranking exact"] == {"gibbs": True, "nuts": False}
 
 
 # -- symmetries ---------------------------------------------------------------------------------------

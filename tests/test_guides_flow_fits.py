@@ -19,9 +19,6 @@ from numpyro.infer.util import log_density, potential_energy
 
 from numpyro_bnn import guides
 
-pytestmark = pytest.mark.core
-
-
 # -- targets ------------------------------------------------------------------------------------------
 
 

@@ -15,8 +15,6 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn import guides, nn, priors, random_network
 from numpyro_bnn.guides.matrix_normal import FlatMatrixNormal
 
-pytestmark = pytest.mark.core
-
 STEPS, PARTICLES = 3000, 10
 # Compiling takes longer than running here.
 QUICK = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}

@@ -20,8 +20,6 @@ from scipy import stats
 from numpyro_bnn import infer, models, nn, sgmcmc
 from numpyro_bnn.infer.target import bind
 
-pytestmark = pytest.mark.core
-
 N, B, P, SIGMA = 60, 12, 3, 0.5
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, P)) * np.array([1.0, 0.7, 1.4])

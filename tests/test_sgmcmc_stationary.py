@@ -29,8 +29,6 @@ from numpyro_bnn.sgmcmc import (
     reset_statistics,
 )
 
-pytestmark = pytest.mark.core
-
 LAM = 1.3
 QUARTIC = 2 * special.gamma(0.75) / special.gamma(0.25)  # E[x^2] under exp(-x^4 / 4), 0.676
 

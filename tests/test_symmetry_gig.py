@@ -9,8 +9,6 @@ from scipy import special, stats
 from numpyro_bnn.symmetry import gig
 from numpyro_bnn.symmetry.gig import log_gig
 
-pytestmark = pytest.mark.core
-
 ORDERS = (-200.0, -37.5, -3.0, -0.5, 0.0, 0.5, 2.5, 18.0, 200.0)
 ROOTS = (1e-6, 1e-3, 0.1, 1.0, 30.0, 1e4)
 GRID = [(p, w) for p in ORDERS for w in ROOTS]

@@ -1,14 +1,18 @@
-"""Stochastic-gradient MCMC kernels for ``numpyro.infer.MCMC``, on the subsampled plates of a model."""
+"""Kernels for ``numpyro.infer.MCMC``: stochastic gradients, symmetries, exact blocks, parallel tempering."""
 
 from numpyro_bnn.infer import schedules
 from numpyro_bnn.infer.base import SGMCMCKernel
+from numpyro_bnn.infer.block import BlockState
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.exact import GGMC, MALA
+from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves, OrbitState
+from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, conjugate_sites
 from numpyro_bnn.infer.sgld import PSGLD, SGLD
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.temperature import temperature_band
+from numpyro_bnn.infer.tempering import ParallelTempering, TemperingState
 
 __all__ = [
     "SGLD",
@@ -20,6 +24,12 @@ __all__ = [
     "MALA",
     "OrbitMoves",
     "OrbitState",
+    "PrecisionGibbs",
+    "GaussianGibbs",
+    "BlockState",
+    "conjugate_sites",
+    "ParallelTempering",
+    "TemperingState",
     "SGMCMCKernel",
     "SGMCMCState",
     "schedules",

@@ -10,7 +10,11 @@ from numpyro.infer.hmc import HMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
-__all__ = ["place", "renew"]
+from numpyro_bnn.infer.block import Block
+
+__all__ = ["place", "put", "renew"]
+
+CONSTRAINED = (CustomGibbs, DiscreteGibbs, Block)  # kernels whose values are constrained ones
 
 
 def place(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:
@@ -22,31 +26,42 @@ def place(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior:
     :param moved: constrained values.
     :param prior: distributions of the sites, whose supports say how to unconstrain.
     """
+    return put(kernel, state, _native(kernel, moved, prior))
+
+
+def _native(
+    kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Constrained values as the kernel, or each block of a ``Gibbs``, represents them."""
     if isinstance(kernel, Gibbs):
-        return _place_in_blocks(kernel, state, moved, prior)
-    if isinstance(kernel, CustomGibbs | DiscreteGibbs):
-        new = dict(moved)
-    else:
-        new = {name: biject_to(prior[name].support).inv(value) for name, value in moved.items()}
+        found: dict[str, jax.Array] = {}
+        for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
+            found |= _native(block, {name: moved[name] for name in names if name in moved}, prior)
+        return found
+    if isinstance(kernel, CONSTRAINED):
+        return dict(moved)
+    return {name: biject_to(prior[name].support).inv(value) for name, value in moved.items()}
+
+
+def put(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
+    """Return ``state`` with ``values`` of some of its sites, in the representation of the kernel.
+
+    The caches of the kernel are not renewed.
+    """
+    if isinstance(kernel, Gibbs):
+        blocks = [
+            put(block, block_state, {name: values[name] for name in names if name in values})
+            for (block, _), names, block_state in zip(
+                kernel.blocks, kernel._sites, state.block_states, strict=True
+            )
+        ]
+        return state._replace(z={**state.z, **values}, block_states=tuple(blocks))
     field = kernel.sample_field
+    if field not in state._fields:
+        return state._replace(base=put(kernel.kernel, state.base, values))  # moves around moves
     old = getattr(state, field)
-    values = {name: new[name].astype(value.dtype) if name in new else value for name, value in old.items()}
-    if hasattr(type(state), "_fields") and field in state._fields:
-        return state._replace(**{field: values})
-    return state._replace(base=place(kernel.kernel, state.base, moved, prior))  # moves around moves
-
-
-def _place_in_blocks(
-    kernel: Gibbs, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
-) -> Any:
-    blocks, merged = [], dict(state.z)
-    for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True):
-        own = {name: moved[name] for name in names if name in moved}
-        placed = place(block, block_state, own, prior)
-        values = getattr(placed, block.sample_field)
-        merged |= {name: values[name] for name in names}
-        blocks.append(placed)
-    return state._replace(z=merged, block_states=tuple(blocks))
+    new = {name: values[name].astype(value.dtype) if name in values else value for name, value in old.items()}
+    return state._replace(**{field: new})
 
 
 def renew(kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:

@@ -1,0 +1,206 @@
+"""Horseshoe regression with more inputs than data: exact Gibbs blocks beside NUTS.
+
+200 inputs, 5 of them relevant, 100 rows. The Gibbs sampler draws global scale and noise with the coefficients
+integrated out, then the coefficients, then the local scales, all from the centred model; NUTS samples the non-centred
+one. Both in one process: which inputs they find, the posterior of the global scale, effective draws per second of
+sampling without compilation and warm-up. Writes JSON.
+
+    python -m examples.benchmarks.horseshoe --output output/horseshoe.json
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import lax, random
+from numpyro.diagnostics import effective_sample_size, gelman_rubin
+from numpyro.infer import NUTS, Gibbs
+from numpyro.infer.mcmc import MCMCKernel
+
+from examples.benchmarks.shared import environment
+from examples.shared import at_least, writable_file
+from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
+from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
+
+RELEVANT = (3.0, -2.5, 2.0, -2.0, 1.5)
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+GLOBAL = ("tau", "sigma")
+
+
+def make_data(rows: int, inputs: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    """x ~ N(0, 1), noise of sd 1, the first inputs relevant."""
+    key_x, key_noise = random.split(random.key(seed))
+    x = random.normal(key_x, (rows, inputs))
+    relevant = jnp.array(RELEVANT)
+    return x, x[:, : relevant.size] @ relevant + random.normal(key_noise, (rows,))
+
+
+def model(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+    inputs = x.shape[1]
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(1.0))
+    tau = numpyro.sample("tau", dist.HalfCauchy(1.0))
+    local = numpyro.sample("lambda", dist.HalfCauchy(1.0).expand([inputs]).to_event(1))
+    if centred:
+        beta = numpyro.sample("beta", dist.Normal(0.0, tau * local).to_event(1))
+    else:
+        unit = numpyro.sample("unit", dist.Normal(0.0, 1.0).expand([inputs]).to_event(1))
+        beta = numpyro.deterministic("beta", tau * local * unit)
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+
+def composite() -> Gibbs:
+    block = GaussianGibbs(model, ["beta"], collapsed=GLOBAL)
+    return Gibbs([(block, ["beta", *GLOBAL]), (PrecisionGibbs(model), ["lambda"])])
+
+
+def compiled(step: Callable, state: Any, length: int) -> Callable:
+    """A loop of transitions, compiled before it is timed."""
+    return jax.jit(lambda state: lax.scan(step, state, None, length=length)).lower(state).compile()
+
+
+def sample_chain(
+    kernel: MCMCKernel, call: tuple[tuple, dict[str, Any]], key: jax.Array, num_warmup: int, num_samples: int
+) -> tuple[dict[str, jax.Array], dict[str, float]]:
+    """Draws of one chain; seconds, divergences and gradients."""
+    state = kernel.init(key, num_warmup, None, model_args=call[0], model_kwargs=call[1])
+    constrain = kernel.postprocess_fn(*call)
+
+    def step(state: Any, _: None) -> tuple[Any, tuple]:
+        state = kernel.sample(state, *call)
+        draw = constrain(state.z)
+        counts = jnp.asarray(getattr(state, "diverging", False)), jnp.asarray(getattr(state, "num_steps", 0))
+        return state, ({name: draw[name] for name in (*GLOBAL, "beta")}, counts)
+
+    seconds = {}
+    for phase, length in (("warmup", num_warmup), ("sampling", num_samples)):
+        run = compiled(step, state, length)
+        start = time.perf_counter()
+        state, (draws, (diverging, gradients)) = jax.block_until_ready(run(state))
+        seconds[phase] = time.perf_counter() - start
+    return draws, {**seconds, "divergences": int(diverging.sum()), "gradients": int(gradients.sum())}
+
+
+def sample(
+    kernel: Callable[[], MCMCKernel], call: tuple, num_samples: int, args: argparse.Namespace
+) -> tuple:
+    """Draws (C, S, ...) of all chains, one after the other, and sums of their costs."""
+    keys = random.split(random.key(args.seed + 1), args.num_chains)
+    chains = [sample_chain(kernel(), call, key, args.num_warmup, num_samples) for key in keys]
+    draws = {name: np.stack([np.asarray(chain[name]) for chain, _ in chains]) for name in chains[0][0]}
+    return draws, {name: sum(cost[name] for _, cost in chains) for name in chains[0][1]}
+
+
+def summary(draws: dict[str, np.ndarray], cost: dict[str, float]) -> dict[str, Any]:
+    """What the report says of one sampler."""
+    log_tau = np.log(draws["tau"].astype(np.float64))
+    size = np.abs(draws["beta"].mean((0, 1)))
+    ess = {name: float(effective_sample_size(np.log(draws[name]))) for name in GLOBAL}
+    weights = effective_sample_size(draws["beta"])
+    ess |= {"beta, median": float(np.median(weights)), "beta, least": float(np.min(weights))}
+    return {
+        "top inputs": np.argsort(-size)[: len(RELEVANT) + 1].tolist(),
+        "their |mean|": np.sort(size)[::-1][: len(RELEVANT) + 1].tolist(),
+        "log tau": {
+            "mean": float(log_tau.mean()),
+            "sd": float(log_tau.std()),
+            "mcse": float(log_tau.std() / ess["tau"] ** 0.5),
+            "quantiles": dict(zip(map(str, LEVELS), np.quantile(log_tau, LEVELS).tolist(), strict=True)),
+            "r_hat": float(gelman_rubin(log_tau)) if len(log_tau) > 1 else None,
+        },
+        "draws": int(log_tau.size),
+        "cost": cost,
+        "ess": ess,
+        "ess per second": {name: value / cost["sampling"] for name, value in ess.items()},
+    }
+
+
+def compare(gibbs: dict[str, Any], nuts: dict[str, Any]) -> dict[str, Any]:
+    """Exactness of the ranking, agreement on the global scale, and speed."""
+    one, other = gibbs["log tau"], nuts["log tau"]
+    per_second = gibbs["ess per second"], nuts["ess per second"]
+    expected = set(range(len(RELEVANT)))
+    tops = (set(part["top inputs"][: len(RELEVANT)]) for part in (gibbs, nuts))
+    return {
+        "ranking exact": dict(zip(("gibbs", "nuts"), [top == expected for top in tops], strict=True)),
+        "difference of mean log tau in mcse": (one["mean"] - other["mean"])
+        / np.hypot(one["mcse"], other["mcse"]),
+        "ess per second, gibbs / nuts": {
+            name: per_second[0][name] / per_second[1][name] for name in per_second[0]
+        },
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.horseshoe",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=Path("output/horseshoe.json"), help="JSON file")
+    parser.add_argument("--rows", type=int, default=100, help="data points")
+    parser.add_argument("--inputs", type=int, default=200, help="inputs, of which 5 are relevant")
+    parser.add_argument(
+        "--num-chains", type=int, default=4, help="chains of each sampler, one after the other"
+    )
+    parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of each chain")
+    parser.add_argument("--sweeps", type=int, default=5000, help="draws of each chain of the Gibbs sampler")
+    parser.add_argument("--nuts-draws", type=int, default=1500, help="draws of each chain of NUTS")
+    parser.add_argument(
+        "--target-accept", type=float, default=0.98, help="of NUTS, which diverges at smaller ones"
+    )
+    parser.add_argument("--max-tree-depth", type=int, default=10, help="of NUTS")
+    parser.add_argument("--seed", type=int, default=0, help="of data and chains")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ["num_chains", "num_warmup", "rows", "max_tree_depth"])
+    at_least(parser, args, ["sweeps", "nuts_draws"], 4)
+    at_least(parser, args, ["inputs"], len(RELEVANT) + 1)
+    at_least(parser, args, ["seed"], 0)
+    if not 0 < args.target_accept < 1:
+        parser.error("--target-accept must lie between 0 and 1")
+    return args
+
+
+def print_report(report: dict[str, Any]) -> None:
+    for name in ("gibbs", "nuts"):
+        part = report[name]
+        tau, cost = part["log tau"], part["cost"]
+        print(
+            f"\n{name}: {part['draws']} draws in {cost['sampling']:.1f} s, {cost['divergences']} divergences"
+        )
+        print(f"  largest |mean|: {part['top inputs']}, {[round(size, 2) for size in part['their |mean|']]}")
+        print(
+            f"  log tau: {tau['mean']:.3f} (mcse {tau['mcse']:.3f}), sd {tau['sd']:.3f}, r_hat {tau['r_hat']}"
+        )
+        print("  quantiles:", {level: round(value, 3) for level, value in tau["quantiles"].items()})
+        print("  ESS/s:", {what: round(value, 1) for what, value in part["ess per second"].items()})
+    for what, found in report["comparison"].items():
+        print(f"{what}: {found}")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    writable_file(args.output)
+    data = make_data(args.rows, args.inputs, args.seed)
+    nuts = partial(NUTS, model, target_accept_prob=args.target_accept, max_tree_depth=args.max_tree_depth)
+    found = {
+        "gibbs": summary(*sample(composite, (data, {}), args.sweeps, args)),
+        "nuts": summary(*sample(nuts, (data, {"centred": False}), args.nuts_draws, args)),
+    }
+    report = {**found, "comparison": compare(**found), **environment([]), "options": vars(args)}
+    print_report(report)
+    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Parallel tempering: replicas of any kernel at several temperatures, which exchange their states."""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import random
+from numpyro.distributions.util import scale_and_mask
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.primitives import Messenger
+from numpyro.util import is_prng_key
+
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._plates import full_trace
+from numpyro_bnn.infer.placing import put, renew
+from numpyro_bnn.symmetry.prior import CONDITIONED
+
+__all__ = ["ParallelTempering", "TemperingState", "respaced"]
+
+BETA = "_inverse_temperature"
+TEMPERED = ("likelihood", "joint")
+
+
+class TemperingState(NamedTuple):
+    """State of :class:`ParallelTempering` with R replicas, the first of them at the temperature of the posterior.
+
+    :param z: of the first replica, as its kernel represents it.
+    :param base: states of the inner kernel, (R, ...).
+    :param inverse_temperatures: from 1 down, (R,).
+    :param swap_accept_prob: acceptance probability of an exchange between neighbours, (R - 1,).
+    :param diverging: whether the transition of the first replica diverged.
+    :param round_trips: journeys of any state from the posterior to the last temperature and back, since warm-up.
+    :param walk: whether the state at each temperature has been at the last since it was at the first, (R,).
+    :param rejections: sum of rejection probabilities since the ladder was spaced, (R - 1,).
+    :param i: transitions so far.
+    :param rng_key: the key of the next exchange.
+    """
+
+    z: Any
+    base: Any
+    inverse_temperatures: jax.Array
+    swap_accept_prob: jax.Array
+    diverging: jax.Array
+    round_trips: jax.Array
+    walk: jax.Array
+    rejections: jax.Array
+    i: jax.Array
+    rng_key: jax.Array
+
+
+class ParallelTempering(MCMCKernel):
+    r"""Replicas of a kernel on tempered posteriors, which exchange their states, so that chains cross between modes.
+
+    Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
+    :math:`p(\theta, D)^{\beta_r}` with ``temper="joint"``. After each transition neighbours exchange their states
+    with probability
+
+    .. math:: \min\big(1, \exp\{(\beta_r - \beta_{r+1})\,(\ell_{r+1} - \ell_r)\}\big),
+
+    :math:`\ell` the tempered log density; even and odd pairs take turns, so states travel along the ladder instead
+    of diffusing. The draws are those of the first replica, and they are exact. In warm-up the ladder is respaced to
+    equal rejection rates, after 2, 4, 8, ... transitions.
+
+    All replicas run in one vectorised program. ``swap_accept_prob`` is a sample statistic; 0.3 to 0.8 is well.
+    ``round_trips`` of the last state counts how often a state came back from the last temperature: without some, the
+    modes have not been weighed.
+
+    :param kernel: any kernel with a model, ``refresh`` and ``wrap_model``: NUTS, HMC, a ``Gibbs`` of blocks,
+        ``OrbitMoves``, a kernel of :mod:`numpyro_bnn.infer` with exact gradients.
+    :param num_replicas: R.
+    :param lowest: the last :math:`\beta_R`, in (0, 1). A tempered joint density may not be normalisable: heavy tails
+        to the power of a small :math:`\beta`.
+    :param temper: ``"likelihood"`` or ``"joint"``.
+    :raises ValueError: for fewer than two replicas, a ``lowest`` outside (0, 1), an unknown ``temper``.
+    :raises TypeError: for a kernel without model, ``refresh`` or ``wrap_model``.
+
+    Reference: Syed, Bouchard-Cote, Deligiannidis & Doucet (2022), algorithms 1 and 4.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import HMC, MCMC
+    >>> def model():  # modes at -2 and 2
+    ...     w = numpyro.sample("w", dist.Normal(0.0, 3.0))
+    ...     numpyro.sample("y", dist.Normal(w**2, 0.3), obs=4.0)
+    >>> kernel = ParallelTempering(HMC(model, trajectory_length=1.0), num_replicas=5)
+    >>> mcmc = MCMC(kernel, num_warmup=200, num_samples=300, progress_bar=False)
+    >>> mcmc.run(random.key(0))
+    >>> w = mcmc.get_samples()["w"]
+    >>> bool(0.2 < (w > 0).mean() < 0.8)
+    True
+    """
+
+    sample_field = "z"
+
+    def __init__(
+        self,
+        kernel: MCMCKernel,
+        num_replicas: int = 8,
+        *,
+        lowest: float = 0.01,
+        temper: str = "likelihood",
+    ) -> None:
+        call = "infer.ParallelTempering"
+        usable = isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
+        for method in ("refresh", "wrap_model"):
+            usable = usable and getattr(type(kernel), method) is not getattr(MCMCKernel, method)
+        if not usable:
+            instead = (
+                "Pass a kernel made from a model that has `refresh` and `wrap_model`, e.g. `NUTS(model)`."
+            )
+            raise argument_error(call, "kernel", kernel, instead, TypeError)
+        if not (isinstance(num_replicas, int) and num_replicas >= 2):
+            raise argument_error(call, "num_replicas", num_replicas, "Write an integer of at least 2.")
+        if not 0 < lowest < 1:
+            raise argument_error(
+                call, "lowest", lowest, "Write an inverse temperature between 0 and 1, e.g. 0.01."
+            )
+        if temper not in TEMPERED:
+            raise unknown_name(call, "temper", temper, TEMPERED)
+        self._kernel = kernel
+        self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
+        self._num_replicas = num_replicas
+        self._lowest = lowest
+        self._temper = temper
+        self._num_warmup = 0
+        self._sample_fn: Callable | None = None
+
+    @property
+    def kernel(self) -> MCMCKernel:
+        """The inner kernel."""
+        return self._kernel
+
+    @property
+    def model(self) -> Callable:
+        return self._kernel.model
+
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        return ("z", "swap_accept_prob", "diverging")
+
+    def init(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> TemperingState:
+        size = self._num_replicas
+        self._num_warmup = num_warmup
+        betas = self._lowest ** jnp.linspace(0.0, 1.0, size)
+        cold = {**(model_kwargs or {}), BETA: jnp.ones(())}
+
+        def start(key: jax.Array, params: Any) -> TemperingState:
+            rng_key, *keys = random.split(key, 1 + size)
+
+            def one(key: jax.Array) -> Any:
+                return self._inner.init(key, num_warmup, params, model_args, cold)
+
+            # Set up at the temperature of the posterior, so that what kernels decide there holds no tracer.
+            base = jax.vmap(one)(jnp.stack(keys))
+            zero = jnp.zeros((), jnp.int32)
+            state = TemperingState(
+                z=None,
+                base=base,
+                inverse_temperatures=betas,
+                swap_accept_prob=jnp.ones(size - 1),
+                diverging=jnp.zeros((), bool),
+                round_trips=zero,
+                walk=jnp.zeros(size, bool),
+                rejections=jnp.zeros(size - 1),
+                i=zero,
+                rng_key=rng_key,
+            )
+            return self.refresh(state, model_args, model_kwargs)
+
+        self._sample_fn = self._transition
+        if is_prng_key(rng_key):
+            return start(rng_key, init_params)
+        return jax.vmap(start, in_axes=(0, None if init_params is None else 0))(rng_key, init_params)
+
+    def sample(
+        self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> TemperingState:
+        transition = partial(self._transition, model_args=model_args, model_kwargs=model_kwargs)
+        return transition(state) if is_prng_key(state.rng_key) else jax.vmap(transition)(state)
+
+    def _transition(
+        self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> TemperingState:
+        rng_key, key = random.split(state.rng_key)
+        betas = state.inverse_temperatures
+
+        def advance(base: Any, beta: jax.Array) -> Any:
+            return self._inner.sample(base, model_args, {**(model_kwargs or {}), BETA: beta})
+
+        base = jax.vmap(advance)(state.base, betas)
+        diverging = getattr(base, "diverging", jnp.zeros(self._num_replicas, bool))[0]
+        positions = getattr(base, self._inner.sample_field)
+        log_density = jax.vmap(partial(self._tempered_density, args=model_args, kwargs=model_kwargs))(
+            positions
+        )
+        source, accept_prob = exchange(key, betas, log_density, state.i)
+        base = jax.vmap(partial(put, self._inner))(base, jax.tree.map(lambda a: a[source], positions))
+        walk, returned = _journeys(state.walk[source])
+        adapting = state.i < self._num_warmup
+        state = state._replace(
+            base=base,
+            swap_accept_prob=accept_prob,
+            diverging=diverging,
+            round_trips=jnp.where(adapting, 0, state.round_trips + returned),
+            walk=walk,
+            rejections=state.rejections + (1 - accept_prob),
+            i=state.i + 1,
+            rng_key=rng_key,
+        )
+        return self.refresh(self._respace(state), model_args, model_kwargs)
+
+    def _respace(self, state: TemperingState) -> TemperingState:
+        """Space the ladder anew when the number of transitions is a power of two, in warm-up."""
+        now = (state.i & (state.i - 1) == 0) & (state.i > 1) & (state.i < self._num_warmup)
+        betas = respaced(state.inverse_temperatures, state.rejections)
+        return state._replace(
+            inverse_temperatures=jnp.where(now, betas, state.inverse_temperatures),
+            rejections=jnp.where(now, 0.0, state.rejections),
+        )
+
+    def _tempered_density(self, z: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> jax.Array:
+        """The log density that inverse temperatures multiply."""
+        kwargs = dict(kwargs or {})
+        values = self._inner.get_constrain_fn(args, {**kwargs, BETA: jnp.ones(())})(z)
+        held = dict(kwargs.get(CONDITIONED, {}))
+        traced = full_trace(self.model, values, args, kwargs)
+        total = jnp.zeros(())
+        for site in traced.values():
+            if site["type"] == "sample" and _is_tempered(site, self._temper, held):
+                log_prob = site["fn"].log_prob(site["value"])
+                total += jnp.sum(scale_and_mask(log_prob, scale=site["scale"]))
+        return total
+
+    def refresh(
+        self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> TemperingState:
+        """Renew energies and gradients of all replicas at their values and temperatures."""
+
+        def one(base: Any, beta: jax.Array) -> Any:
+            return renew(self._inner, base, model_args, {**(model_kwargs or {}), BETA: beta})
+
+        base = jax.vmap(one)(state.base, state.inverse_temperatures)
+        first = jax.tree.map(lambda a: a[0], getattr(base, self._inner.sample_field))
+        return state._replace(base=base, z=first)
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        return self._inner.postprocess_fn(model_args, {**(model_kwargs or {}), BETA: jnp.ones(())})
+
+    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        return self._inner.get_constrain_fn(model_args, {**(model_kwargs or {}), BETA: jnp.ones(())})
+
+    def get_diagnostics_str(self, state: TemperingState) -> str:
+        return f"swaps {float(state.swap_accept_prob.mean()):.2f}, round trips {int(state.round_trips)}"
+
+    def wrap_model(self, wrapper: Callable) -> "ParallelTempering":
+        kernel = copy.copy(self)
+        kernel._kernel = self._kernel.wrap_model(wrapper)
+        kernel._inner = kernel._kernel.wrap_model(partial(_Tempered, temper=self._temper))
+        kernel._sample_fn = None
+        return kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sample_fn": None}
+
+    # -- what an export reads ----------------------------------------------------------------------------
+
+    def describe(self, state: TemperingState) -> dict[str, Any]:
+        """Attributes of a run: the inner kernel, what is tempered and the ladder at the end."""
+        inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(state.base)
+        return {
+            **inner,
+            "inner_kernel": type(self._kernel).__name__,
+            "num_replicas": self._num_replicas,
+            "temper": self._temper,
+        }
+
+    def divergence_report(self, state: TemperingState) -> str | None:
+        """What the inner kernel reports."""
+        return getattr(self._inner, "divergence_report", lambda _: None)(state.base)
+
+    @property
+    def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
+        """Names of the axis of statistics that runs over neighbours on the ladder."""
+        pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
+        return {"swap_accept_prob": ("neighbours", pairs)}
+
+
+# ------------------------------------------------------------------------------------------------ tempered models
+
+
+def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
+    return temper == "joint" or (site["is_observed"] and site["name"] not in held)
+
+
+class _scaled(Messenger):
+    """Multiply log densities by an inverse temperature."""
+
+    def __init__(self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]) -> None:
+        super().__init__(fn)
+        self.beta, self.temper, self.held = beta, temper, held
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.held):
+            msg["scale"] = self.beta if msg.get("scale") is None else msg["scale"] * self.beta
+
+
+class _Tempered:
+    """A model that takes its inverse temperature as a keyword argument; a class, so that kernels can be pickled."""
+
+    def __init__(self, model: Callable, temper: str) -> None:
+        self.model, self.temper = model, temper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        beta = kwargs.pop(BETA)
+        return _scaled(self.model, beta, self.temper, kwargs.get(CONDITIONED, {}))(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------ exchanges
+
+
+def exchange(
+    rng_key: jax.Array, betas: jax.Array, log_density: jax.Array, i: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Propose exchanges between neighbours: the pairs (1, 2), (3, 4), ... in even transitions, the others in odd.
+
+    :param betas: inverse temperatures (R,).
+    :param log_density: tempered log density of the state at each temperature, (R,).
+    :return: for each temperature which one its state comes from, (R,), and acceptance probabilities of all pairs.
+    """
+    log_ratio = (betas[:-1] - betas[1:]) * (log_density[1:] - log_density[:-1])
+    accept_prob = jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
+    pair = jnp.arange(betas.size - 1)
+    swap = (pair % 2 == i % 2) & (random.uniform(rng_key, pair.shape) < accept_prob)
+    none = jnp.zeros(1, bool)
+    up, down = jnp.concatenate([swap, none]), jnp.concatenate([none, swap])
+    return jnp.arange(betas.size) + up.astype(int) - down.astype(int), accept_prob
+
+
+def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
+    """A ladder with equal rejection rates, by interpolation of their running sum along log beta.
+
+    :param betas: inverse temperatures, decreasing, (R,).
+    :param rejections: rejection probabilities between neighbours, up to a factor, (R - 1,).
+
+    >>> respaced(jnp.array([1.0, 0.1, 0.01]), jnp.array([0.9, 0.1])).round(2).tolist()  # doctest: +ELLIPSIS
+    [1.0, 0.2..., 0.0...]
+    """
+    floor = 0.05 * jnp.mean(rejections) + 1e-6  # neighbours that always exchange stay apart
+    barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
+    levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
+    inner = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
+    return inner.at[0].set(betas[0]).at[-1].set(betas[-1])
+
+
+def _journeys(walk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mark the state at the last temperature, and clear and count the one that came back to the first."""
+    returned = walk[0].astype(jnp.int32)
+    return walk.at[0].set(False).at[-1].set(True), returned

@@ -1,0 +1,180 @@
+"""ParallelTempering: targets of all replicas, crossing between modes, the ladder, inner kernels, errors."""
+
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import HMC, MCMC, NUTS, Gibbs
+from scipy import stats
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, models, nn, priors, symmetry
+from numpyro_bnn.infer.tempering import exchange, respaced
+
+pytestmark = pytest.mark.core
+
+
+def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=warmup,
+        num_samples=draws,
+        num_chains=chains,
+        chain_method=method,
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0) if key is None else key, *args, extra_fields=fields)
+    return mcmc
+
+
+def hmc(model, length=1.5):
+    return HMC(model, trajectory_length=length)
+
+
+# ------------------------------------------------------------------------------------------------- what it targets
+
+
+def conjugate():
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(w, 0.5), obs=1.0)
+
+
+@pytest.mark.parametrize("temper", ["likelihood", "joint"])
+def test_every_replica_has_its_tempered_law(temper):
+    """Mean and variance of w at every temperature, within 4.5 MCSE: failure rate 1e-5 for each of the eight."""
+    kernel = infer.ParallelTempering(hmc(conjugate), 4, lowest=0.05, temper=temper)
+    mcmc = run(kernel, draws=3000, fields=("base.z",))
+    betas = np.asarray(mcmc.last_state.inverse_temperatures)
+    assert betas[0] == 1
+    assert (np.diff(betas) < 0).all()
+    for beta, w in zip(betas, np.asarray(mcmc.get_extra_fields()["base.z"]["w"]).T, strict=True):
+        precision = (1 if temper == "likelihood" else beta) + 4 * beta
+        mean, sd = 4 * beta / precision, precision**-0.5
+        z = (w - mean) / sd
+        assert abs(z.mean()) < 4.5 / effective_sample_size(z[None]) ** 0.5
+        assert abs((z**2).mean() - 1) < 4.5 * (2 / effective_sample_size(z[None] ** 2)) ** 0.5
+
+
+def two_modes():
+    w = numpyro.sample("w", dist.Normal(0.5, 1.5))
+    numpyro.sample("y", dist.Normal(w**2, 0.2), obs=4.0)
+
+
+def test_crosses_between_modes():
+    """The weight of the mode at 2 is that of quadrature, from chains that all start in one of them."""
+    grid = np.linspace(-4, 4, 100_001)
+    density = stats.norm(0.5, 1.5).pdf(grid) * stats.norm(grid**2, 0.2).pdf(4.0)
+    weight = density[grid > 0].sum() / density.sum()
+    start = {"w": jnp.full(2, -2.0)}
+
+    def positive(kernel):
+        mcmc = MCMC(
+            kernel,
+            num_warmup=300,
+            num_samples=2000,
+            num_chains=2,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(random.key(1), init_params=start)
+        return (np.asarray(mcmc.get_samples(group_by_chain=True)["w"]) > 0).astype(float), mcmc
+
+    found, mcmc = positive(infer.ParallelTempering(hmc(two_modes), 6))
+    error = np.sqrt(weight * (1 - weight) / effective_sample_size(found))
+    assert error < 0.04
+    assert abs(found.mean() - weight) < 4.5 * error
+    assert mcmc.last_state.round_trips.min() > 20
+    accepted = np.asarray(mcmc.get_extra_fields()["swap_accept_prob"]).mean(0)
+    assert np.ptp(accepted) < 0.25  # a ladder of equal rates
+    assert positive(hmc(two_modes))[0].mean() == 0  # without exchanges no chain leaves
+
+
+def test_exchange():
+    betas, log_density = jnp.array([1.0, 0.5, 0.25, 0.1]), jnp.array([-3.0, -1.0, -2.0, jnp.nan])
+    sources = {0: set(), 1: set()}
+    for i in (0, 1):
+        for seed in range(40):
+            source, accept_prob = exchange(random.key(seed), betas, log_density, jnp.array(i))
+            sources[i].add(tuple(source.tolist()))
+    np.testing.assert_allclose(accept_prob, [1.0, np.exp(-0.25), 0.0], rtol=1e-6)
+    assert sources[0] == {(1, 0, 2, 3)}  # the first pair always, the last never
+    assert sources[1] == {(0, 1, 2, 3), (0, 2, 1, 3)}
+
+
+def test_respaced_equalises_rejections():
+    """Rejections proportional to the distance of sqrt(beta): the ladder becomes even in sqrt(beta)."""
+    betas = jnp.array([1.0, 0.9, 0.3, 0.2, 0.04])
+    for _ in range(200):
+        betas = respaced(betas, -jnp.diff(jnp.sqrt(betas)))
+    np.testing.assert_allclose(np.sqrt(betas), np.linspace(1, 0.2, 5), atol=0.01)
+
+
+# --------------------------------------------------------------------------------------------------- inner kernels
+
+X = jnp.linspace(-1, 1, 6)[:, None]
+Y = jnp.sin(3 * X[:, 0])
+
+
+def network(prior):
+    return models.regression(nn.MLP([2, 1], "tanh"), prior)
+
+
+def inner_kernels():
+    centred, other = network(priors.GammaPrecision(centered=True)), network(priors.Normal())
+    sites = infer.conjugate_sites(centred, X, Y)
+    return {
+        "NUTS": NUTS(other, max_tree_depth=3),
+        "Gibbs": Gibbs([(infer.PrecisionGibbs(centred), sites), (hmc(centred, 0.5), None)]),
+        "OrbitMoves": infer.OrbitMoves(hmc(other, 0.5), symmetry.find(other, X, Y)),
+        "MALA": infer.MALA(other, steps_per_draw=2),
+    }
+
+
+@pytest.mark.parametrize("name", ["NUTS", "Gibbs", "OrbitMoves", "MALA"])
+def test_inner_kernels(name):
+    """Any kernel with a model, also after a round through pickle; what ArviZ gets."""
+    kernel = pickle.loads(pickle.dumps(infer.ParallelTempering(inner_kernels()[name], 3)))
+    mcmc = run(kernel, (X, Y), 6, 4, chains=2)
+    for values in mcmc.get_samples(group_by_chain=True).values():
+        assert np.isfinite(values).all()
+        assert len(np.unique(values[:, -1])) > 1  # chains differ
+    idata = bnn.to_inference_data(mcmc, posterior_predictive=False)
+    assert idata["sample_stats"]["swap_accept_prob"].dims == ("chain", "draw", "neighbours")
+    assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
+    assert idata.attrs["num_replicas"] == 3
+
+
+def test_chain_methods_and_kinds_of_keys_agree():
+    kernel = infer.ParallelTempering(hmc(conjugate), 3)
+    one = run(kernel, warmup=5, draws=5, chains=2).get_samples()["w"]
+    for options in ({"method": "sequential"}, {"method": "parallel"}, {"key": random.PRNGKey(0)}):
+        other = run(pickle.loads(pickle.dumps(kernel)), warmup=5, draws=5, chains=2, **options)
+        np.testing.assert_allclose(one, other.get_samples()["w"], rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_replicas": 1}, "`num_replicas` got 1"),
+        ({"lowest": 0.0}, "`lowest` got 0.0"),
+        ({"lowest": 1.5}, "`lowest` got 1.5"),
+        ({"temper": "prior"}, "`temper` got 'prior'"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=r"infer\.ParallelTempering") as error:
+        infer.ParallelTempering(hmc(conjugate), **options)
+    assert message in str(error.value)
+
+
+def test_kernel_without_model_is_refused():
+    with pytest.raises(TypeError, match=r"infer\.ParallelTempering: argument `kernel`"):
+        infer.ParallelTempering(HMC(potential_fn=lambda z: jnp.sum(z**2)))
