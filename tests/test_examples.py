@@ -39,6 +39,10 @@ SHORT = {
     " --test-images 40",
     "examples.benchmarks.variational_uci": "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6"
     " --num-samples 6 --max-tree-depth 2",
+    "examples.infinite_width": "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 --nuts-warmup 5"
+    " --nuts-samples 5",
+    "examples.benchmarks.infinite_uci": "--sets yacht --variants relu erf-ard --splits 1 --max-steps 2",
+    "examples.benchmarks.infinite_kernel": "--points 60 --depth 2 --block-size 25",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
     "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
     "examples.benchmarks.gradient_variance": "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1"
@@ -115,6 +119,9 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
         ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
         ("examples.symmetries", ["--num-chains", "1"]),
+        ("examples.infinite_width", ["--widths", "4", "0"]),
+        ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
+        ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
         ("examples.benchmarks.orbit_moves", ["--tree-depth", "0"]),
@@ -502,3 +509,39 @@ def test_orbit_moves(tmp_path):
     assert ratios["sweep + refresh, SGLD B=8 / draw of 2 SGLD steps, B=8"]["min"] == pytest.approx(draw)
     assert written["network"]["width"] == 3
     assert written["versions"]["jax"]
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_infinite_width(tmp_path):
+    report = run("examples.infinite_width", "--output", tmp_path / "out")
+    assert [row.width for row in report.widths] == [2, 4]
+    assert all(value > 0 and math.isfinite(value) for row in report.widths for value in row)
+    assert report.distance > 0
+    assert (tmp_path / "out" / "infinite_width.png").stat().st_size > 10_000
+
+
+@pytest.mark.data
+def test_infinite_uci(tmp_path, data_folder):
+    """One split, two steps; JSON, and two tables put into a page between the marks."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "above\n<!-- table of infinite_uci: begin -->\nold\n<!-- table of infinite_uci: end -->\nbelow\n"
+    )
+    path = tmp_path / "new" / "uci.json"
+    report = run("examples.benchmarks.infinite_uci", "--data", data_folder, "--output", path, "--docs", page)
+    assert json.loads(path.read_text())["rows"][0]["by_split"] == report["rows"][0]["by_split"]
+    assert [row["variant"] for row in report["rows"]] == ["relu", "erf-ard"]
+    written = page.read_text()
+    assert "old" not in written
+    assert written.count("| yacht |") == 2
+    assert "NNGP, erf, ARD" in written
+
+
+def test_infinite_kernel(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table of infinite_kernel: begin -->\n<!-- table of infinite_kernel: end -->\n")
+    path = tmp_path / "new" / "kernel.json"
+    report = run("examples.benchmarks.infinite_kernel", "--output", path, "--docs", page)
+    assert [row["kernel"] for row in report["rows"]] == ["nngp", "ntk"]
+    assert json.loads(path.read_text())["rows"] == report["rows"]
+    assert "| ntk |" in page.read_text()

@@ -38,7 +38,7 @@ MODULES = [module_name(path) for path in FILES if path.stem != "__main__"]
 # only one another. The package's own __init__ and __main__ may import anything.
 ROOMS = {
     "plots": {"results", "metrics"},
-    "results": {"networks", "priors", "nn", "metrics"},
+    "results": {"infinite", "networks", "priors", "nn", "metrics"},
     "metrics": set(),
     "guides": {"moments", "priors", "nn"},
     "infer": {"sgmcmc", "symmetry"},
@@ -48,7 +48,7 @@ ROOMS = {
     "symmetry": {"nn"},
     "moments": set(),
     "sgmcmc": set(),
-    "infinite": {"nn"},
+    "infinite": {"nn", "priors"},
     "nn": set(),
     "datasets": set(),
 }

@@ -14,9 +14,11 @@ from numpyro.infer import MCMC
 from numpyro_bnn import _arviz
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.results.arguments import Arguments, for_prediction
-from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc
+from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
+from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import map_draws, observation_mean, site_trace, training_statistics
 
 __all__ = ["to_inference_data"]
@@ -60,12 +62,13 @@ def to_inference_data(
       training data under each draw.
     - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
 
-    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, or the result of ``SVI.run`` or ``AutoADF.run``.
+    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, the result of ``SVI.run`` or ``AutoADF.run``, or a
+        :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
     :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
     :param guide: the guide of an SVI or ADF result.
     :param args: arguments of the model in an SVI or ADF run; an MCMC knows its own.
     :param kwargs: keyword arguments of the model in an SVI or ADF run.
-    :param num_samples: draws from a guide.
+    :param num_samples: draws from a guide or a Gaussian process.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
     :param log_likelihood: whether to compute that group, and ``sample_stats`` of a guide.
     :param posterior_predictive: whether to compute that group.
@@ -92,6 +95,11 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
+    if isinstance(result, GPRegression):
+        groups = process_groups(
+            result, predictions, rng_key, num_samples, log_likelihood, posterior_predictive, coords or {}
+        )
+        return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     fit = _fit(result, guide, args, kwargs or {}, draws_key, num_samples, log_likelihood, draws_per_chunk)
     train_key, new_key = jax.random.split(rng_key)
@@ -100,7 +108,7 @@ def to_inference_data(
     groups = exporter.training_groups(train_key, log_likelihood, posterior_predictive)
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, set(predictions or {}))
-    return _arviz.inference_data(groups, {**_versions(), **fit.attrs, **_key_attr(rng_key), **(attrs or {})})
+    return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
 
 
 def _fit(
@@ -337,7 +345,5 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _key_attr(rng_key: jax.Array) -> dict[str, str]:
-    from numpyro_bnn.results.fit import key_text
-
-    return {"predictive_rng_key": key_text(rng_key)}
+def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**_versions(), **settings, "predictive_rng_key": key_text(rng_key), **(more or {})}

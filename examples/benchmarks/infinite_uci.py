@@ -1,0 +1,155 @@
+"""Infinitely wide networks on the UCI regression sets, beside published figures of finite ones.
+
+The standard splits; one hidden layer unless told otherwise. The scales of the prior and the noise come from the
+marginal likelihood of each training set (``infinite.prior_fit``). Writes JSON; with ``--docs`` also the tables of a
+page.
+
+    python -m examples.benchmarks.infinite_uci --data FOLDER --output docs/infinite_uci.json --docs docs/infinite.md
+"""
+
+import argparse
+import json
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.shared import at_least, between_marks, writable_file
+
+# Test RMSE / log likelihood on these splits, 50 hidden units, as published (PBP: the C code of its authors).
+PUBLISHED = {
+    "PBP": {
+        "boston": (2.971, -2.555),
+        "concrete": (5.679, -3.164),
+        "energy": (1.804, -2.042),
+        "yacht": (1.028, -1.647),
+    },
+    "MC dropout": {
+        "boston": (2.904, -2.402),
+        "concrete": (4.826, -2.937),
+        "energy": (0.539, -1.212),
+        "yacht": (0.666, -1.250),
+    },
+    "deep ensembles": {
+        "boston": (3.28, -2.41),
+        "concrete": (6.03, -3.06),
+        "energy": (2.09, -1.38),
+        "yacht": (1.58, -1.18),
+    },
+    "DVI": {
+        "boston": (None, -2.41),
+        "concrete": (None, -3.06),
+        "energy": (None, -1.01),
+        "yacht": (None, -0.47),
+    },
+}
+# Column -> activation, and whether every input has a scale of its own.
+VARIANTS = {"relu": ("relu", False), "erf": ("erf", False), "erf-ard": ("erf", True)}
+
+
+def learn_set(name: str, variant: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Fit and score every split of one set, in the units of the data."""
+    from numpyro_bnn import datasets, infinite, nn
+
+    activation, ard = VARIANTS[variant]
+    net = nn.MLP([50] * args.depth + [1], activation)
+    start = time.perf_counter()
+    by_split: dict[str, list[float]] = {"rmse": [], "log_likelihood": [], "noise_sd": [], "jitter": []}
+    for split in range(args.splits):
+        data = datasets.standardize(datasets.load_uci(name, split, args.data))
+        found = infinite.prior_fit(net, data.x_train, data.y_train, ard=ard, max_steps=args.max_steps)
+        gp = infinite.gp_regression(
+            net, data.x_train, data.y_train, noise_sd=found.noise_sd, prior=found.prior
+        )
+        scale = float(data.y_scaler.scale_factor)
+        error = gp.predict(data.x_test, diagonal=True).mean - data.y_test
+        by_split["rmse"].append(scale * float(np.sqrt(np.mean(error**2))))
+        density = float(gp.log_density(data.x_test, data.y_test).mean())
+        by_split["log_likelihood"].append(density - float(np.log(scale)))
+        by_split["noise_sd"].append(scale * found.noise_sd)
+        by_split["jitter"].append(gp.jitter)
+    return {
+        "set": name,
+        "variant": variant,
+        "splits": args.splits,
+        "rmse": mean_and_error(by_split["rmse"]),
+        "log_likelihood": mean_and_error(by_split["log_likelihood"]),
+        "largest_jitter": max(by_split["jitter"]),
+        "seconds": time.perf_counter() - start,
+        "by_split": by_split,
+    }
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean over the splits and its standard error."""
+    return float(np.mean(values)), float(np.std(values) / np.sqrt(len(values)))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Log likelihood and RMSE of every method as two Markdown tables."""
+    return "\n\n".join(_table(rows, name, which) for which, name in enumerate(("rmse", "log_likelihood")))
+
+
+def _table(rows: list[dict[str, Any]], name: str, which: int) -> str:
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    titles = [f"NNGP, {variant.replace('-', ', ').replace('ard', 'ARD')}" for variant in variants]
+    published = [method for method, by_set in PUBLISHED.items() if by_set["boston"][which] is not None]
+    lines = [
+        f"| test {name.replace('_', ' ').replace('rmse', 'RMSE')} | "
+        + " | ".join([*titles, *published])
+        + " |",
+        "| --- " * (1 + len(titles) + len(published)) + "|",
+    ]
+    for dataset in dict.fromkeys(row["set"] for row in rows):
+        found = {row["variant"]: row[name] for row in rows if row["set"] == dataset}
+        cells = [f"{found[v][0]:.3f} ± {found[v][1]:.3f}" if v in found else "" for v in variants]
+        cells += [f"{PUBLISHED[method][dataset][which]:.3f}" for method in published]
+        lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    sets = list(PUBLISHED["PBP"])
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.infinite_uci",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
+    parser.add_argument("--sets", nargs="+", default=sets, choices=sets)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--splits", type=int, default=20, help="splits of each set")
+    parser.add_argument("--depth", type=int, default=1, help="hidden layers")
+    parser.add_argument("--max-steps", type=int, default=100, help="steps of the search for the scales")
+    parser.add_argument("--output", type=Path, default=Path("output/infinite_uci.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ("splits", "depth", "max_steps"))
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    writable_file(args.output)
+    report: dict[str, Any] = {
+        "rows": [],
+        "settings": {"depth": args.depth, "max_steps": args.max_steps},
+        "versions": {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")},
+        "machine": platform.platform(),
+    }
+    for name in args.sets:
+        for variant in args.variants:
+            row = learn_set(name, variant, args)
+            report["rows"].append(row)
+            print(name, variant, row["rmse"], row["log_likelihood"], f"{row['seconds']:.0f} s", flush=True)
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if args.docs is not None:
+        between_marks(args.docs, table(report["rows"]), "infinite_uci")
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Prior scales from the marginal likelihood of the infinitely wide network: a start for empirical Bayes."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from scipy.optimize import minimize
+
+from numpyro_bnn import _checks
+from numpyro_bnn._errors import argument_error
+from numpyro_bnn.infinite.cholesky import log_density
+from numpyro_bnn.infinite.kernel import kernels
+from numpyro_bnn.infinite.moments import Moments, PriorMoments, prior_moments
+from numpyro_bnn.nn import Dense, Layer, Shape, fan_in, role
+from numpyro_bnn.priors import BySite, Normal
+
+__all__ = ["PriorFit", "prior_fit"]
+
+# Bounds of standard deviations: of weights (times the root of the fan-in) and biases; of the noise, per sd of y.
+SCALES = (1e-3, 1e3)
+NOISE = (1e-4, 10.0)
+
+
+class PriorFit(NamedTuple):
+    """Prior scales that :func:`prior_fit` found.
+
+    :param prior: a prior for :func:`~numpyro_bnn.random_network` and :func:`nngp`, normal with these scales.
+    :param noise_sd: sd of the noise.
+    :param log_marginal_likelihood: at these values.
+    :param start: the same where the search began.
+    :param scales: sds of weights times the root of their fan-in, and of biases, by parameter.
+    :param jitter: what the last Cholesky factor needed on its diagonal; 0 if nothing.
+    :param converged: whether the search ended at a maximum (or at a bound), not for want of steps.
+    :param num_evaluations: gradients it took.
+    """
+
+    prior: BySite
+    noise_sd: float
+    log_marginal_likelihood: float
+    start: float
+    scales: dict[str, Any]
+    jitter: float
+    converged: bool
+    num_evaluations: int
+
+
+def prior_fit(
+    net: Layer,
+    x: Any,
+    y: Any,
+    *,
+    prior: Any = None,
+    scales: Mapping[str, Any] | None = None,
+    noise_sd: float | None = None,
+    ard: bool = False,
+    log_sd: float = 3.0,
+    max_steps: int = 200,
+) -> PriorFit:
+    r"""Choose prior scales and noise by the marginal likelihood of the infinitely wide network.
+
+    Maximises log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for the kernel and one for the
+    biases of each layer, and the noise, by L-BFGS in float64. A wide network with this prior is close to the process,
+    so the scales are a cheap start for it: empirical Bayes for as many Cholesky factors as there are steps.
+
+    :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are refused.
+    :param x: inputs (N, *input_shape); a few thousand at most.
+    :param y: targets (N,), or (N, K); centre them.
+    :param prior: where the search begins, ``priors.Normal()`` by default; gains of normalisations stay as it says.
+    :param scales: values of its hyper-sites.
+    :param noise_sd: where the noise begins; by default a third of the sd of y.
+    :param ard: one scale for each input instead of one for the first kernel, for networks that begin with
+        :class:`~numpyro_bnn.nn.Dense`.
+    :param log_sd: sd of a weak normal prior of the logarithms of the scales (not the noise) around where they begin.
+        It settles what the data leave open: ReLU layers can trade their scales. Infinity for none.
+    :param max_steps: steps of L-BFGS.
+    :return: a :class:`PriorFit`; its ``prior`` fits :func:`~numpyro_bnn.random_network`.
+    :raises ValueError: as :func:`nngp` does; for ``ard`` with another first layer.
+
+    Reference: MacKay (1992), *Bayesian interpolation*, section 3; Rasmussen & Williams (2006), section 5.4.1.
+
+    >>> import numpy as np
+    >>> from numpyro_bnn import nn
+    >>> x = np.linspace(-2, 2, 20)[:, None]
+    >>> found = prior_fit(nn.MLP([50, 1], "tanh"), x, np.sin(2 * x[:, 0]), max_steps=5)
+    >>> found.log_marginal_likelihood > found.start, list(found.prior.patterns)
+    (True, ['Dense_0.*', 'Dense_1.*'])
+    """
+    call = "infinite.prior_fit"
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    for argument, value in (("x", x), ("y", y)):
+        _checks.finite(call, argument, value)
+    _checks.same_length(call, x=x, y=y)
+    if not float(log_sd) > 0:
+        raise argument_error(
+            call, "log_sd", log_sd, "Pass a positive number; infinity for no prior of the scales."
+        )
+    with jax.enable_x64(True):
+        found = prior_moments(call, net, x.shape[1:], prior, scales)
+        spread = float(np.std(y)) or 1.0
+        begin = _beginning(call, net, found, x.shape[1:], ard)
+        begin["noise"] = np.asarray(np.log(spread / 3 if noise_sd is None else float(noise_sd)))
+        best, first, evaluations, converged = _search(net, found, begin, (x, y), spread, log_sd, max_steps)
+        value, jitter = _evidence(net, found.normal, found.sites, best, x, y)
+        fitted = {name: np.exp(v) for name, v in best.items() if name != "noise"}
+    chosen = BySite(_patterns(found, fitted, net.param_shapes(x.shape[1:])))
+    plain = {name: float(v) if np.ndim(v) == 0 else v.ravel() for name, v in fitted.items()}
+    noise = float(np.exp(best["noise"]))
+    return PriorFit(chosen, noise, float(value), first, plain, float(jitter), converged, evaluations)
+
+
+def _beginning(
+    call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool
+) -> dict[str, np.ndarray]:
+    """Logarithms of the scales where the search begins."""
+    shapes = net.param_shapes(input_shape)
+    begin: dict[str, np.ndarray] = {}
+    for name, moments in found.sites.items():
+        if role(name, shapes[name]) != "scale":
+            variance = np.asarray(moments.variance, np.float64)
+            begin[name] = np.log(np.sqrt(np.clip(variance.mean(), SCALES[0] ** 2, SCALES[1] ** 2)))
+    if ard:
+        first = next(iter(shapes))
+        if len(input_shape) != 1 or not _begins_with_dense(net):
+            instead = "Scales by input need a network that begins with `nn.Dense`."
+            raise argument_error(call, "ard", "another first layer", instead)
+        begin[first] = np.full((input_shape[0], 1), begin[first])
+    return begin
+
+
+def _begins_with_dense(net: Layer) -> bool:
+    while parts := list(net.children()):
+        net = parts[0][1]
+    return isinstance(net, Dense)
+
+
+def _search(
+    net: Layer,
+    found: PriorMoments,
+    begin: dict[str, np.ndarray],
+    data: tuple[np.ndarray, np.ndarray],
+    spread: float,
+    log_sd: float,
+    max_steps: int,
+) -> tuple[dict[str, np.ndarray], float, int, bool]:
+    """L-BFGS on the logarithms, within bounds."""
+    names = list(begin)
+    sizes = np.cumsum([begin[name].size for name in names])[:-1]
+    limits = {name: np.log(NOISE) + np.log(spread) if name == "noise" else np.log(SCALES) for name in names}
+    bounds = [tuple(limits[name]) for name in names for _ in range(begin[name].size)]
+
+    def unflatten(flat: np.ndarray) -> dict[str, np.ndarray]:
+        parts = np.split(flat, sizes)
+        return {name: part.reshape(begin[name].shape) for name, part in zip(names, parts, strict=True)}
+
+    def evidence(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        (value, _), slope = _evidence_and_slope(net, found.normal, found.sites, unflatten(flat), *data)
+        return float(value), np.concatenate([np.ravel(slope[name]) for name in names])
+
+    start = np.concatenate([np.ravel(begin[name]) for name in names])
+    start = np.clip(start, *np.array(bounds).T)
+    precision = np.repeat([float(n != "noise") for n in names], [begin[n].size for n in names]) / log_sd**2
+    first, slope = evidence(start)
+    unit = max(1.0, float(np.abs(slope).max()))  # the first step, down the gradient, is e-fold at most
+
+    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = evidence(flat)
+        if not (np.isfinite(value) and np.isfinite(gradient).all()):
+            return -first / unit + 100.0, np.zeros_like(
+                flat
+            )  # no jitter was enough: the line search steps back
+        penalty = 0.5 * float(np.sum(precision * (flat - start) ** 2))
+        return (penalty - value) / unit, (precision * (flat - start) - gradient) / unit
+
+    options = {"maxiter": max_steps}
+    done = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    return unflatten(done.x), first, int(done.nfev) + 1, bool(done.success)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _evidence(
+    net: Layer,
+    normal: frozenset[str],
+    sites: Mapping[str, Moments],
+    log_scales: Mapping[str, jax.Array],
+    x: jax.Array,
+    y: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Log marginal likelihood, and the jitter of its Cholesky factor."""
+    moved = {
+        name: Moments(moments.mean, jnp.exp(2 * log_scales[name]) if name in log_scales else moments.variance)
+        for name, moments in sites.items()
+    }
+    kernel = kernels(net, moved, normal, x, None, ntk=False).nngp
+    noise = jnp.exp(2 * log_scales["noise"]) * jnp.eye(len(kernel), dtype=kernel.dtype)
+    return log_density(kernel + noise, y)
+
+
+_evidence_and_slope = jax.jit(jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1))
+
+
+def _patterns(
+    found: PriorMoments, fitted: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]
+) -> dict[str, Any]:
+    """One normal prior for each layer; distributions where its family has no such scale."""
+    layers: dict[str, dict[str, float]] = {}
+    special: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        layer, _, leaf = name.rpartition(".")
+        if role(name, shape) == "scale":
+            moments = found.sites[name]
+            special[name] = dist.Normal(float(moments.mean), float(moments.variance) ** 0.5)
+        elif fitted[name].ndim:
+            special[name] = dist.Normal(0.0, fitted[name] / fan_in(name, shape) ** 0.5)
+        else:
+            option = "sd" if leaf == "kernel" else "bias_scale"
+            layers.setdefault(layer, {})[option] = float(fitted[name])
+    normal = {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}  # type: ignore[arg-type]
+    return special | normal
