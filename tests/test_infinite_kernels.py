@@ -14,7 +14,6 @@ from numpyro_bnn.infinite import nngp, ntk, prior_variance
 from numpyro_bnn.infinite.activations import CLOSED_FORMS, dual
 
 
-
 def images(network):
     return lambda width: (network(width), (4, 3, 2))
 
