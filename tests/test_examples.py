@@ -527,8 +527,12 @@ def test_infinite_uci(tmp_path, data_folder):
     page.write_text(
         "above\n<!-- table of infinite_uci: begin -->\nold\n<!-- table of infinite_uci: end -->\nbelow\n"
     )
-    path = tmp_path / "new" / "uci.json"
-    report = run("examples.benchmarks.infinite_uci", "--data", data_folder, "--output", path, "--docs", page)
+    path, nuts = tmp_path / "new" / "uci.json", tmp_path / "nuts.json"
+    scores = {"rmse": [1.0, 3.0], "log_likelihood": [-1.0, -1.0]}
+    nuts.write_text(json.dumps({"rows": [{"set": "yacht", "NUTS": scores}]}))
+    files = ("--output", path, "--docs", page, "--nuts", nuts)
+    report = run("examples.benchmarks.infinite_uci", "--data", data_folder, *files)
+    assert "| 2.000 ± 1.000 |" in page.read_text()
     assert json.loads(path.read_text())["rows"][0]["by_split"] == report["rows"][0]["by_split"]
     assert [row["variant"] for row in report["rows"]] == ["relu", "erf-ard"]
     written = page.read_text()
