@@ -14,6 +14,7 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
+from numpyro_bnn.infer.placing import place
 from numpyro_bnn.infer.tempering import exchange, respaced
 
 pytestmark = pytest.mark.core
@@ -147,6 +148,30 @@ def test_inner_kernels(name):
     assert idata["sample_stats"]["swap_accept_prob"].dims == ("chain", "draw", "neighbours")
     assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
     assert idata.attrs["num_replicas"] == 3
+
+
+def test_refresh_takes_the_first_replica_to_z():
+    """What moves around the kernel write into ``z`` is where its first replica goes on, with its energy."""
+    kernel = infer.ParallelTempering(hmc(conjugate), 3)
+    state = kernel.init(random.key(0), 0)
+    moved = kernel.refresh(state._replace(z={"w": jnp.array(0.7)}), (), {})
+    np.testing.assert_allclose(moved.base.z["w"], [0.7, *state.base.z["w"][1:]])
+    potential = 0.5 * 0.7**2 + 0.5 * ((0.7 - 1) / 0.5) ** 2 + np.log(2 * np.pi) + np.log(0.5)
+    assert float(moved.base.potential_energy[0]) == pytest.approx(potential, rel=1e-5)
+
+
+def test_values_are_placed_through_kernels_around_a_gibbs():
+    """Its blocks hold constrained values, however deep it lies."""
+    gibbs = inner_kernels()["Gibbs"]
+    found = symmetry.find(gibbs.model, X, Y)
+    for kernel in (infer.OrbitMoves(gibbs, found), infer.ParallelTempering(gibbs, 2)):
+        state = kernel.init(random.key(0), 0, None, (X, Y), {})
+        held = {"sigma": jnp.array(0.7), "net/Dense_0.bias": jnp.array([1.0, 2.0])}
+        prior = {name: dist.HalfNormal(1.0) if name == "sigma" else dist.Normal(0.0, 1.0) for name in held}
+        placed = kernel.refresh(place(kernel, state, held, prior), (X, Y), {})
+        values = kernel.get_constrain_fn((X, Y), {})(placed.z)
+        for name, value in held.items():
+            np.testing.assert_allclose(values[name], value, rtol=1e-6)
 
 
 def test_chain_methods_and_kinds_of_keys_agree():

@@ -8,9 +8,7 @@ is plain NumPyro in the published parametrisation. Writes JSON; with ``--docs`` 
 
 import argparse
 import json
-import platform
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples.benchmarks.shared import PBP, environment
 from examples.probabilistic_backpropagation import model
 from examples.shared import at_least, between_marks, writable_file
-
-# Test RMSE and log likelihood with standard errors: the C code of the authors on these splits (protein: their paper).
-REFERENCE = {
-    "boston": ((2.971, 0.169), (-2.555, 0.082)),
-    "concrete": ((5.679, 0.100), (-3.164, 0.021)),
-    "energy": ((1.804, 0.050), (-2.042, 0.020)),
-    "kin8nm": ((0.0983, 0.0006), (0.896, 0.006)),
-    "naval": ((0.0057, 0.0000), (3.733, 0.006)),
-    "power": ((4.120, 0.032), (-2.836, 0.008)),
-    "protein": ((4.73, 0.01), (-2.97, 0.01)),
-    "wine": ((0.635, 0.008), (-0.968, 0.014)),
-    "yacht": ((1.028, 0.065), (-1.647, 0.022)),
-}
 
 
 def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np.ndarray]:
@@ -81,8 +67,8 @@ def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "rows": int(data["y_train"].shape[1]),
         "rmse": mean_and_error(rmse),
         "log_likelihood": mean_and_error(log_likelihood),
-        "reference_rmse": REFERENCE[name][0],
-        "reference_log_likelihood": REFERENCE[name][1],
+        "reference_rmse": PBP[name][0],
+        "reference_log_likelihood": PBP[name][1],
         "refused": float(np.max(fit.refused)),
         "seconds": seconds,
         "by_split": {"rmse": rmse.tolist(), "log_likelihood": log_likelihood.tolist()},
@@ -128,9 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
-    parser.add_argument(
-        "--sets", nargs="+", default=[n for n in REFERENCE if n != "protein"], choices=list(REFERENCE)
-    )
+    parser.add_argument("--sets", nargs="+", default=[n for n in PBP if n != "protein"], choices=list(PBP))
     parser.add_argument("--splits", type=int, default=20, help="splits of each set (protein has 5)")
     parser.add_argument("--epochs", type=int, default=40, help="passes over the data")
     parser.add_argument("--width", type=int, default=50, help="hidden units (twice as many for protein)")
@@ -149,8 +133,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "rows": [],
         "settings": {"epochs": args.epochs, "width": args.width, "seed": args.seed},
-        "versions": {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")},
-        "machine": platform.platform(),
+        **environment([]),
     }
     for name in args.sets:
         report["rows"].append(learn_set(name, args))

@@ -8,10 +8,8 @@ and the floating-point operations and bytes XLA counts for the compiled gradient
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from jax import random
 from numpyro.infer.util import initialize_model
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import interleave, median_ratio, repeated, wall_clock
+from examples.benchmarks.shared import environment, interleave, median_ratio, repeated, wall_clock
 from examples.shared import at_least, writable_file
 
 
@@ -106,8 +104,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             f"N={row['n']:5d} widths={row['widths']}  gradient {row['gradient_ratio']:.3f}"
             f"  leapfrog {row['leapfrog_ratio']:.3f}  flops {row['flops_ratio']:.3f}  bytes {row['bytes_ratio']:.3f}"
         )
-    versions = {name: version(name) for name in ("jax", "numpyro", "numpyro_bnn")}
-    report = {"rows": rows, "versions": versions, "machine": platform.machine(), "settings": vars(args)}
+    report = {"rows": rows, **environment([]), "settings": vars(args)}
     args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
     return rows
 

@@ -10,10 +10,8 @@ same network with ordinary weights, interleaved, in this run. Writes JSON.
 import argparse
 import copy
 import json
-import platform
 import statistics
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -26,7 +24,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import interleave, median_ratio, repeated, wall_clock
+from examples.benchmarks.shared import environment, interleave, median_ratio, repeated, wall_clock
 from examples.shared import at_least, writable_file
 from numpyro_bnn import guides, nn
 
@@ -174,12 +172,10 @@ def main(argv: list[str] | None = None) -> dict:
         steps.append(measure_steps(name, *nets[name], args.rounds, args.calls))
         ratios = "  ".join(f"{label} {value:.2f}" for label, value in steps[-1]["time_ratio"].items())
         print(f"time of a step, {name}: {ratios}")
-    versions = {name: version(name) for name in ("jax", "numpyro", "numpyro_bnn")}
     report = {
         "variance": variances,
         "steps": steps,
-        "versions": versions,
-        "machine": platform.machine(),
+        **environment([]),
         "settings": vars(args),
     }
     args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")

@@ -28,8 +28,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from examples.benchmarks.shared import environment
 from examples.shared import at_least, writable_file
-from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
-from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
+from numpyro_bnn.infer import GaussianGibbs, PrecisionGibbs
 
 RELEVANT = (3.0, -2.5, 2.0, -2.0, 1.5)
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)

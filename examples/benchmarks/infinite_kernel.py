@@ -8,16 +8,14 @@ Runs in a process of its own; peak memory is that of the whole process, Python a
 
 import argparse
 import json
-import os
-import platform
 import resource
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from examples.benchmarks.shared import environment
 from examples.shared import at_least, between_marks, writable_file
 
 
@@ -90,8 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "rows": compare(args),
         "settings": {name: getattr(args, name) for name in ("points", "inputs", "depth", "block_size")},
-        "versions": {name: version(name) for name in ("numpyro_bnn", "jax")},
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        **environment([]),
     }
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     if args.docs is not None:

@@ -9,24 +9,19 @@ page.
 
 import argparse
 import json
-import platform
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from examples.benchmarks.shared import PBP, environment, mean_and_error
 from examples.shared import at_least, between_marks, writable_file
 
-# Test RMSE / log likelihood on these splits, 50 hidden units, as published (PBP: the C code of its authors).
+SETS = ("boston", "concrete", "energy", "yacht")
+# Test RMSE / log likelihood on these splits, 50 hidden units, as published.
 PUBLISHED = {
-    "PBP": {
-        "boston": (2.971, -2.555),
-        "concrete": (5.679, -3.164),
-        "energy": (1.804, -2.042),
-        "yacht": (1.028, -1.647),
-    },
+    "PBP": {name: (PBP[name][0][0], PBP[name][1][0]) for name in SETS},
     "MC dropout": {
         "boston": (2.904, -2.402),
         "concrete": (4.826, -2.937),
@@ -83,11 +78,6 @@ def learn_set(name: str, variant: str, args: argparse.Namespace) -> dict[str, An
     }
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean over the splits and its standard error."""
-    return float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5)
-
-
 def nuts_of(path: Path | None) -> dict[str, dict[str, tuple[float, float]]]:
     """What NUTS reached with 50 units, by set, from the JSON of ``variational_uci``."""
     if path is None:
@@ -126,14 +116,13 @@ def _table(rows: list[dict[str, Any]], nuts: dict[str, Any], name: str, which: i
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    sets = list(PUBLISHED["PBP"])
     parser = argparse.ArgumentParser(
         prog="examples.benchmarks.infinite_uci",
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
-    parser.add_argument("--sets", nargs="+", default=sets, choices=sets)
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--splits", type=int, default=20, help="splits of each set")
     parser.add_argument("--depth", type=int, default=1, help="hidden layers")
@@ -153,8 +142,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "rows": [],
         "settings": {"depth": args.depth, "max_steps": args.max_steps},
-        "versions": {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")},
-        "machine": platform.platform(),
+        **environment([]),
     }
     for name in args.sets:
         for variant in args.variants:

@@ -10,26 +10,26 @@ where the mean field ended; its seconds come on top of theirs. Writes JSON; with
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from examples.benchmarks.shared import PBP, environment, mean_and_error
 from examples.shared import at_least, between_marks, writable_file
 
-# Test log likelihoods and standard errors, one hidden layer of 50 units, 20 standard splits. VI: the method of Graves
-# (2011) as printed by Hernandez-Lobato and Adams (2015), table 1. PBP: the C code of the latter on these splits.
-PUBLISHED = {
-    "boston": {"VI": (-2.903, 0.071), "PBP": (-2.555, 0.082)},
-    "concrete": {"VI": (-3.391, 0.017), "PBP": (-3.164, 0.021)},
-    "energy": {"VI": (-2.391, 0.029), "PBP": (-2.042, 0.020)},
-    "yacht": {"VI": (-3.439, 0.163), "PBP": (-1.647, 0.022)},
+# Test log likelihoods and standard errors, one hidden layer of 50 units, 20 standard splits: the method of Graves
+# (2011) as printed by Hernandez-Lobato and Adams (2015), table 1.
+VI = {
+    "boston": (-2.903, 0.071),
+    "concrete": (-3.391, 0.017),
+    "energy": (-2.391, 0.029),
+    "yacht": (-3.439, 0.163),
 }
+PUBLISHED = {name: {"VI": vi, "PBP": PBP[name][1]} for name, vi in VI.items()}
 METHODS = ("AutoMeanField", "AutoCoupling", "AutoMNF", "NUTS")
 
 
@@ -184,9 +184,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: means over splits and their standard errors."""
 
     def pair(values: Any) -> str:
-        return (
-            f"{np.mean(values):.3f} ± {np.std(values, ddof=min(1, len(values) - 1)) / len(values) ** 0.5:.3f}"
-        )
+        return "{:.3f} ± {:.3f}".format(*mean_and_error(values))
 
     heads = ["set", "method", "log likelihood", "RMSE", "ELBO", "mean from NUTS", "sd ratio", "seconds"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
@@ -213,8 +211,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "rows": [],
         "settings": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
-        "versions": {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")},
-        "machine": platform.platform(),
+        **environment([]),
     }
     for name in args.sets:
         report["rows"].append(learn_set(name, args))

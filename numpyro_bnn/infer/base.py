@@ -4,7 +4,6 @@ import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import Chain
 from numpyro_bnn.infer.options import OPTIONS, check_options
 from numpyro_bnn.infer.preconditioning import resolve
@@ -163,9 +163,7 @@ class SGMCMCKernel(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> SGMCMCState:
-        single = is_prng_key(rng_key)
-        split = partial(jax.random.split, num=2)
-        chain_key, init_key = split(rng_key) if single else jnp.swapaxes(jax.vmap(split)(rng_key), 0, 1)
+        chain_key, init_key = split(rng_key)
         self._target, z = bind(
             self._call, self._model, init_key, self._init_strategy, model_args, model_kwargs
         )
@@ -181,7 +179,7 @@ class SGMCMCKernel(MCMCKernel):
         self._num_warmup = num_warmup
         chain = Chain(self, model_args, model_kwargs)
         self._sample_fn = chain.transition
-        return chain.start(z, chain_key) if single else jax.vmap(chain.start)(z, chain_key)
+        return chain.start(z, chain_key) if is_prng_key(rng_key) else jax.vmap(chain.start)(z, chain_key)
 
     def _initial(
         self, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None

@@ -12,6 +12,7 @@ from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key
 
+from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.symmetry.prior import CONDITIONED
 
@@ -88,15 +89,14 @@ class Block(MCMCKernel, ABC):
         # Parallel chains start inside a compiled program; what is decided here must not belong to it.
         with jax.ensure_compile_time_eval():
             names = self._prepare(set(held), model_args, kwargs)
-        single = is_prng_key(rng_key)
-        keys = random.split(rng_key) if single else jnp.swapaxes(jax.vmap(random.split)(rng_key), 0, 1)
+        keys = split(rng_key)
         given = dict(init_params or {})
 
         def start(key: jax.Array) -> dict[str, jax.Array]:
             traced = full_trace(self._model, held, model_args, kwargs, key)
             return {name: jnp.asarray(traced[name]["value"]) for name in names}
 
-        drawn = start(keys[0]) if single else jax.vmap(start)(keys[0])
+        drawn = start(keys[0]) if is_prng_key(rng_key) else jax.vmap(start)(keys[0])
         z = {name: jnp.asarray(given.get(name, drawn[name]), drawn[name].dtype) for name in names}
         self._sample_fn = self._transition
         return BlockState(z, keys[1])

@@ -12,7 +12,7 @@ from jax import random
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 from numpyro_bnn._plates import full_trace
-from numpyro_bnn.infer.linear import weights
+from numpyro_bnn.infer.linear import flat_normal
 from numpyro_bnn.symmetry.gig import log_gig
 
 __all__ = ["PRIORS", "Child", "Conjugate", "draw", "independent", "read"]
@@ -141,8 +141,8 @@ def _law(found: Conjugate, traced: Mapping[str, dict[str, Any]], value: Any, rng
     flat = jnp.ravel(value)
     number, squares = jnp.zeros_like(flat), jnp.zeros_like(flat)
     for child in found.children:
-        weight, square = (jnp.ravel(part) for part in _squares(traced[child.name]))
-        weight = jnp.where(child.follows, weight, 0.0)
+        observed, mean, sd, weight = flat_normal(traced[child.name])
+        weight, square = jnp.where(child.follows, weight, 0.0), ((observed - mean) / sd) ** 2
         powers = jnp.take(flat, child.owner) ** (2 * found.power)  # square is in units of the sd
         number = number.at[child.owner].add(weight)
         squares = squares.at[child.owner].add(jnp.where(weight > 0, weight * square * powers, 0.0))
@@ -153,13 +153,6 @@ def _law(found: Conjugate, traced: Mapping[str, dict[str, Any]], value: Any, rng
     p, a, b = PRIORS[type(base), k == 2](fn, t, rng_key)
     law = (p - number / 2, a, b + squares) if found.power > 0 else (p + number / 2, a + squares, b)
     return Law(*(jnp.broadcast_to(part, flat.shape) for part in law))
-
-
-def _squares(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Weight of every element of a normal site in the log density, and its squared deviation in units of its sd."""
-    found = affine_normal(site["fn"], masked=True)
-    assert found is not None  # read() has seen it
-    return weights(site), ((site["value"] - found[0]) / found[1]) ** 2
 
 
 # ------------------------------------------------------------------------------------------------ reading a model

@@ -17,6 +17,7 @@ __all__ = [
     "Linear",
     "Parts",
     "Structure",
+    "flat_normal",
     "log_density",
     "log_marginal",
     "log_norms",
@@ -128,7 +129,8 @@ class Linear:
         """All the rest."""
         traced = self.trace(hypers, self.zeros())
         prior, data = (
-            [_flat(traced[name]) for name in names] for names in (self.structure.shapes, self.structure.data)
+            [flat_normal(traced[name]) for name in names]
+            for names in (self.structure.shapes, self.structure.data)
         )
         _, _, prior_sd, prior_weight = map(jnp.concatenate, zip(*prior, strict=True))
         value, mean, sd, weight = map(jnp.concatenate, zip(*data, strict=True))
@@ -312,8 +314,13 @@ def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     return found
 
 
-def _flat(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """Value, mean, sd and weight of every element."""
+def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    """Value, mean, sd and weight of every element of a normal site, flat.
+
+    >>> site = {"fn": dist.Normal(1.0, 2.0).expand([2]), "value": jnp.zeros(2), "scale": None}
+    >>> [part.tolist() for part in flat_normal(site)]
+    [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
+    """
     loc, scale = _normal(site)
     value = jnp.broadcast_to(site["value"], loc.shape)
     dtype = jnp.result_type(float)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import random
+from numpyro.infer.gibbs import latent_sample_sites
 
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
@@ -63,7 +64,7 @@ def read(
     """
     traced = full_trace(model, {}, args, kwargs)
     _check_sites(traced, sites, collapsed, held)
-    latent = [n for n, site in traced.items() if site["type"] == "sample" and not site["is_observed"]]
+    latent = latent_sample_sites(traced)
     values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
     shapes = {name: jnp.shape(values[name]) for name in latent if name in sites}
     hypers = {name: values[name] for name in collapsed}
@@ -90,7 +91,7 @@ INNOVATIONS = " innovations"  # no site is called so
 def _check_sites(
     traced: Mapping[str, Any], sites: tuple[str, ...], collapsed: tuple[str, ...], held: set[str]
 ) -> None:
-    latent = [n for n, site in traced.items() if site["type"] == "sample" and not site["is_observed"]]
+    latent = latent_sample_sites(traced)
     for argument, names in (("sites", sites), ("collapsed", collapsed)):
         for name in names:
             if name not in latent:

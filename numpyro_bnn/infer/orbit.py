@@ -15,6 +15,7 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.placing import place, renew
 from numpyro_bnn.symmetry import Symmetry, check
@@ -158,7 +159,7 @@ class OrbitMoves(MCMCKernel):
             self._plans = plan(self.model, self._symmetries, model_args, model_kwargs, self._exact)
         self._num_warmup = num_warmup
         single = is_prng_key(rng_key)
-        keys = random.split(rng_key) if single else jnp.swapaxes(jax.vmap(random.split)(rng_key), 0, 1)
+        keys = split(rng_key)
         if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
             # Gibbs passes constrained values to kernels it does not know.
             init_params = unconstrain_fn(full_plates(self.model), model_args, model_kwargs, init_params)
@@ -174,8 +175,7 @@ class OrbitMoves(MCMCKernel):
         self, state: OrbitState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> OrbitState:
         single = is_prng_key(state.rng_key)
-        split = partial(random.split, num=3)
-        keys = split(state.rng_key) if single else jnp.swapaxes(jax.vmap(split)(state.rng_key), 0, 1)
+        keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
         base = self._kernel.sample(inner, model_args, model_kwargs)
         state = state._replace(base=base, rng_key=keys[1])

@@ -38,6 +38,8 @@ def _native(
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
             found |= _native(block, {name: moved[name] for name in names if name in moved}, prior)
         return found
+    if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):  # moves or replicas around it
+        return _native(inner, moved, prior)
     if isinstance(kernel, CONSTRAINED):
         return dict(moved)
     return {name: biject_to(prior[name].support).inv(value) for name, value in moved.items()}

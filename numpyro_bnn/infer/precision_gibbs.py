@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import random
+from numpyro.infer.gibbs import latent_sample_sites
 
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_trace
@@ -108,7 +109,7 @@ def _survey(
 ) -> tuple[tuple[str, ...], dict[str, Conjugate], dict[str, str]]:
     """Latent sites that are not held, those that are conjugate, and why others are not."""
     traced = full_trace(model, {}, args, kwargs)
-    latent = [n for n, site in traced.items() if site["type"] == "sample" and not site["is_observed"]]
+    latent = latent_sample_sites(traced)
     values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
     names = tuple(name for name in latent if name not in held)
     return names, *read(model, values, args, kwargs, names)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import random
-from numpyro.distributions.util import scale_and_mask
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn._plates import full_trace
+from numpyro_bnn.infer.linear import log_density
 from numpyro_bnn.infer.placing import put, renew
 from numpyro_bnn.symmetry.prior import CONDITIONED
 
@@ -151,19 +151,18 @@ class ParallelTempering(MCMCKernel):
         size = self._num_replicas
         self._num_warmup = num_warmup
         betas = self._lowest ** jnp.linspace(0.0, 1.0, size)
-        cold = {**(model_kwargs or {}), BETA: jnp.ones(())}
 
         def start(key: jax.Array, params: Any) -> TemperingState:
             rng_key, *keys = random.split(key, 1 + size)
 
             def one(key: jax.Array) -> Any:
-                return self._inner.init(key, num_warmup, params, model_args, cold)
+                return self._inner.init(key, num_warmup, params, model_args, _at(1.0, model_kwargs))
 
             # Set up at the temperature of the posterior, so that what kernels decide there holds no tracer.
             base = jax.vmap(one)(jnp.stack(keys))
             zero = jnp.zeros((), jnp.int32)
             state = TemperingState(
-                z=None,
+                z=_first(getattr(base, self._inner.sample_field)),
                 base=base,
                 inverse_temperatures=betas,
                 swap_accept_prob=jnp.ones(size - 1),
@@ -194,19 +193,19 @@ class ParallelTempering(MCMCKernel):
         betas = state.inverse_temperatures
 
         def advance(base: Any, beta: jax.Array) -> Any:
-            return self._inner.sample(base, model_args, {**(model_kwargs or {}), BETA: beta})
+            return self._inner.sample(base, model_args, _at(beta, model_kwargs))
 
         base = jax.vmap(advance)(state.base, betas)
         diverging = getattr(base, "diverging", jnp.zeros(self._num_replicas, bool))[0]
         positions = getattr(base, self._inner.sample_field)
-        log_density = jax.vmap(partial(self._tempered_density, args=model_args, kwargs=model_kwargs))(
-            positions
-        )
-        source, accept_prob = exchange(key, betas, log_density, state.i)
-        base = jax.vmap(partial(put, self._inner))(base, jax.tree.map(lambda a: a[source], positions))
+        tempered = partial(self._tempered_density, args=model_args, kwargs=model_kwargs)
+        source, accept_prob = exchange(key, betas, jax.vmap(tempered)(positions), state.i)
+        positions = jax.tree.map(lambda a: a[source], positions)
+        base = jax.vmap(partial(put, self._inner))(base, positions)
         walk, returned = _journeys(state.walk[source])
         adapting = state.i < self._num_warmup
         state = state._replace(
+            z=_first(positions),
             base=base,
             swap_accept_prob=accept_prob,
             diverging=diverging,
@@ -229,34 +228,34 @@ class ParallelTempering(MCMCKernel):
 
     def _tempered_density(self, z: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> jax.Array:
         """The log density that inverse temperatures multiply."""
-        kwargs = dict(kwargs or {})
-        values = self._inner.get_constrain_fn(args, {**kwargs, BETA: jnp.ones(())})(z)
-        held = dict(kwargs.get(CONDITIONED, {}))
-        traced = full_trace(self.model, values, args, kwargs)
-        total = jnp.zeros(())
-        for site in traced.values():
-            if site["type"] == "sample" and _is_tempered(site, self._temper, held):
-                log_prob = site["fn"].log_prob(site["value"])
-                total += jnp.sum(scale_and_mask(log_prob, scale=site["scale"]))
-        return total
+        values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
+        held = (kwargs or {}).get(CONDITIONED, {})
+        samples = [s for s in full_trace(self.model, values, args, kwargs).values() if s["type"] == "sample"]
+        tempered = (site for site in samples if _is_tempered(site, self._temper, held))
+        return sum(map(log_density, tempered), jnp.zeros(()))
 
     def refresh(
         self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> TemperingState:
-        """Renew energies and gradients of all replicas at their values and temperatures."""
+        """Renew energies and gradients of all replicas at their values and temperatures.
 
-        def one(base: Any, beta: jax.Array) -> Any:
-            return renew(self._inner, base, model_args, {**(model_kwargs or {}), BETA: beta})
+        The first replica goes to ``z``, where moves around this kernel put it.
+        """
+        if not is_prng_key(state.rng_key):
+            return jax.vmap(lambda one: self.refresh(one, model_args, model_kwargs))(state)
+        positions = getattr(state.base, self._inner.sample_field)
+        positions = jax.tree.map(lambda each, first: each.at[0].set(first), positions, state.z)
 
-        base = jax.vmap(one)(state.base, state.inverse_temperatures)
-        first = jax.tree.map(lambda a: a[0], getattr(base, self._inner.sample_field))
-        return state._replace(base=base, z=first)
+        def one(base: Any, z: Any, beta: jax.Array) -> Any:
+            return renew(self._inner, put(self._inner, base, z), model_args, _at(beta, model_kwargs))
+
+        return state._replace(base=jax.vmap(one)(state.base, positions, state.inverse_temperatures))
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
-        return self._inner.postprocess_fn(model_args, {**(model_kwargs or {}), BETA: jnp.ones(())})
+        return self._inner.postprocess_fn(model_args, _at(1.0, model_kwargs))
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
-        return self._inner.get_constrain_fn(model_args, {**(model_kwargs or {}), BETA: jnp.ones(())})
+        return self._inner.get_constrain_fn(model_args, _at(1.0, model_kwargs))
 
     def get_diagnostics_str(self, state: TemperingState) -> str:
         return f"swaps {float(state.swap_accept_prob.mean()):.2f}, round trips {int(state.round_trips)}"
@@ -313,6 +312,11 @@ class _scaled(Messenger):
             msg["scale"] = self.beta if msg.get("scale") is None else msg["scale"] * self.beta
 
 
+def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Keyword arguments of a tempered model."""
+    return {**(kwargs or {}), BETA: jnp.asarray(beta, float)}
+
+
 class _Tempered:
     """A model that takes its inverse temperature as a keyword argument; a class, so that kernels can be pickled."""
 
@@ -359,6 +363,11 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
     inner = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
     return inner.at[0].set(betas[0]).at[-1].set(betas[-1])
+
+
+def _first(tree: Any) -> Any:
+    """That of the first replica."""
+    return jax.tree.map(lambda a: a[0], tree)
 
 
 def _journeys(walk: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn.infinite.quadrature import derivative, expectation, product_expectation
+from numpyro_bnn.infinite.quadrature import derivative, expectation, product_expectation, root
 from numpyro_bnn.nn import ACTIVATIONS, Activation
 
 __all__ = ["CLOSED_FORMS", "Dual", "dual"]
@@ -92,11 +92,6 @@ def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
     return c + jax.lax.stop_gradient(jnp.where(near, jnp.sign(c) - c, 0))
 
 
-def _root(q: jax.Array) -> jax.Array:
-    """Square root whose derivative at 0 is 0."""
-    return jnp.where(q > 0, jnp.sqrt(jnp.where(q > 0, q, 1)), 0)
-
-
 # -- closed forms ----------------------------------------------------------------------------------------
 
 
@@ -105,13 +100,13 @@ def _piecewise_linear(slope: float) -> Dual:
     even, odd = ((1 - slope) / 2) ** 2, ((1 + slope) / 2) ** 2
 
     def value(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
-        scale = _root(q1) * _root(q2)
+        scale = root(q1) * root(q2)
         return odd * k + even * (2 / jnp.pi) * scale * _rectified(_correlation(k, scale))
 
     def slopes(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
-        return odd + even * (2 / jnp.pi) * _arcsine(_correlation(k, _root(q1) * _root(q2)))
+        return odd + even * (2 / jnp.pi) * _arcsine(_correlation(k, root(q1) * root(q2)))
 
-    return Dual(value, slopes, lambda q: (1 - slope) / 2 * _root(2 / jnp.pi * q))
+    return Dual(value, slopes, lambda q: (1 - slope) / 2 * root(2 / jnp.pi * q))
 
 
 def _identity() -> Dual:

@@ -10,9 +10,9 @@ import numpy as np
 import numpyro.distributions as dist
 from scipy.optimize import minimize
 
-from numpyro_bnn import _checks
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infinite.cholesky import log_density
+from numpyro_bnn.infinite.gp import check_data, with_noise
 from numpyro_bnn.infinite.kernel import kernels
 from numpyro_bnn.infinite.moments import Moments, PriorMoments, prior_moments
 from numpyro_bnn.nn import Dense, Layer, Shape, fan_in, role
@@ -91,9 +91,7 @@ def prior_fit(
     """
     call = "infinite.prior_fit"
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    for argument, value in (("x", x), ("y", y)):
-        _checks.finite(call, argument, value)
-    _checks.same_length(call, x=x, y=y)
+    check_data(call, x, y)
     if not float(log_sd) > 0:
         raise argument_error(
             call, "log_sd", log_sd, "Pass a positive number; infinity for no prior of the scales."
@@ -195,8 +193,7 @@ def _evidence(
         for name, moments in sites.items()
     }
     kernel = kernels(net, moved, normal, x, None, ntk=False).nngp
-    noise = jnp.exp(2 * log_scales["noise"]) * jnp.eye(len(kernel), dtype=kernel.dtype)
-    return log_density(kernel + noise, y)
+    return log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
 
 
 _evidence_and_slope = jax.jit(jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1))

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from scipy.stats import norm
 
 from numpyro_bnn import _checks
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn.infinite.cholesky import factorise, log_density
+from numpyro_bnn.infinite.cholesky import factorise, log_density, whitened_density
 from numpyro_bnn.infinite.kernel import nngp, prior_variance
 from numpyro_bnn.nn import Layer
 
@@ -95,8 +96,8 @@ class GPRegression:
         :return: (M,), summed over outputs.
         """
         mean, variance = self.predict(x, diagonal=True)
-        variance = variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2
-        values = -0.5 * (np.log(2 * np.pi * variance) + (np.asarray(y) - mean) ** 2 / variance)
+        sd = np.sqrt(variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2)
+        values = norm.logpdf(np.asarray(y), mean, sd)
         return values.reshape(len(mean), -1).sum(axis=1)
 
     def sample(self, rng_key: jax.Array, x: Any = None, sample_shape: tuple[int, ...] = ()) -> np.ndarray:
@@ -152,20 +153,18 @@ def gp_regression(
     """
     call = "infinite.gp_regression"
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    _check_data(call, x, y)
+    check_data(call, x, y)
     if not np.ndim(noise_sd) == 0 or not 0 < float(noise_sd) < np.inf:
         raise argument_error(call, "noise_sd", noise_sd, "Pass a positive number, e.g. `noise_sd=0.1`.")
     with jax.enable_x64(True):
-        covariance = _with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd)
+        covariance = with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd)
         factor = factorise(covariance)
         if bool(jnp.isnan(factor.lower).any()):
             came = f"a kernel that no jitter makes positive definite, with {noise_sd}"
             raise argument_error(call, "noise_sd", came, "Pass a larger one, or leave out repeated inputs.")
-        half = np.asarray(solve_triangular(factor.lower, y, lower=True))
-        lower = np.asarray(factor.lower)
-    outputs = y[0].size
-    log_det = np.log(np.diagonal(lower)).sum() + 0.5 * len(y) * np.log(2 * np.pi)
-    value = -0.5 * np.sum(half**2) - outputs * log_det
+        whitened = solve_triangular(factor.lower, y, lower=True)
+        value = whitened_density(factor.lower, whitened)
+        lower, half = np.asarray(factor.lower), np.asarray(whitened)
     return GPRegression(
         net, prior, scales, x, y, float(noise_sd), float(value), float(factor.jitter), lower, half
     )
@@ -198,16 +197,18 @@ def log_marginal_likelihood(
     -0.5184
     """
     call = "infinite.log_marginal_likelihood"
-    _check_data(call, x, y)
+    check_data(call, x, y)
     kernel = jnp.asarray(nngp(net, x, prior=prior, scales=scales))
-    return log_density(_with_noise(kernel, noise_sd), jnp.asarray(y, kernel.dtype))[0]
+    return log_density(with_noise(kernel, noise_sd), jnp.asarray(y, kernel.dtype))[0]
 
 
-def _with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
+def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
+    """Covariance of observations, from that of the function."""
     return kernel + noise_sd**2 * jnp.eye(len(kernel), dtype=kernel.dtype)
 
 
-def _check_data(call: str, x: Any, y: Any) -> None:
+def check_data(call: str, x: Any, y: Any) -> None:
+    """Refuse NaN, targets of another rank, and lengths that differ."""
     for argument, value in (("x", x), ("y", y)):
         _checks.finite(call, argument, value)
     if np.ndim(y) not in (1, 2):

@@ -10,7 +10,7 @@ from jax import lax
 
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infinite.rules import Context, average, on_inputs, rule, weighted
-from numpyro_bnn.infinite.state import Covariance, Given, Inputs, State, Units
+from numpyro_bnn.infinite.state import Covariance, Given, Inputs, State, Units, variance
 from numpyro_bnn.nn import AvgPool, Conv2d, Flatten, Layer
 
 __all__ = ["average_pool", "convolution", "flatten", "needs_pixels", "windows"]
@@ -115,8 +115,7 @@ def flatten(layer: Flatten, context: Context, state: State) -> State:
     one_pixel = prod(state.k.mean1.shape[1:]) == 1
 
     def joined(block: jax.Array) -> jax.Array:
-        own = jnp.einsum("nabab->nab", block) if block.ndim == 5 else block
-        return own.mean(axis=(1, 2))
+        return variance(block).mean(axis=(1, 2))
 
     return _mapped(state, joined) if one_pixel else Units(state.k.map(joined, joined), gaussian=False)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["NODES", "expectation", "nodes", "product_expectation"]
+__all__ = ["NODES", "derivative", "expectation", "nodes", "product_expectation", "root"]
 
 # The trapezoidal rule on [-REACH, REACH] converges faster than Gauss-Hermite for functions with poles, such as tanh.
 NODES, REACH = 96, 7.5
@@ -35,7 +35,7 @@ def expectation(fn: Function, variance: jax.Array) -> jax.Array:
     2.0
     """
     x, w = (jnp.asarray(part, variance.dtype) for part in nodes())
-    return fn(_root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim)))) @ w
+    return fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim)))) @ w
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -57,7 +57,7 @@ def product_expectation(f: Function, g: Function, k: jax.Array, q1: jax.Array, q
     >>> round(float(product_expectation(jnp.square, jnp.square, 0.5 * q, q, q)), 5)     # 1 + 2 k^2
     1.5
     """
-    a, b = _root(q1), _root(q2)
+    a, b = root(q1), root(q2)
     c = jnp.clip(k / jnp.where(a * b > 0, a * b, 1), -1, 1)
     along, across = b * c, b * jnp.sqrt(1 - c**2)
     x, w = (jnp.asarray(part, k.dtype) for part in nodes())
@@ -88,7 +88,7 @@ def derivative(fn: Function) -> Function:
     return lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
 
 
-def _root(variance: jax.Array) -> jax.Array:
+def root(variance: jax.Array) -> jax.Array:
     """Square root whose derivative at 0 is 0."""
     positive = variance > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1)), 0)

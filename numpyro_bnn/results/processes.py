@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy.stats import norm
 
 from numpyro_bnn import _arviz, _checks
 from numpyro_bnn._errors import argument_error, unknown_name
@@ -40,7 +41,7 @@ def process_groups(
     at_data = _draws(gp, None, train_key, num_samples)
     groups = {"posterior": _sampled({"f": at_data["y_mean"]}, coords)}
     if log_likelihood:
-        density = _log_density(gp.y, at_data["y_mean"], gp.noise_sd)
+        density = norm.logpdf(gp.y, at_data["y_mean"], gp.noise_sd)
         groups["log_likelihood"] = _sampled({"y": density}, coords)
     if posterior_predictive:
         groups["posterior_predictive"] = _sampled(at_data, coords)
@@ -49,9 +50,9 @@ def process_groups(
     if new is not None:
         values = _draws(gp, new["x"], new_key, num_samples)
         if "y" in new:
-            values["y_log_likelihood"] = _log_density(new["y"], values["y_mean"], gp.noise_sd)
+            values["y_log_likelihood"] = norm.logpdf(new["y"], values["y_mean"], gp.noise_sd)
         groups["predictions"] = _sampled(values, coords)
-        groups["predictions_constant_data"] = _constant({name: new[name] for name in new}, coords)
+        groups["predictions_constant_data"] = _constant(new, coords)
     return groups
 
 
@@ -101,10 +102,6 @@ def _draws(gp: GPRegression, x: Any, rng_key: jax.Array, num_samples: int) -> di
     f = gp.sample(function_key, x, (1, num_samples))
     noise = np.asarray(jax.random.normal(noise_key, f.shape), f.dtype)
     return {"y": f + gp.noise_sd * noise, "y_mean": f}
-
-
-def _log_density(y: np.ndarray, mean: np.ndarray, sd: float) -> np.ndarray:
-    return -0.5 * ((y - mean) / sd) ** 2 - np.log(sd) - 0.5 * np.log(2 * np.pi)
 
 
 def _sampled(values: Mapping[str, np.ndarray], coords: Mapping[str, Any]) -> Any:

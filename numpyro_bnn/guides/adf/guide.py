@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf import posterior
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
@@ -116,11 +117,11 @@ class AutoADF(ADFPosterior):
         _check_staged("run", rng_key, args, kwargs)
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
-            start_key, order_key = _split(rng_key, batched)
+            start_key, order_key = split(rng_key)
             state = init_state
             if state is None:
                 state = program.start(start_key, starting_means(init_means))
-            keys = _epoch_keys(order_key, num_epochs, batched)
+            keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((data, rng_key))):
                 state, record = program.whole(state, *data, keys, orders, 1.0)
@@ -313,22 +314,6 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
             f"Pass an axis or None for each of the {len(args)} positional arguments.",
         )
     return tuple(in_axes)
-
-
-def _split(rng_key: jax.Array, batched: bool) -> tuple[jax.Array, jax.Array]:
-    """Two independent keys, or two batches of keys."""
-    if not batched:
-        first, second = jax.random.split(rng_key)
-        return first, second
-    keys = jax.vmap(jax.random.split)(rng_key)
-    return keys[:, 0], keys[:, 1]
-
-
-def _epoch_keys(rng_key: jax.Array, num_epochs: int, batched: bool) -> jax.Array:
-    """(E,) keys, or (E, R)."""
-    if not batched:
-        return jax.random.split(rng_key, num_epochs)
-    return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, num_epochs))(rng_key), 0, 1)
 
 
 def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) -> jax.Array | None:
