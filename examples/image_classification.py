@@ -220,13 +220,13 @@ def draws_of_weights(learned: Learned, num_draws: int, key: jax.Array) -> list[d
 def predictor(
     net: Any, members: Sequence[Learned], args: argparse.Namespace
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Images (N, H, W, 1) -> class probabilities (S, N, K), for S draws of the weights from all members."""
+    """Images (N, H, W, 1) -> logits (S, N, K), for S draws of the weights from all members."""
     keys = jax.random.split(jax.random.key(args.seed + 1), len(members))
     each = max(1, args.num_draws // len(members))
     weights = [
         w for pair in zip(members, keys, strict=True) for w in draws_of_weights(pair[0], each, pair[1])
     ]
-    one = jax.jit(lambda params, x: jax.nn.softmax(net.apply(params, x)))
+    one = jax.jit(net.apply)
 
     def predict(x: np.ndarray) -> np.ndarray:
         chunks = [x[i : i + CHUNK] for i in range(0, len(x), CHUNK)]
@@ -235,44 +235,68 @@ def predictor(
     return predict
 
 
-def score(probs: np.ndarray, foreign: Mapping[str, np.ndarray], data: Images) -> dict[str, Any]:
+class Drawn(NamedTuple):
+    """Logits and class probabilities of images, (S, N, K), and three answers to how unsure they are, (N,)."""
+
+    logits: np.ndarray
+    probs: np.ndarray
+    doubt: Mapping[str, np.ndarray]
+
+
+def drawn(logits: np.ndarray) -> Drawn:
+    from numpyro_bnn import metrics
+
+    probs = np.asarray(jax.nn.softmax(logits))
+    entropies = metrics.uncertainty(probs)
+    doubt = {"total": entropies.total, "mutual information": entropies.mutual_information}
+    return Drawn(logits, probs, {**doubt, "logits": metrics.relative_logit_variance(logits)})
+
+
+def score(known: Drawn, foreign: Mapping[str, Drawn], data: Images) -> dict[str, Any]:
     """Accuracy, log score and calibration on known images, and how well uncertainty tells foreign ones."""
     from numpyro_bnn import metrics
 
-    mean = probs.mean(0)
-    known = metrics.uncertainty(probs)
+    mean = known.probs.mean(0)
     scores = {
         "accuracy": float((mean.argmax(1) == data.y_test).mean()),
         "log_score": float(np.log(mean[np.arange(len(mean)), data.y_test]).mean()),
-        "ece": metrics.ece(probs, data.y_test).ece,
+        "ece": metrics.ece(known.probs, data.y_test).ece,
     }
-    for name, drawn in foreign.items():
-        other = metrics.uncertainty(drawn)
-        for label in ("total", "mutual_information"):
-            found = metrics.auroc(getattr(known, label), getattr(other, label))
-            scores[f"auroc {name}, {label.replace('_', ' ')}"] = found.value
+    for name, other in foreign.items():
+        for label, doubt in known.doubt.items():
+            scores[f"auroc {name}, {label}"] = metrics.auroc(doubt, other.doubt[label]).value
     return scores
 
 
 # -------------------------------------------------------------------------------------------------------- figures
 
 
-def draw_histogram(probs: np.ndarray, foreign: Mapping[str, np.ndarray], path: Path) -> Path:
-    """Mutual information between label and weights, for known and foreign images."""
+def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Path:
+    """Both scores that come from the weights, for known and foreign images."""
     import matplotlib.pyplot as plt
 
-    from numpyro_bnn import metrics
-
-    groups = {"known": probs, **foreign}
-    found = {name: metrics.uncertainty(drawn).mutual_information for name, drawn in groups.items()}
-    edges = np.linspace(0.0, max(values.max() for values in found.values()), 41)
-    figure, axis = plt.subplots(figsize=(4.5, 3), layout="constrained")
-    for name, values in found.items():
-        axis.hist(values, edges, density=True, histtype="step", linewidth=1.5, label=name)
-    axis.set_xlabel("mutual information of label and weights [nats]")
-    axis.set_ylabel("density")
-    axis.set_yscale("log")
-    axis.legend()
+    groups = {"known": known, **foreign}
+    labels = {
+        "mutual information": "mutual information of label and weights [nats]",
+        "logits": "relative variance of the logits",
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        found = {group: drawn.doubt[name] for group, drawn in groups.items()}
+        if name == "logits":
+            axis.set_xscale("log")
+            found = {group: values[values > 0] for group, values in found.items()}
+            ends = [f([f(values) for values in found.values()]) for f in (np.min, np.max)]
+            edges = np.geomspace(*ends, 41)
+        else:
+            axis.set_yscale("log")
+            edges = np.linspace(0.0, max(values.max() for values in found.values()), 41)
+        for group, values in found.items():
+            share = np.full(len(values), 1 / len(values))
+            axis.hist(values, edges, weights=share, histtype="step", linewidth=1.5, label=group)
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("share of images")
+    axes[0].legend()
     figure.savefig(path, dpi=200)
     plt.close(figure)
     return path
@@ -304,15 +328,14 @@ def draw_samples(groups: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path
     return path
 
 
-def draw_plots(
-    probs: np.ndarray, foreign: Mapping[str, np.ndarray], data: Images, folder: Path
-) -> list[Path]:
+def draw_plots(known: Drawn, foreign: Mapping[str, Drawn], data: Images, folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    groups = {"known": (data.x_test, probs)} | {name: (data.foreign[name], foreign[name]) for name in foreign}
+    groups = {"known": (data.x_test, known.probs)}
+    groups |= {name: (data.foreign[name], other.probs) for name, other in foreign.items()}
     return [
-        draw_histogram(probs, foreign, folder / "image_classification_uncertainty.png"),
+        draw_histogram(known, foreign, folder / "image_classification_uncertainty.png"),
         draw_samples(groups, folder / "image_classification_samples.png"),
     ]
 
@@ -348,8 +371,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model = make_model(net, data.num_classes, args)
     members = [learn(model, data, args.seed + member, args) for member in range(args.members)]
     predict = predictor(net, members, args)
-    probs, foreign = predict(data.x_test), {name: predict(x) for name, x in data.foreign.items()}
-    scores = score(probs, foreign, data)
+    known, foreign = drawn(predict(data.x_test)), {n: drawn(predict(x)) for n, x in data.foreign.items()}
+    scores = score(known, foreign, data)
     for name, value in scores.items():
         print(f"{name:36}{value:8.4f}")
     seconds = [second for learned in members for second in learned.seconds]
@@ -360,7 +383,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     path.write_text(json.dumps({**report, "options": options, **environment([])}, indent=1) + "\n")
     if args.docs is not None:
         between_marks(args.docs, table(folder), "image_classification")
-    print("written: " + ", ".join(map(str, [path, *draw_plots(probs, foreign, data, folder)])))
+    print("written: " + ", ".join(map(str, [path, *draw_plots(known, foreign, data, folder)])))
     return report
 
 

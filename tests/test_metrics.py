@@ -283,6 +283,27 @@ def test_uncertainty_of_certain_and_agreeing_draws():
     np.testing.assert_allclose(agreeing.mutual_information, 0.0, atol=1e-15)
 
 
+def test_relative_logit_variance_is_that_of_normal_logits(rng):
+    """For l = m + sd z it is sd^2 (K - 1) / |m centred|^2, whatever shift each draw has."""
+    mean, sd, draws = np.array([[3.0, 0.0, 0.0], [0.3, 0.0, 0.0]]), np.array([[0.5], [2.0]]), 40_000
+    shift = rng.normal(scale=100.0, size=(draws, 2, 1))
+    logits = mean + sd * rng.normal(size=(draws, 2, 3)) + shift
+    result = metrics.relative_logit_variance(logits)
+    square = ((mean - mean.mean(-1, keepdims=True)) ** 2).sum(-1)
+    expected = 2 * sd[:, 0] ** 2 / square
+    # The variance has a relative sd of 1 / sqrt(S) = .005 (2 S degrees of freedom), the mean logits one of sd / (|m|
+    # sqrt(S)), doubled by the square: .001 and .08 here. Five of them.
+    np.testing.assert_allclose(result[0], expected[0], rtol=5 * 0.0055)
+    np.testing.assert_allclose(result[1], expected[1], rtol=5 * 0.082)
+    by_chain = logits.reshape(4, -1, 2, 3)
+    np.testing.assert_allclose(metrics.relative_logit_variance(7 * by_chain), result, rtol=1e-9)
+
+
+def test_relative_logit_variance_where_draws_agree_or_cancel():
+    draws = np.array([[[1.0, 0.0], [1.0, 0.0], [5.0, 5.0]], [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])
+    np.testing.assert_array_equal(metrics.relative_logit_variance(draws), [0.0, np.inf, 0.0])
+
+
 # --- function space
 
 
@@ -351,6 +372,9 @@ NAN = float("nan")
         (lambda: metrics.auroc([1.0, NAN], [1.0]), "`scores_in` got 1 NaN"),
         (lambda: metrics.auroc([1.0], []), "`scores_out` got empty data"),
         (lambda: metrics.uncertainty([[0.5, 0.5]]), r"\(S, N, K\) or \(C, S, N, K\)"),
+        (lambda: metrics.relative_logit_variance(np.zeros((4, 5))), r"\(S, N, K\) or \(C, S, N, K\)"),
+        (lambda: metrics.relative_logit_variance(np.zeros((1, 5, 3))), "at least two draws"),
+        (lambda: metrics.relative_logit_variance(np.full((2, 5, 3), NAN)), "`logits` got 30 NaN"),
         (lambda: metrics.function_space(np.zeros((4, 5))), r"\(C, S, N, \.\.\.\), chains first"),
         (
             lambda: metrics.function_space(np.full((2, 5, 1), NAN)),

@@ -7,6 +7,7 @@ every data point and a standard error over data points.
 from numpyro_bnn.metrics.classification import accuracy, brier, log_score
 from numpyro_bnn.metrics.convergence import FunctionSpace, function_space
 from numpyro_bnn.metrics.entropy import Uncertainty, uncertainty
+from numpyro_bnn.metrics.logits import relative_logit_variance
 from numpyro_bnn.metrics.ood import Auroc, auroc
 from numpyro_bnn.metrics.regression import Coverage, crps, interval_coverage, lppd, pit, rmse
 from numpyro_bnn.metrics.reliability import Reliability, ece
@@ -24,6 +25,7 @@ __all__ = [
     "ece",
     "auroc",
     "uncertainty",
+    "relative_logit_variance",
     "function_space",
     "Score",
     "Coverage",
