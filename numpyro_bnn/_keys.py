@@ -1,13 +1,14 @@
-"""Random keys of one chain, or of several at once."""
+"""Random keys of one chain, of several at once, and of the values of a draw."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import random
+from jax import lax, random
 from numpyro.util import is_prng_key
 
-__all__ = ["split"]
+__all__ = ["key_from", "split"]
 
 
 def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
@@ -19,3 +20,23 @@ def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
     if is_prng_key(rng_key):
         return random.split(rng_key, num)
     return jnp.swapaxes(jax.vmap(partial(random.split, num=num))(rng_key), 0, 1)
+
+
+def key_from(values: Mapping[str, jax.Array]) -> jax.Array:
+    """A key made from the bits of all values, by two sums with random odd weights (a universal hash each).
+
+    >>> one, other = ({"w": jnp.array([1.0, w])} for w in (2.0, 2.0000002))
+    >>> bool(key_from(one) == key_from(other)), bool(key_from(one) == key_from(dict(one)))
+    (False, True)
+    """
+    words = []
+    for name in sorted(values):
+        value = values[name]
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            words.append(lax.bitcast_convert_type(value, jnp.uint32).ravel())
+        else:
+            words.append(value.astype(jnp.uint32).ravel())
+    joined = jnp.concatenate(words)
+    weights = random.bits(random.key(2026), (2, joined.size), jnp.uint32) | jnp.uint32(1)
+    first, second = jnp.sum(weights * joined, axis=1, dtype=jnp.uint32)
+    return random.fold_in(random.fold_in(random.key(0), first), second)

@@ -1,6 +1,7 @@
 """Plates of a model: full ones, minibatches at O(B) cost; traces on all data, observations drawn instead of given."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
-from numpyro.primitives import Messenger
+from numpyro.primitives import _PYRO_STACK, Messenger
 
-__all__ = ["draw_indices", "full_plates", "full_trace", "random_indices", "unobserved"]
+__all__ = ["draw_indices", "full_plates", "full_trace", "isolated", "random_indices", "unobserved"]
 
 
 class full_plates(Messenger):
@@ -96,6 +97,24 @@ def full_trace(
     at = values if callable(values) else lambda site: values.get(site["name"])
     placed = handlers.substitute(full_plates(model), substitute_fn=at)
     return handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Run models that no handler outside shall see, nor the statistics that networks record.
+
+    >>> import numpyro
+    >>> with handlers.trace() as outside, isolated():
+    ...     found = numpyro.deterministic("hidden", 1.0)
+    >>> list(outside)
+    []
+    """
+    outside = _PYRO_STACK[:]
+    del _PYRO_STACK[:]
+    try:
+        yield
+    finally:
+        _PYRO_STACK[:] = outside
 
 
 class unobserved(Messenger):

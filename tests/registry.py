@@ -71,6 +71,7 @@ PRIORS: dict[str, PriorRow] = {
     "ARD centred": PriorRow(priors.ARD(dist.Uniform(0.5, 1.5), centered=True), {"scale": (4,)}),
     "GammaPrecision": PriorRow(priors.GammaPrecision(0.5, 3.0), {"precision": ()}),
     "GammaPrecision centred": PriorRow(priors.GammaPrecision(0.5, 3.0, centered=True), {"precision": ()}),
+    "GammaPrecision integrated": PriorRow(priors.GammaPrecision(0.5, 3.0, marginal=True)),
     "Horseshoe": PriorRow(priors.Horseshoe(0.5), {"global": (), "local": (4, 3)}),
     "Horseshoe of inputs": PriorRow(priors.Horseshoe(unit="input"), {"global": (), "local": (4,)}),
     "Horseshoe of outputs, centred": PriorRow(

@@ -208,6 +208,11 @@ MARGINALS = {
         DENSE,
         scipy.stats.t(0.5, scale=0.05).cdf,
     ),
+    "GammaPrecision integrated": (
+        priors.GammaPrecision(0.1, 3.0, marginal=True),
+        DENSE,
+        scipy.stats.t(3, scale=0.05).cdf,
+    ),
     "GammaPrecision bias": (
         priors.GammaPrecision(0.1, 3.0),
         ("Dense_0.bias", (3,)),
@@ -283,6 +288,29 @@ def test_gamma_precision_has_the_mean_of_neal():
         tau = draws_of(prior, parameter, NUMBER)[f"{parameter[0]}_precision"].astype(float)
         within_five_standard_errors(tau, width**-2)
         within_five_standard_errors((tau * width**2 - 1) ** 2, 2 / 3)
+
+
+def test_group_student_is_the_integral_over_its_precision():
+    """Closed density against scipy, the length of a draw against F, and what `given_rest` leaves invariant."""
+    fn = priors.GroupStudentT(3.0, 0.5, (2, 3))
+    w = np.random.default_rng(0).normal(size=(4, 2, 3))
+    expected = scipy.stats.multivariate_t(np.zeros(6), 0.25 * np.eye(6), df=3.0).logpdf(w.reshape(4, 6))
+    np.testing.assert_allclose(fn.log_prob(jnp.asarray(w)), expected, rtol=1e-5)
+    key, other = jax.random.split(jax.random.key(0))
+    draws = fn.sample(key, (NUMBER,))
+    lengths = np.asarray((draws**2).sum((1, 2)), float) / (6 * 0.25)
+    assert scipy.stats.kstest(lengths, scipy.stats.f(6, 3).cdf).pvalue > RATE
+
+    def redraw(key, value):
+        return fn.given_rest(key, value, jnp.array(1), 1)
+
+    redrawn = jax.vmap(redraw)(jax.random.split(other, NUMBER), draws)
+    np.testing.assert_array_equal(redrawn[:, :, [0, 2]], draws[:, :, [0, 2]])
+    assert not np.any(redrawn[:, :, 1] == draws[:, :, 1])
+    lengths = np.asarray((redrawn**2).sum((1, 2)), float) / (6 * 0.25)
+    assert scipy.stats.kstest(lengths, scipy.stats.f(6, 3).cdf).pvalue > RATE
+    share = np.asarray((redrawn[:, :, 1] ** 2).sum(1) / (redrawn**2).sum((1, 2)), float)
+    assert scipy.stats.kstest(share, scipy.stats.beta(1, 2).cdf).pvalue > RATE  # directions are uniform
 
 
 # -- horseshoe ------------------------------------------------------------------------------------------
@@ -523,6 +551,11 @@ MISTAKES = {
         lambda: priors.ARD(dist.HalfNormal(jnp.ones(3))),
         ValueError,
         "scalar distribution",
+    ),
+    "centred and integrated": (
+        lambda: priors.GammaPrecision(centered=True, marginal=True),
+        ValueError,
+        "pass one of them",
     ),
     "alpha": (
         lambda: priors.GammaPrecision(1.0, -2.0),

@@ -3,6 +3,7 @@
 from numpyro_bnn.infer import schedules
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.block import BlockState
+from numpyro_bnn.infer.collapse import collapse
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
@@ -13,6 +14,7 @@ from numpyro_bnn.infer.sgld import PSGLD, SGLD
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.temperature import temperature_band
 from numpyro_bnn.infer.tempering import ParallelTempering, TemperingState
+from numpyro_bnn.infer.unit_moves import UnitMoves, UnitState
 
 __all__ = [
     "SGLD",
@@ -24,8 +26,11 @@ __all__ = [
     "MALA",
     "OrbitMoves",
     "OrbitState",
+    "UnitMoves",
+    "UnitState",
     "PrecisionGibbs",
     "GaussianGibbs",
+    "collapse",
     "BlockState",
     "conjugate_sites",
     "ParallelTempering",

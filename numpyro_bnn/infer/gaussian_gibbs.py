@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
+from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infer.block import Block
 from numpyro_bnn.infer.linear import Linear, Structure, log_marginal, sample
-from numpyro_bnn.infer.linearity import check_names, read, refused
+from numpyro_bnn.infer.linearity import check_names, read
 from numpyro_bnn.infer.rotated import log_marginal_at, rotate
 from numpyro_bnn.infer.slice import slice_sweep
 
 __all__ = ["GaussianGibbs"]
+
+CALL = "infer.GaussianGibbs"
 
 
 class GaussianGibbs(Block):
@@ -70,17 +73,17 @@ class GaussianGibbs(Block):
 
     def __init__(self, model: Callable, sites: Sequence[str], *, collapsed: Sequence[str] = ()) -> None:
         super().__init__(model)
-        self._sites = check_names("sites", sites, least=1)
-        self._collapsed = check_names("collapsed", collapsed)
+        self._sites = check_names(CALL, "sites", sites, least=1)
+        self._collapsed = check_names(CALL, "collapsed", collapsed)
         both = set(self._sites).intersection(self._collapsed)
         if both:
-            raise refused(
-                "collapsed", sorted(both), "A site is either drawn given the scales or one of them."
+            raise argument_error(
+                CALL, "collapsed", sorted(both), "A site is either drawn given the scales or one of them."
             )
         self._structure: Structure | None = None
 
     def _prepare(self, held: set[str], args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-        self._structure = read(self._model, self._sites, self._collapsed, held, args, kwargs)
+        self._structure = read(CALL, self._model, self._sites, self._collapsed, held, args, kwargs)
         return (*self._sites, *self._collapsed)
 
     def _draw(

@@ -23,21 +23,22 @@ __all__ = ["check_names", "read"]
 # the innovations at which they are measured.
 TOLERANCE, SIZES = 1e-3, (1.0, 30.0, 1000.0)
 
-refused = partial(argument_error, "infer.GaussianGibbs")
 
-
-def check_names(argument: str, names: Any, least: int = 0) -> tuple[str, ...]:
+def check_names(call: str, argument: str, names: Any, least: int = 0) -> tuple[str, ...]:
     """Refuse what is no sequence of different names of sites."""
     good = not isinstance(names, str) and isinstance(names, Iterable)
     found = tuple(names) if good else ()
     strings = good and all(isinstance(name, str) for name in found)
     if not strings or len(set(found)) < len(found) or len(found) < least:
         some = "at least one different name" if least else "different names"
-        raise refused(argument, names, f"Pass a sequence of {some} of sites, e.g. `['beta']`.", TypeError)
+        raise argument_error(
+            call, argument, names, f"Pass a sequence of {some} of sites, e.g. `['beta']`.", TypeError
+        )
     return found
 
 
 def read(
+    call: str,
     model: Callable,
     sites: tuple[str, ...],
     collapsed: tuple[str, ...],
@@ -47,6 +48,7 @@ def read(
 ) -> Structure:
     """Where the linear sites and the collapsed ones stand in a model.
 
+    :param call: the name that errors give.
     :param model: a NumPyro model whose ``kwargs`` hold no values of sites.
     :param sites: names of the linear ones.
     :param collapsed: names of the collapsed ones.
@@ -58,12 +60,12 @@ def read(
     ...     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
     ...     numpyro.sample("y", dist.Normal(2.0 * w, sigma), obs=1.0)
-    >>> found = read(model, ("w",), ("sigma",), set(), (), {})
+    >>> found = read("read", model, ("w",), ("sigma",), set(), (), {})
     >>> found.data, found.others, found.fixed, found.common
     (('y',), ('sigma',), True, ((), ('sigma',)))
     """
     traced = full_trace(model, {}, args, kwargs)
-    _check_sites(traced, sites, collapsed, held)
+    _check_sites(call, traced, sites, collapsed, held)
     latent = latent_sample_sites(traced)
     values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
     shapes = {name: jnp.shape(values[name]) for name in latent if name in sites}
@@ -71,7 +73,7 @@ def read(
     others = {name: value for name, value in values.items() if name not in (*sites, *collapsed)}
     linear = Linear(model, Structure(shapes, collapsed, (), (), True), others, args, kwargs)
     used = dependence(_read_parts(linear), {INNOVATIONS: linear.zeros(), **hypers})
-    data = _data(traced, used, sites, collapsed)
+    data = _data(call, traced, used, sites, collapsed)
     rest = tuple(
         name
         for kind, name in used
@@ -80,7 +82,7 @@ def read(
         and (name in collapsed or used[kind, name] & set(collapsed))
     )
     linear.structure = linear.structure._replace(data=data, others=rest)
-    fixed = _check_linear(linear, hypers)
+    fixed = _check_linear(call, linear, hypers)
     common = _common(linear, hypers, used) if fixed else None
     return linear.structure._replace(fixed=fixed, common=common)
 
@@ -89,13 +91,14 @@ INNOVATIONS = " innovations"  # no site is called so
 
 
 def _check_sites(
-    traced: Mapping[str, Any], sites: tuple[str, ...], collapsed: tuple[str, ...], held: set[str]
+    call: str, traced: Mapping[str, Any], sites: tuple[str, ...], collapsed: tuple[str, ...], held: set[str]
 ) -> None:
+    refused = partial(argument_error, call)
     latent = latent_sample_sites(traced)
     for argument, names in (("sites", sites), ("collapsed", collapsed)):
         for name in names:
             if name not in latent:
-                raise unknown_name("infer.GaussianGibbs", argument, name, latent)
+                raise unknown_name(call, argument, name, latent)
             if name in held:
                 raise refused(
                     argument, repr(name), "Another block of `Gibbs` draws it: name it in one of them."
@@ -149,12 +152,14 @@ def _read_parts(linear: Linear) -> Callable:
 
 
 def _data(
+    call: str,
     traced: Mapping[str, Any],
     used: Mapping[tuple[str, str], set],
     sites: tuple[str, ...],
     collapsed: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Sites other than the linear ones whose density depends on those."""
+    refused = partial(argument_error, call)
     what = {
         "sd": "the scale",
         "weight": "the scale or mask of the log density",
@@ -184,7 +189,7 @@ def _data(
     return below
 
 
-def _check_linear(linear: Linear, hypers: dict[str, jax.Array]) -> bool:
+def _check_linear(call: str, linear: Linear, hypers: dict[str, jax.Array]) -> bool:
     """Refuse means that are not linear; return whether the map is the same for all values of collapsed sites."""
 
     def slopes(at: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -195,12 +200,13 @@ def _check_linear(linear: Linear, hypers: dict[str, jax.Array]) -> bool:
     used = dependence(slopes, {INNOVATIONS: linear.zeros(), **hypers})["map"]
     # Where the program of the derivative has no use for the point, the mean is linear.
     if INNOVATIONS in used:
-        _measure(linear, hypers)
+        _measure(call, linear, hypers)
     return used.isdisjoint(hypers)
 
 
-def _measure(linear: Linear, hypers: dict[str, jax.Array]) -> None:
+def _measure(call: str, linear: Linear, hypers: dict[str, jax.Array]) -> None:
     """Compare means with their linearisation at random values."""
+    refused = partial(argument_error, call)
     jacobian, start = linear.jacobian(hypers), linear.mean(hypers, linear.zeros())
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)

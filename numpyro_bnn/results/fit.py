@@ -75,9 +75,11 @@ def from_mcmc(mcmc: MCMC) -> Fit:
         "last_rng_key": key_text(mcmc.last_state.rng_key),
     }
     settings |= _described(mcmc)
+    # A model that hides its data from the sampler names the one that shows them.
+    model = getattr(mcmc.sampler.model, "predictive_model", mcmc.sampler.model)
     return Fit(
-        model=mcmc.sampler.model,
-        arguments=bind(mcmc.sampler.model, mcmc._args, mcmc._kwargs),
+        model=model,
+        arguments=bind(model, mcmc._args, mcmc._kwargs),
         posterior=samples,
         sample_stats=_sample_stats(fields),
         attrs=settings,

@@ -1,7 +1,6 @@
 """Sampling on the quotient: the sampler works in a gauge, and the orbits are filled in exactly, draw by draw."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import lax, random
-from numpyro.primitives import _PYRO_STACK, Messenger
+from numpyro.primitives import Messenger
 
-from numpyro_bnn._plates import full_trace
+from numpyro_bnn._keys import key_from
+from numpyro_bnn._plates import full_trace, isolated
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.checking import check
 from numpyro_bnn.symmetry.moves import move
@@ -173,8 +173,8 @@ class _InGauge(Messenger):
 def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Draw the orbit coordinates, and record the original sites."""
     values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
-    rng_key = _key_from(values)
-    with _isolated():
+    rng_key = key_from(values)
+    with isolated():
         prior = Prior(model, values, args, kwargs)
         for i, entry in enumerate(gauge.plans):
             changed, _ = move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))
@@ -184,29 +184,3 @@ def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs
         numpyro.deterministic(name, values[name])
     for name in sorted(gauge.variant):
         numpyro.deterministic(name, traced[name]["value"])
-
-
-@contextmanager
-def _isolated() -> Iterator[None]:
-    """Run models that no handler outside shall see, nor the statistics that networks record."""
-    outside = _PYRO_STACK[:]
-    del _PYRO_STACK[:]
-    try:
-        yield
-    finally:
-        _PYRO_STACK[:] = outside
-
-
-def _key_from(values: Mapping[str, jax.Array]) -> jax.Array:
-    """A key made from the bits of all values, by two sums with random odd weights (a universal hash each)."""
-    words = []
-    for name in sorted(values):
-        value = values[name]
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            words.append(lax.bitcast_convert_type(value, jnp.uint32).ravel())
-        else:
-            words.append(value.astype(jnp.uint32).ravel())
-    joined = jnp.concatenate(words)
-    weights = random.bits(random.key(2026), (2, joined.size), jnp.uint32) | jnp.uint32(1)
-    first, second = jnp.sum(weights * joined, axis=1, dtype=jnp.uint32)
-    return random.fold_in(random.fold_in(random.key(0), first), second)

@@ -1,0 +1,232 @@
+"""Moves that give a hidden unit new parameters, drawn from their prior: for posteriors of several modes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import lax, random
+from numpyro.infer.gibbs import latent_sample_sites
+from numpyro.infer.mcmc import MCMCKernel
+
+from numpyro_bnn._dependence import dependence
+from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._plates import full_trace
+from numpyro_bnn.infer.around import Around
+from numpyro_bnn.infer.block import held_values
+from numpyro_bnn.infer.linear import log_density
+from numpyro_bnn.priors import GroupStudentT
+
+__all__ = ["UnitMoves", "UnitState"]
+
+
+class UnitState(NamedTuple):
+    """State of :class:`UnitMoves`; attributes of the inner state are found on it as well.
+
+    :param base: state of the inner kernel, with the values after the moves.
+    :param unit_accept_prob: mean acceptance probability of the moves of the last transition.
+    :param i: transitions so far.
+    :param rng_key: the key that moves and inner kernel get theirs from.
+    """
+
+    base: Any
+    unit_accept_prob: jax.Array
+    i: jax.Array
+    rng_key: jax.Array
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+class UnitMoves(Around):
+    r"""Any kernel, followed by moves that redraw single hidden units from their prior.
+
+    A move picks a unit, and of the sites that hold its parameters one or more, all choices being equally likely. It
+    draws these parameters from their prior given all others, :math:`\theta' \sim p(\theta_u \mid \theta_{-u})`, and
+    accepts with probability
+
+    .. math:: \min\Big(1, \frac{p(y, \phi \mid \theta')}{p(y, \phi \mid \theta)}\Big),
+
+    :math:`\phi` all sites besides. In networks with more units than the data need some are idle; such a unit goes
+    anywhere in one step, where a gradient sampler would have to climb. Output weights make a unit pay for leaving:
+    integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and most moves are accepted.
+
+    A move costs one evaluation of the log density, on all data, and no gradient.
+
+    ``unit_accept_prob`` is the acceptance.
+
+    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
+        kernel with a model and ``refresh``.
+    :param units: axis of the units by site, e.g. ``{"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}``. Elements of a
+        site are independent given the other sites, or a :class:`~numpyro_bnn.priors.GroupStudentT`.
+    :param num_moves: moves per transition.
+    :raises ValueError: for unknown sites or axes, different numbers of units, sites with dependent elements or with
+        priors that depend on each other.
+    :raises TypeError: for a kernel without model or ``refresh``.
+
+    Reference: Neal (1996), section 3.5, for how such modes arise; Tierney (1994), section 2.3.3, independence chains.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro.infer import MCMC, NUTS
+    >>> from numpyro_bnn import infer, models, nn
+    >>> x = jnp.linspace(-1, 1, 8)[:, None]
+    >>> model = models.regression(nn.MLP([3, 1], "tanh"))
+    >>> model = infer.collapse(model, ["net/Dense_1.kernel", "net/Dense_1.bias"], x, x[:, 0])
+    >>> kernel = UnitMoves(NUTS(model), {"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}, num_moves=10)
+    >>> mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), x, x[:, 0])
+    >>> mcmc.get_extra_fields()["unit_accept_prob"].shape
+    (5,)
+    """
+
+    def __init__(self, kernel: MCMCKernel, units: Mapping[str, int], *, num_moves: int = 100) -> None:
+        super().__init__(kernel)
+        good = isinstance(units, Mapping) and units and all(isinstance(axis, int) for axis in units.values())
+        if not good:
+            raise argument_error(
+                self._call,
+                "units",
+                units,
+                "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`.",
+                TypeError,
+            )
+        if not isinstance(num_moves, int) or isinstance(num_moves, bool) or num_moves < 1:
+            raise argument_error(self._call, "num_moves", num_moves, "Pass a positive whole number.")
+        self._units = dict(units)
+        self._num_moves = num_moves
+        self._num_units = 0
+
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        return (*self._kernel.default_fields, "unit_accept_prob")
+
+    def _prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        held, kwargs = held_values(kwargs)
+        traced = full_trace(self.model, held, args, kwargs)
+        sizes = {name: self._size(traced, name, axis) for name, axis in self._units.items()}
+        if len(set(sizes.values())) > 1:
+            raise argument_error(
+                self._call, "units", f"sites with {sizes} units", "Name axes that are as long as each other."
+            )
+        self._num_units = next(iter(sizes.values()))
+        values = {name: jnp.asarray(traced[name]["value"]) for name in latent_sample_sites(traced)}
+
+        def laws(moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            found = full_trace(self.model, {**values, **moved}, args, kwargs)
+            return {name: found[name]["fn"].log_prob(values[name]) for name in self._units}
+
+        used = dependence(laws, {name: values[name] for name in self._units})
+        for name, others in used.items():
+            if others:
+                raise argument_error(
+                    self._call,
+                    "units",
+                    f"{name!r}, whose prior depends on {sorted(others)}",
+                    "Name sites whose priors do not depend on each other.",
+                )
+
+    def _size(self, traced: Mapping[str, Any], name: str, axis: int) -> int:
+        latent = latent_sample_sites(traced)
+        if name not in latent:
+            raise unknown_name(self._call, "units", name, latent)
+        fn, shape = traced[name]["fn"], jnp.shape(traced[name]["value"])
+        if not -len(shape) <= axis < len(shape):
+            raise argument_error(
+                self._call,
+                "units",
+                f"axis {axis} of {name!r}, shaped {shape}",
+                "Name the axis that runs over the units.",
+            )
+        base = unwrapped(fn)
+        if not isinstance(base, GroupStudentT) and (
+            base.event_dim or isinstance(base, dist.MaskedDistribution)
+        ):
+            raise argument_error(
+                self._call,
+                "units",
+                f"{name!r}, a site with a {type(base).__name__} prior",
+                "Its elements must be independent, or a `priors.GroupStudentT`.",
+            )
+        return shape[axis]
+
+    def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> UnitState:
+        return UnitState(base, jnp.zeros(many), jnp.zeros(many, jnp.int32), rng_key)
+
+    def _move(
+        self, state: UnitState, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
+    ) -> tuple[UnitState, dict[str, jax.Array], Mapping[str, Any]]:
+        held, kwargs = held_values(kwargs)
+        latent = {**held, **values}
+        moved = {name: jnp.asarray(values[name]) for name in self._units}
+        # Priors of the moved sites depend on none of them.
+        traced = full_trace(self.model, latent, args, kwargs)
+        prior = {name: traced[name]["fn"] for name in self._units}
+
+        def rest(moved: Mapping[str, jax.Array]) -> jax.Array:
+            return _log_rest(self.model, prior, {**latent, **moved}, args, kwargs)
+
+        def one(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
+            at, log_rest = carry
+            key_move, key_accept = random.split(key)
+            new = self._redraw(key_move, at, prior)
+            new_rest = rest(new)
+            log_ratio = jnp.where(jnp.isnan(new_rest), -jnp.inf, new_rest - log_rest)
+            accepted = jnp.log(random.uniform(key_accept)) < log_ratio
+            carry = jax.tree.map(partial(jnp.where, accepted), (new, new_rest), (at, log_rest))
+            return carry, jnp.minimum(1.0, jnp.exp(log_ratio))
+
+        keys = random.split(rng_key, self._num_moves)
+        (moved, _), probs = lax.scan(one, (moved, rest(moved)), keys)
+        mean = jnp.mean(probs).astype(state.unit_accept_prob.dtype)
+        return state._replace(unit_accept_prob=mean), moved, prior
+
+    def _redraw(
+        self, rng_key: jax.Array, at: Mapping[str, jax.Array], prior: Mapping[str, dist.Distribution]
+    ) -> dict[str, jax.Array]:
+        key_unit, key_sites, *keys = random.split(rng_key, 2 + len(at))
+        unit = random.randint(key_unit, (), 0, self._num_units)
+        chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a set of sites that is not empty, as bits
+        new = {}
+        for i, ((name, value), key) in enumerate(zip(at.items(), keys, strict=True)):
+            drawn = _given_rest(key, prior[name], value, unit, self._units[name])
+            new[name] = jnp.where((chosen >> i) & 1, drawn, value)
+        return new
+
+
+def _given_rest(
+    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, unit: jax.Array, axis: int
+) -> jax.Array:
+    """``value`` with the slice of a unit drawn from its prior given the other units."""
+    base = unwrapped(fn)
+    if isinstance(base, GroupStudentT):
+        return base.given_rest(rng_key, value, unit, axis)
+    here = jnp.arange(value.shape[axis]) == unit
+    shape = [1] * value.ndim
+    shape[axis] = -1
+    return jnp.where(here.reshape(shape), fn.sample(rng_key).astype(value.dtype), value)
+
+
+def _log_rest(
+    model: Callable,
+    prior: Mapping[str, dist.Distribution],
+    latent: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> jax.Array:
+    """Log density of all sites without the prior that the moves draw from.
+
+    Where a handler weighs the prior of a moved site, its weighted density over the plain one is what is left of it.
+    """
+    total = jnp.zeros(())
+    for name, site in full_trace(model, latent, args, kwargs).items():
+        if site["type"] != "sample" or (name in prior and site["scale"] is None):
+            continue
+        total += log_density(site)
+        if name in prior:
+            total -= jnp.sum(prior[name].log_prob(latent[name]))
+    return total

@@ -1,0 +1,92 @@
+"""Weights that share an unknown precision, with that precision integrated out."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import lax, random
+from jax.scipy.special import gammaln
+from numpyro.distributions import constraints
+from numpyro.distributions.util import validate_sample
+
+__all__ = ["GroupStudentT"]
+
+
+class GroupStudentT(dist.Distribution):
+    r"""Multivariate Student t of an array of weights: spherical, so that only their common size is heavy-tailed.
+
+    :math:`w = z / \sqrt\tau` with :math:`z \sim N(0, I)` and :math:`\tau \sim \mathrm{Gamma}(\alpha / 2)` of mean
+    :math:`1 / s^2`, with tau integrated out; n weights have
+
+    .. math:: p(w) \propto \Big(1 + \frac{|w|^2}{\alpha s^2}\Big)^{-(\alpha + n) / 2}
+
+    :param df: alpha, degrees of freedom.
+    :param scale: s.
+    :param shape: of the array, one event.
+
+    >>> float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))) == float(-jnp.log(2 * jnp.pi))
+    True
+    """
+
+    arg_constraints: ClassVar = {"df": constraints.positive, "scale": constraints.positive}
+    pytree_data_fields = ("df", "scale")
+    reparametrized_params: ClassVar = ["df", "scale"]
+
+    def __init__(self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None) -> None:
+        self.df, self.scale = df, scale
+        super().__init__(batch_shape=(), event_shape=tuple(shape), validate_args=validate_args)
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+        normal, gamma = random.split(key)
+        z = random.normal(normal, (*sample_shape, *self.event_shape))
+        # Logs: for a small alpha most precisions are below the smallest float.
+        log_tau = random.loggamma(gamma, self.df / 2, sample_shape) - jnp.log(self.df / 2 * self.scale**2)
+        return z * self._over_events(jnp.exp(-log_tau / 2))
+
+    @validate_sample
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        n, half = self._size, self.df / 2
+        axes = tuple(range(-len(self.event_shape), 0))
+        square = jnp.sum((value / self.scale) ** 2, axis=axes)
+        constant = gammaln(half + n / 2) - gammaln(half) - n / 2 * jnp.log(jnp.pi * self.df)
+        return constant - n * jnp.log(self.scale) - (half + n / 2) * jnp.log1p(square / self.df)
+
+    def given_rest(self, rng_key: jax.Array, value: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+        """The array with its slice at ``index`` of ``axis`` drawn from its distribution given all other slices.
+
+        With n weights of squared length q in these the slice is of the same family, with :math:`\\alpha + n` degrees
+        of freedom and :math:`s^2 (\\alpha + q / s^2) / (\\alpha + n)`.
+
+        :param rng_key: a key.
+        :param value: the array.
+        """
+        old = lax.dynamic_index_in_dim(value, index, axis, keepdims=False)
+        rest, square = value.size - old.size, jnp.sum(value**2) - jnp.sum(old**2)
+        df = self.df + rest
+        scale = jnp.sqrt((self.df * self.scale**2 + jnp.maximum(square, 0.0)) / df)
+        drawn = GroupStudentT(df, scale, old.shape).sample(rng_key).astype(value.dtype)
+        return lax.dynamic_update_index_in_dim(value, drawn, index, axis)
+
+    @property
+    def mean(self) -> jax.Array:
+        return jnp.where(self.df > 1, jnp.zeros(self.event_shape), jnp.nan)
+
+    @property
+    def variance(self) -> jax.Array:
+        finite = jnp.where(self.df > 2, self.df / (self.df - 2), jnp.where(self.df > 1, jnp.inf, jnp.nan))
+        return jnp.full(self.event_shape, finite * self.scale**2)
+
+    @property
+    def _size(self) -> int:
+        n = 1
+        for length in self.event_shape:
+            n *= length
+        return n
+
+    def _over_events(self, factor: jax.Array) -> jax.Array:
+        return factor.reshape(factor.shape + (1,) * len(self.event_shape))

@@ -1,0 +1,168 @@
+"""Moves that redraw hidden units from their prior: invariance, modes, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import scipy.integrate
+import scipy.stats
+from jax import random
+from numpyro import handlers
+from numpyro.infer import HMC, MCMC, NUTS, Gibbs
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, models, nn, priors, symmetry
+
+pytestmark = pytest.mark.core
+
+RATE = 1e-5  # failure rate of a test that draws
+X = jnp.linspace(-1.0, 1.0, 6)[:, None]
+
+
+def plain(x, y=None):
+    """A layer of three units under independent priors; another site depends on them."""
+    w = numpyro.sample("w", dist.Normal(0.5, 1.0).expand([1, 3]).to_event(2))
+    b = numpyro.sample("b", dist.Laplace(0.0, 1.0).expand([3]).to_event(1))
+    level = numpyro.sample("level", dist.Normal(b.sum(), 0.5))
+    numpyro.sample("y", dist.Normal(jnp.tanh(x @ w + b).sum(-1) + level, 0.7).to_event(1), obs=y)
+
+
+def grouped(x, y=None):
+    """The same with a common unknown size of the weights, and a prior weighed by a handler."""
+    w = numpyro.sample("w", priors.GroupStudentT(3.0, 0.5, (1, 3)))
+    with handlers.scale(scale=0.5):
+        b = numpyro.sample("b", dist.Normal(0.0, 0.5**0.5).expand([3]).to_event(1))
+    numpyro.sample("y", dist.Normal(jnp.tanh(x @ w + b).sum(-1), 0.4).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("model", [plain, grouped])
+def test_joint_law_of_sites_and_data_is_invariant(model):
+    """Sites from the prior, data given them, moves given the data: the sites still have the law of the prior.
+
+    The prior N(0, 1/2) to the power 1/2 is N(0, 1), which is what the data of ``grouped`` are drawn with.
+    """
+    number = 2000
+    key_sites, key_data, key_moves = random.split(random.key(0), 3)
+
+    def draw(key):
+        traced = handlers.trace(handlers.seed(model, key)).get_trace(X)
+        return {n: s["value"] for n, s in traced.items() if n != "y"}
+
+    start = jax.vmap(draw)(random.split(key_sites, number))
+    if model is grouped:
+        start["b"] = start["b"] * 2**0.5
+
+    def data(key, sites):
+        placed = handlers.substitute(handlers.seed(model, key), data=sites)
+        return handlers.trace(placed).get_trace(X)["y"]["value"]
+
+    y = jax.vmap(data)(random.split(key_data, number), start)
+    kernel = infer.UnitMoves(HMC(model), {"w": 1, "b": 0}, num_moves=25)
+    state = kernel.init(random.key(1), 0, None, (X, y[0]))
+
+    def moves(key, sites, y):
+        here = state._replace(base=state.base._replace(z={**state.base.z, **sites}))
+        after = kernel._transition(here, key, (X, y), {})
+        return after.base.z, after.unit_accept_prob
+
+    moved, accepted = jax.jit(jax.vmap(moves))(random.split(key_moves, number), start, y)
+    assert 0.1 < float(accepted.mean()) < 0.9
+    laws = {
+        "w": scipy.stats.norm(0.5, 1.0) if model is plain else scipy.stats.t(3, scale=0.5),
+        "b": scipy.stats.laplace() if model is plain else scipy.stats.norm(),
+    }
+    for name, law in laws.items():
+        values = np.asarray(moved[name], float).reshape(number, -1)
+        before = np.asarray(start[name], float).reshape(number, -1)
+        assert np.mean(values != before) > 0.5
+        for unit in range(3):
+            assert scipy.stats.kstest(values[:, unit], law.cdf).pvalue > RATE
+    # The law given the data, too: what the data say of the function is the same before and after.
+    fit = [np.asarray(jnp.tanh(X[0] * s["w"][:, 0] + s["b"]).sum(-1), float) for s in (start, moved)]
+    products = [f * np.asarray(y[:, 0], float) for f in fit]
+    gap = products[1] - products[0]
+    assert abs(gap.mean()) < 4.5 * gap.std() / number**0.5
+
+
+def two_modes(y=None):
+    """|w| near 3, either sign, the positive one half as likely."""
+    w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([1]).to_event(1))
+    numpyro.factor(
+        "y", jnp.logaddexp(-0.5 * ((w[0] - 3) / 0.2) ** 2, jnp.log(2) - 0.5 * ((w[0] + 3) / 0.2) ** 2)
+    )
+
+
+def test_modes_are_crossed_in_every_chain():
+    """Weights of the modes against quadrature; without moves no chain leaves its mode."""
+    kernels = {False: NUTS(two_modes), True: infer.UnitMoves(NUTS(two_modes), {"w": 0}, num_moves=20)}
+    shares = {}
+    for moving, kernel in kernels.items():
+        mcmc = MCMC(kernel, num_warmup=200, num_samples=1000, num_chains=4, chain_method="vectorized",
+                    progress_bar=False)  # fmt: skip
+        mcmc.run(random.key(0))
+        shares[moving] = np.asarray(mcmc.get_samples(group_by_chain=True)["w"][..., 0] > 0, float)
+    assert set(shares[False].mean(1)) <= {0.0, 1.0}
+
+    def density(w):
+        return scipy.stats.norm(0, 3).pdf(w) * (
+            np.exp(-0.5 * ((w - 3) / 0.2) ** 2) + 2 * np.exp(-0.5 * ((w + 3) / 0.2) ** 2)
+        )
+
+    above, below = (
+        scipy.integrate.quad(density, *ends, points=[p])[0] for *ends, p in ((0, 9, 3), (-9, 0, -3))
+    )
+    ess = numpyro.diagnostics.effective_sample_size(shares[True][..., None])[0]
+    expected = above / (above + below)
+    assert ess > 1000
+    assert abs(shares[True].mean() - expected) < 4.5 * np.sqrt(expected * (1 - expected) / ess)
+
+
+def test_around_gibbs_and_symmetry_moves_and_in_results():
+    """The axis may be negative; moves around a Gibbs, and around moves; the statistic is exported."""
+    model = models.regression(nn.MLP([3, 1], "tanh"), priors.GammaPrecision(1.0, 3.0, centered=True))
+    y = X[:, 0] ** 2
+    inner = Gibbs([(infer.PrecisionGibbs(model), infer.conjugate_sites(model, X, y)), (NUTS(model), None)])
+    units = {"net/Dense_0.kernel": -1, "net/Dense_0.bias": -1, "net/Dense_1.kernel": -2}
+    kernel = infer.UnitMoves(
+        infer.OrbitMoves(inner, symmetry.of(nn.MLP([3, 1], "tanh"), (1,))), units, num_moves=5
+    )
+    mcmc = MCMC(kernel, num_warmup=10, num_samples=6, num_chains=2, chain_method=jax.vmap, progress_bar=False)
+    mcmc.run(random.key(0), X, y)
+    idata = bnn.to_inference_data(mcmc)
+    probs = idata["sample_stats"]["unit_accept_prob"].values
+    assert probs.shape == (2, 6)
+    assert np.all((probs > 0) & (probs <= 1))
+
+
+def chained(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    v = numpyro.sample("v", dist.Normal(w, 1.0).to_event(1))
+    u = numpyro.sample("u", dist.MultivariateNormal(jnp.zeros(3), jnp.eye(3)))
+    numpyro.sample("y", dist.Normal(w.sum() + v.sum() + u.sum(), 1.0), obs=0.0)
+
+
+@pytest.mark.parametrize(
+    ("units", "error", "message"),
+    [
+        ({}, TypeError, "infer.UnitMoves: argument `units`"),
+        (["w"], TypeError, "argument `units`"),
+        ({"W": 0}, ValueError, "Did you mean 'w'"),
+        ({"w": 1}, ValueError, r"axis 1 of 'w', shaped \(3,\)"),
+        ({"u": 0}, ValueError, "'u', a site with a MultivariateNormal prior"),
+        ({"w": 0, "v": 0}, ValueError, r"'v', whose prior depends on \['w'\]"),
+    ],
+)
+def test_refusals_teach(units, error, message):
+    with pytest.raises(error, match=message):
+        infer.UnitMoves(NUTS(chained), units).init(random.key(0), 0, None, (X,))
+
+
+def test_other_refusals_teach():
+    with pytest.raises(ValueError, match=r"\{'w': 1, 'b': 3\} units"):
+        infer.UnitMoves(NUTS(plain), {"w": 0, "b": 0}).init(random.key(0), 0, None, (X, X[:, 0]))
+    with pytest.raises(ValueError, match="`num_moves` got 0"):
+        infer.UnitMoves(NUTS(plain), {"w": 1}, num_moves=0)
+    with pytest.raises(TypeError, match=r"infer\.UnitMoves: argument `kernel`"):
+        infer.UnitMoves(plain, {"w": 1})
