@@ -340,6 +340,7 @@ def test_four_ways_agree_on_a_tiny_network():
             assert abs(mean - reference) < 4.5 * np.hypot(error, its_error), way
 
 
+@pytest.mark.slow
 def test_quotient_draws_radius_and_scale_independently():
     """Effective sample sizes are those of independent draws: 800 of them, whose estimate has a sd of about 8 %."""
     found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
@@ -393,6 +394,7 @@ def test_minibatch_kernels_find_the_scale_posterior_only_with_moves(kernel):
 # -- every way to run them ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_chain_methods_agree():
     """A pickled kernel; legacy and typed keys give the same draws by every chain method."""

@@ -37,6 +37,7 @@ def grouped(x, y=None):
     numpyro.sample("y", dist.Normal(jnp.tanh(x @ w + b).sum(-1), 0.4).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [plain, grouped])
 def test_joint_law_of_sites_and_data_is_invariant(model):
     """Sites from the prior, data given them, moves given the data: the sites still have the law of the prior.
@@ -94,6 +95,7 @@ def two_modes(y=None):
     )
 
 
+@pytest.mark.slow
 def test_modes_are_crossed_in_every_chain():
     """Weights of the modes against quadrature; without moves no chain leaves its mode."""
     kernels = {False: NUTS(two_modes), True: infer.UnitMoves(NUTS(two_modes), {"w": 0}, num_moves=20)}

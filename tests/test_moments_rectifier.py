@@ -9,8 +9,6 @@ from scipy.integrate import quad
 
 from numpyro_bnn.moments import Gaussian, maximum, maximum_of, rectified, two_slopes
 
-pytestmark = pytest.mark.core
-
 # Both sides of the two thresholds, the far tails, and the middle.
 ALPHAS = np.concatenate([[-40, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013])
 

@@ -10,8 +10,6 @@ from scipy import stats
 from numpyro_bnn.moments import Gaussian, maximum_of, propagate
 from numpyro_bnn.moments.registry import RULES
 
-pytestmark = pytest.mark.core
-
 X = Gaussian(np.linspace(-1.5, 1.7, 6).reshape(2, 3), np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
 IMAGE = Gaussian(
     np.random.default_rng(0).normal(size=(2, 6, 5, 2)), np.random.default_rng(1).uniform(0.1, 2, (2, 6, 5, 2))

@@ -12,8 +12,6 @@ from scipy import stats
 from numpyro_bnn.sgmcmc import Epochs, Keys, Nothing, Rows, Together, WithReplacement, noise
 from numpyro_bnn.sgmcmc.minibatches import permute
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(scope="module")
 def words():

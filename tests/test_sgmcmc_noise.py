@@ -9,8 +9,6 @@ from scipy import stats
 
 from numpyro_bnn.sgmcmc import noise
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(scope="module")
 def words():

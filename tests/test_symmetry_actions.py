@@ -15,7 +15,7 @@ from registry import SYMMETRIC_NETS, SYMMETRIES, rows
 from numpyro_bnn import nn, symmetry
 from numpyro_bnn.symmetry import JointScale, Part, Permutation, Rescale, Scale, Shift, SignFlip
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 
 # -- the groups -------------------------------------------------------------------------------------
 
