@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpyro import handlers
 from numpyro.infer import Predictive
 from scipy import stats
 
@@ -34,6 +35,7 @@ SHORT = {
     " --nuts-samples 10",
     "examples.amortised": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
     " --point-steps 300 --num-draws 5",
+    "examples.neal": "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
@@ -114,6 +116,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
         ("examples.amortised", ["--widths", "3", "0"]),
         ("examples.variational", ["--points", "3"]),
+        ("examples.neal", ["--num-samples", "3"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
@@ -509,6 +512,44 @@ def test_orbit_moves(tmp_path):
     assert ratios["sweep + refresh, SGLD B=8 / draw of 2 SGLD steps, B=8"]["min"] == pytest.approx(draw)
     assert written["network"]["width"] == 3
     assert written["versions"]["jax"]
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_neal(tmp_path, capsys):
+    report = run("examples.neal", "--output", tmp_path / "out")
+    out = capsys.readouterr().out
+    assert set(report) == {"bdata", "cdata"}
+    assert set(json.loads((tmp_path / "out" / "neal.json").read_text())) == set(report)
+    for name, part in report.items():
+        assert f"a made-up set of the kind of {name}" in out
+        assert set(part["test"]) == {"chain 1", "chain 2", "all chains"}
+        for scores in part["test"].values():
+            assert scores["log_probability"][0] < 0 <= scores["error"][0] <= 1
+        # Averaged probabilities of the label score at least the average score (Jensen).
+        first, second, both = (scores["log_probability"][0] for scores in part["test"].values())
+        assert both > (first + second) / 2
+        assert (tmp_path / "out" / f"neal_{name}.png").stat().st_size > 10_000
+    middle, low, high = np.transpose(report["cdata"]["scales"])
+    assert ((low <= middle) & (middle <= high)).all()
+    assert np.shape(report["cdata"]["medians"]) == (2, 4)
+    assert "Neal's run" not in out  # nothing to compare made-up cases with
+
+
+def test_neal_scales_the_ard_prior_as_he_does():
+    """His x0.2:0.5:1 with four inputs: width 0.2 / 4, because alpha is 1 (section on priors of his documentation).
+
+    The precision of an input over that they share is Gamma(0.5) of mean 1, whatever the width.
+    """
+    neal = importlib.import_module("examples.neal")
+
+    def draw(key):
+        trace = handlers.trace(handlers.seed(neal.ard, key)).get_trace("k", (4, 3))
+        return trace["k_shared_precision"]["value"], trace["k_precision"]["value"]
+
+    shared, each = jax.vmap(draw)(jax.random.split(jax.random.key(0), 2000))
+    # Two tests at 1e-4: a seed in 5000 fails.
+    assert stats.kstest(shared * 0.25 * 0.05**2, stats.gamma(0.25).cdf).pvalue > 1e-4
+    assert stats.kstest(np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf).pvalue > 1e-4
 
 
 @pytest.mark.usefixtures("compiled_quickly")
