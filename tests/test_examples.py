@@ -36,6 +36,8 @@ SHORT = {
     "examples.amortised": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
     " --point-steps 300 --num-draws 5",
     "examples.neal": "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
+    "examples.two_modes": "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3"
+    " --max-tree-depth 2",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
@@ -550,6 +552,25 @@ def test_neal_scales_the_ard_prior_as_he_does():
     # Two tests at 1e-4: a seed in 5000 fails.
     assert stats.kstest(shared * 0.25 * 0.05**2, stats.gamma(0.25).cdf).pvalue > 1e-4
     assert stats.kstest(np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf).pvalue > 1e-4
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_two_modes(tmp_path, capsys):
+    report = run("examples.two_modes", "--output", tmp_path / "out")
+    out = capsys.readouterr().out
+    assert set(report["test"]) == {"chain 1", "chain 2", "all chains"}
+    for scores in report["test"].values():
+        assert math.isfinite(scores["log_probability"][0])
+        assert scores["squared_error"][0] > 0
+        assert scores["turns_up"] in np.arange(9) / 8  # of 4 draws, or of 8
+    assert report["moves"] == 2 * 12 * 3
+    assert 0 < report["accepted"] <= 1
+    assert "a made-up set of the kind of rdata" in out
+    assert "Neal's run" in out
+    assert "Neal  " not in out  # nothing to compare made-up cases with
+    assert json.loads((tmp_path / "out" / "two_modes.json").read_text())["moves"] == report["moves"]
+    assert (tmp_path / "out" / "two_modes.png").stat().st_size > 10_000
+    assert not jax.config.jax_enable_x64
 
 
 @pytest.mark.usefixtures("compiled_quickly")

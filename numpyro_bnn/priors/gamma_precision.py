@@ -6,9 +6,9 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_bnn._errors import argument_error
+from numpyro_bnn._group_student import GroupStudentT
 from numpyro_bnn.nn import Shape
 from numpyro_bnn.priors.base import Prior, check_positive, gaussian
-from numpyro_bnn.priors.group_student import GroupStudentT
 
 __all__ = ["GammaPrecision"]
 

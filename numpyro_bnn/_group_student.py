@@ -25,8 +25,8 @@ class GroupStudentT(dist.Distribution):
     :param scale: s.
     :param shape: of the array, one event.
 
-    >>> float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))) == float(-jnp.log(2 * jnp.pi))
-    True
+    >>> round(float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))), 3)  # -log(2 pi)
+    -1.838
     """
 
     arg_constraints: ClassVar = {"df": constraints.positive, "scale": constraints.positive}
