@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import lax, random
+from jax import random
 from jax.scipy.special import gammaln
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
@@ -56,21 +56,23 @@ class GroupStudentT(dist.Distribution):
         constant = gammaln(half + n / 2) - gammaln(half) - n / 2 * jnp.log(jnp.pi * self.df)
         return constant - n * jnp.log(self.scale) - (half + n / 2) * jnp.log1p(square / self.df)
 
-    def given_rest(self, rng_key: jax.Array, value: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-        """The array with its slice at ``index`` of ``axis`` drawn from its distribution given all other slices.
+    def given_rest(self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array) -> jax.Array:
+        """The array with its chosen elements drawn from their distribution given all others.
 
-        With n weights of squared length q in these the slice is of the same family, with :math:`\\alpha + n` degrees
-        of freedom and :math:`s^2 (\\alpha + q / s^2) / (\\alpha + n)`.
+        With n other elements of squared length q these are of the same family, with :math:`\\alpha + n` degrees of
+        freedom and :math:`s^2 (\\alpha + q / s^2) / (\\alpha + n)`: given few others they are heavy-tailed.
 
         :param rng_key: a key.
         :param value: the array.
+        :param chosen: booleans that broadcast against it.
         """
-        old = lax.dynamic_index_in_dim(value, index, axis, keepdims=False)
-        rest, square = value.size - old.size, jnp.sum(value**2) - jnp.sum(old**2)
-        df = self.df + rest
-        scale = jnp.sqrt((self.df * self.scale**2 + jnp.maximum(square, 0.0)) / df)
-        drawn = GroupStudentT(df, scale, old.shape).sample(rng_key).astype(value.dtype)
-        return lax.dynamic_update_index_in_dim(value, drawn, index, axis)
+        chosen = jnp.broadcast_to(chosen, value.shape)
+        df = self.df + jnp.sum(~chosen)
+        square = jnp.sum(jnp.where(chosen, 0.0, value) ** 2)
+        scale = jnp.sqrt((self.df * self.scale**2 + square) / df)
+        return jnp.where(chosen, GroupStudentT(df, scale, value.shape).sample(rng_key), value).astype(
+            value.dtype
+        )
 
     @property
     def mean(self) -> jax.Array:

@@ -302,7 +302,7 @@ def test_group_student_is_the_integral_over_its_precision():
     assert scipy.stats.kstest(lengths, scipy.stats.f(6, 3).cdf).pvalue > RATE
 
     def redraw(key, value):
-        return fn.given_rest(key, value, jnp.array(1), 1)
+        return fn.given_rest(key, value, jnp.array([False, True, False]))
 
     redrawn = jax.vmap(redraw)(jax.random.split(other, NUMBER), draws)
     np.testing.assert_array_equal(redrawn[:, :, [0, 2]], draws[:, :, [0, 2]])

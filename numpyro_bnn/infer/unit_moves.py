@@ -1,4 +1,4 @@
-"""Moves that give a hidden unit new parameters, drawn from their prior: for posteriors of several modes."""
+"""Moves that give hidden units new parameters, drawn from their prior: for posteriors of several modes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,17 +44,18 @@ class UnitState(NamedTuple):
 
 
 class UnitMoves(Around):
-    r"""Any kernel, followed by moves that redraw single hidden units from their prior.
+    r"""Any kernel, followed by moves that redraw some hidden units from their prior.
 
-    A move picks a unit, and of the sites that hold its parameters one or more, all choices being equally likely. It
-    draws these parameters from their prior given all others, :math:`\theta' \sim p(\theta_u \mid \theta_{-u})`, and
-    accepts with probability
+    A move picks m units, m with probability proportional to 1 / m, and of the sites that hold their parameters one or
+    more, all choices being equally likely. It draws these parameters from their prior given all others,
+    :math:`\theta_u' \sim p(\theta_u \mid \theta_{-u})`, and accepts with probability
 
     .. math:: \min\Big(1, \frac{p(y, \phi \mid \theta')}{p(y, \phi \mid \theta)}\Big),
 
     :math:`\phi` all sites besides. In networks with more units than the data need some are idle; such a unit goes
-    anywhere in one step, where a gradient sampler would have to climb. Output weights make a unit pay for leaving:
-    integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and most moves are accepted.
+    anywhere in one step, where a gradient sampler would have to climb. Several units together can leave the common
+    size that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. Output weights make a unit pay for leaving:
+    integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and most moves of single units are accepted.
 
     A move costs one evaluation of the log density, on all data, and no gradient.
 
@@ -188,27 +189,26 @@ class UnitMoves(Around):
     def _redraw(
         self, rng_key: jax.Array, at: Mapping[str, jax.Array], prior: Mapping[str, dist.Distribution]
     ) -> dict[str, jax.Array]:
-        key_unit, key_sites, *keys = random.split(rng_key, 2 + len(at))
-        unit = random.randint(key_unit, (), 0, self._num_units)
+        key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(at))
+        sizes = jnp.arange(1, self._num_units + 1)
+        size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
+        units = random.permutation(key_units, self._num_units) < size
         chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a set of sites that is not empty, as bits
         new = {}
         for i, ((name, value), key) in enumerate(zip(at.items(), keys, strict=True)):
-            drawn = _given_rest(key, prior[name], value, unit, self._units[name])
-            new[name] = jnp.where((chosen >> i) & 1, drawn, value)
+            shape = [1] * value.ndim
+            shape[self._units[name]] = -1
+            here = units.reshape(shape) & (((chosen >> i) & 1) == 1)
+            new[name] = _given_rest(key, prior[name], value, here)
         return new
 
 
-def _given_rest(
-    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, unit: jax.Array, axis: int
-) -> jax.Array:
-    """``value`` with the slice of a unit drawn from its prior given the other units."""
+def _given_rest(rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, chosen: jax.Array) -> jax.Array:
+    """``value`` with the chosen elements drawn from their prior given the others."""
     base = unwrapped(fn)
     if isinstance(base, GroupStudentT):
-        return base.given_rest(rng_key, value, unit, axis)
-    here = jnp.arange(value.shape[axis]) == unit
-    shape = [1] * value.ndim
-    shape[axis] = -1
-    return jnp.where(here.reshape(shape), fn.sample(rng_key).astype(value.dtype), value)
+        return base.given_rest(rng_key, value, chosen)
+    return jnp.where(chosen, fn.sample(rng_key).astype(value.dtype), value)
 
 
 def _log_rest(
