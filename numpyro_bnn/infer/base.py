@@ -60,6 +60,7 @@ class SGMCMCKernel(MCMCKernel):
 
     exact = False
     target_accept: float | None = None
+    preconditioners: tuple[str, ...] = ()  # names beside those that all kernels know
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class SGMCMCKernel(MCMCKernel):
                 self._call, "model", self._model, "Pass a NumPyro model (a function).", TypeError
             )
         options = {name: getattr(self, f"_{name}") for name in OPTIONS}
-        check_options(self._call, self.exact, **options)
+        check_options(self._call, self.exact, **options, more_preconditioners=self.preconditioners)
 
     def _reset(self) -> None:
         """Forget what was built for a model and its arguments."""
@@ -130,6 +131,34 @@ class SGMCMCKernel(MCMCKernel):
         """
         return 1 / (curvature * (1 + noise))
 
+    def step_length(self, step_size: jax.Array, size: int) -> jax.Array:
+        """The first step size in the kernel's own unit, for P = ``size`` parameters."""
+        return step_size
+
+    def start_tuning(self, position: jax.Array, step_size: jax.Array) -> Any:
+        """What :meth:`adapt` remembers, at the start."""
+        return ()
+
+    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
+        return engine
+
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        """Change a chain after transition ``i``: here the acceptance of an exact kernel is steered in warm-up
+        (Robbins-Monro on log eps).
+
+        :param before: the transition, with caches renewed.
+        :param after: it.
+        """
+        if not self.steers_step_size or not self.chooses_step_size or after.accept_prob is None:
+            return after
+        age = jnp.maximum(i - self.warm_start_length, 0) + 1
+        gain = 2.0 * age.astype(after.accept_prob.dtype) ** -0.6
+        adapted = after.base_step_size * jnp.exp(gain * (after.accept_prob - self.target_accept))
+        return after._replace(base_step_size=jnp.where(i < self.num_warmup, adapted, after.base_step_size))
+
     # -- the contract of MCMCKernel --------------------------------------------------------------------
 
     @property
@@ -151,6 +180,8 @@ class SGMCMCKernel(MCMCKernel):
             "num_gradients",
         ]
         dynamics = self.dynamics(lambda z: z, 1.0)
+        if dynamics.reports_energy:
+            fields += ["energy_variance", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.Dynamics.momentum:
             fields.append("kinetic_temperature")
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
@@ -308,6 +339,11 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def chooses_step_size(self) -> bool:
         return self._step_size is None
+
+    @property
+    def steers_step_size(self) -> bool:
+        """Whether a chosen step size is a first guess, which :meth:`adapt` changes after every transition."""
+        return self.target_accept is not None
 
     @property
     def fixed_step_size(self) -> float | None:

@@ -47,11 +47,14 @@ class Chain:
             gradient_noise=zero,
             num_gradients=jnp.int32(0),
             accept_prob=engine.statistics.accept_prob,
+            energy_variance=engine.statistics.energy_variance,
+            decoherence_length=getattr(engine.memory, "length", None),
             diverged=jnp.asarray(False),
             i=jnp.int32(0),
             base_step_size=base,
             engine=engine,
             optimizer=kernel.optimizer.init(position) if kernel.warm_start_length else (),
+            tuning=kernel.start_tuning(position, base),
             rng_key=rng_key,
         )
 
@@ -76,14 +79,15 @@ class Chain:
 
     def _sample(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         # Measured when sampling starts, more and more rarely on the way to the typical set, and for good at the end.
-        warm, total = self.kernel.warm_start_length, self.kernel.num_warmup
+        kernel = self.kernel
+        warm, total = kernel.warm_start_length, kernel.num_warmup
         half = (warm + total) // 2
         times = {warm, half, total} | {warm + 2**k for k in range(20) if warm + 2**k < half}
         due = jnp.any(i == jnp.array(sorted(times)))
         state = lax.cond(due, lambda s: self._settle(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
-        engine = self.kernel.run(sampler, sgmcmc.reset_statistics(state.engine), i)
-        return self._adapt(self._collect(state, engine, sampler), i)
+        engine = kernel.run(sampler, sgmcmc.reset_statistics(state.engine), i)
+        return kernel.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
         statistics = engine.statistics
@@ -96,19 +100,11 @@ class Chain:
             kinetic_temperature=statistics.kinetic_temperature,
             num_gradients=state.num_gradients + statistics.num_gradients,
             accept_prob=statistics.accept_prob,
+            energy_variance=statistics.energy_variance,
+            decoherence_length=getattr(engine.memory, "length", None),
             diverged=diverged,
             engine=engine,
         )
-
-    def _adapt(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        """Steer the acceptance of an exact kernel in warm-up (Robbins-Monro on log eps)."""
-        kernel = self.kernel
-        if kernel.target_accept is None or not kernel.chooses_step_size or state.accept_prob is None:
-            return state
-        age = jnp.maximum(i - kernel.warm_start_length, 0) + 1
-        gain = 2.0 * age.astype(state.accept_prob.dtype) ** -0.6
-        adapted = state.base_step_size * jnp.exp(gain * (state.accept_prob - kernel.target_accept))
-        return state._replace(base_step_size=jnp.where(i < kernel.num_warmup, adapted, state.base_step_size))
 
     def _optimise(self, state: SGMCMCState) -> SGMCMCState:
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
@@ -139,15 +135,16 @@ class Chain:
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
         warm = kernel.warm_start_length
         # Control variates are centred at the end of the warm start and stay there.
-        engine = sampler.refresh(state.engine, recentre=i <= warm)
+        engine = kernel.precondition(sampler, sampler.refresh(state.engine, recentre=i <= warm), i)
         noise = gradient_noise(sampler, engine)
         state = state._replace(engine=engine, gradient_noise=noise.mean)
         if not kernel.chooses_step_size:
             return state
         curvature = largest_curvature(sampler, engine)
         chosen = kernel.choose_step_size(curvature, noise.largest)
-        if kernel.target_accept is not None:  # a first guess, adapted from there on
-            chosen = jnp.where(i <= warm, chosen, state.base_step_size)
+        if kernel.steers_step_size:  # a first guess, adapted from there on
+            guess = kernel.step_length(chosen, engine.position.size)
+            chosen = jnp.where(i <= warm, guess, state.base_step_size)
         elif kernel.num_warmup:
             stable = jnp.maximum(chosen, kernel.stable_step_size(curvature, noise.relative))
             chosen = jnp.where(i < (warm + kernel.num_warmup) // 2, stable, chosen)

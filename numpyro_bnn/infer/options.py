@@ -35,10 +35,12 @@ def check_options(
     preconditioner: Any,
     warm_start: float,
     bias_tolerance: float,
+    more_preconditioners: tuple[str, ...] = (),
 ) -> None:
     """Refuse options of :class:`~numpyro_bnn.infer.SGMCMCKernel` that are out of range.
 
     :param exact: whether the kernel rejects: then T = 0 has no meaning.
+    :param more_preconditioners: names that this kernel knows beside those that all know.
     :raises ValueError: for a number out of range or an unknown name.
     :raises TypeError: for what is no number.
     """
@@ -54,7 +56,8 @@ def check_options(
         raise unknown_name(call, "gradient", gradient, GRADIENTS)
     if minibatches not in MINIBATCHES:
         raise unknown_name(call, "minibatches", minibatches, MINIBATCHES)
-    if isinstance(preconditioner, str) and preconditioner not in NAMES:
-        raise unknown_name(call, "preconditioner", preconditioner, NAMES)
+    names = (*NAMES, *more_preconditioners)
+    if isinstance(preconditioner, str) and preconditioner not in names:
+        raise unknown_name(call, "preconditioner", preconditioner, names)
     if is_warm_start(preconditioner) and not warm_start:
         raise argument_error(call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it.")
