@@ -1,4 +1,4 @@
-"""Kernels for ``numpyro.infer.MCMC``: stochastic gradients, microcanonical motion, symmetries, exact blocks, parallel tempering."""
+"""Kernels for ``numpyro.infer.MCMC``: stochastic gradients, microcanonical, exact blocks, symmetries, tempering."""
 
 from numpyro_bnn.infer import schedules
 from numpyro_bnn.infer.base import SGMCMCKernel
@@ -6,7 +6,7 @@ from numpyro_bnn.infer.block import BlockState
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
-from numpyro_bnn.infer.microcanonical import MCLMC, AdjustedMCLMC, implied_bias
+from numpyro_bnn.infer.mclmc import MCLMC, AdjustedMCLMC, implied_bias
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves, OrbitState
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, conjugate_sites

@@ -52,21 +52,21 @@ class Spread(NamedTuple):
 
     mean: jax.Array
     squares: jax.Array
-    count: jax.Array
+    total: jax.Array
 
     def add(self, position: jax.Array) -> "Spread":
         """Take one position more into account."""
-        count = self.count + 1
+        total = self.total + 1
         off = position - self.mean
-        mean = self.mean + off / count
-        return Spread(mean, self.squares + off * (position - mean), count)
+        mean = self.mean + off / total
+        return Spread(mean, self.squares + off * (position - mean), total)
 
     def variance(self) -> jax.Array:
         """Variances (P,), drawn towards their geometric mean as if that had been seen five times."""
-        found = self.squares / jnp.maximum(self.count - 1, 1)
+        found = self.squares / jnp.maximum(self.total - 1, 1)
         tiny = jnp.finfo(found.dtype).tiny
         centre = jnp.exp(jnp.mean(jnp.log(jnp.maximum(found, tiny))))
-        return jnp.maximum((self.count * found + 5 * centre) / (self.count + 5), tiny)
+        return jnp.maximum((self.total * found + 5 * centre) / (self.total + 5), tiny)
 
 
 class Averaging(NamedTuple):
@@ -75,7 +75,7 @@ class Averaging(NamedTuple):
     :param value: for the next transition.
     :param average: for the time after warm-up.
     :param drift: mean of target minus acceptance.
-    :param count: of updates.
+    :param updates: of updates.
     :param centre: to which values are drawn.
 
     Reference: Hoffman & Gelman (2014), section 3.2, with its constants.
@@ -84,7 +84,7 @@ class Averaging(NamedTuple):
     value: jax.Array
     average: jax.Array
     drift: jax.Array
-    count: jax.Array
+    updates: jax.Array
     centre: jax.Array
 
     @classmethod
@@ -96,11 +96,11 @@ class Averaging(NamedTuple):
 
     def update(self, excess: jax.Array) -> "Averaging":
         """Learn from target minus acceptance of a transition."""
-        count = self.count + 1
-        drift = self.drift + (excess - self.drift) / (count + 10)
-        value = self.centre - jnp.sqrt(count) / 0.05 * drift
-        weight = count**-0.75
-        return Averaging(value, weight * value + (1 - weight) * self.average, drift, count, self.centre)
+        updates = self.updates + 1
+        drift = self.drift + (excess - self.drift) / (updates + 10)
+        value = self.centre - jnp.sqrt(updates) / 0.05 * drift
+        weight = updates**-0.75
+        return Averaging(value, weight * value + (1 - weight) * self.average, drift, updates, self.centre)
 
 
 class Tuning(NamedTuple):

@@ -152,7 +152,7 @@ class SGMCMCKernel(MCMCKernel):
         :param before: the transition, with caches renewed.
         :param after: it.
         """
-        if not self.steers_step_size or not self.chooses_step_size or after.accept_prob is None:
+        if self.target_accept is None or not self.chooses_step_size or after.accept_prob is None:
             return after
         age = jnp.maximum(i - self.warm_start_length, 0) + 1
         gain = 2.0 * age.astype(after.accept_prob.dtype) ** -0.6

@@ -10,7 +10,7 @@ __all__ = ["SGMCMCState"]
 
 
 class SGMCMCState(NamedTuple):
-    """State of the kernels of this package; all but ``z`` and those after ``diverged`` are statistics of the last draw.
+    """State of these kernels; all but ``z`` and those after ``diverged`` are statistics of the last draw.
 
     :param z: unconstrained values by site; NaN from a divergence on.
     :param step_size: eps of the last step: theta += (eps / 2) g~ + N(0, eps T).

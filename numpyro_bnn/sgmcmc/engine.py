@@ -327,10 +327,13 @@ class Sampler:
         weight = 1.0 / count.astype(virial.dtype)
         momentum = self.dynamics.momentum(move.memory)
         kinetic = None if momentum is None else squared_norm(momentum) / size
-        energy = None if move.energy_error is None else jnp.square(move.energy_error) / size
-        seen = (kinetic, virial / size, move.accept_prob, energy)
-        before = (*statistics[1:4], statistics.energy_variance)
-        kinetic, virial, accept, energy = jax.tree.map(lambda mean, x: mean + weight * (x - mean), before, seen)
+        seen = (kinetic, virial / size, move.accept_prob)
+        kinetic, virial, accept = jax.tree.map(
+            lambda mean, x: mean + weight * (x - mean), statistics[1:4], seen
+        )
+        energy = statistics.energy_variance
+        if move.energy_error is not None and energy is not None:
+            energy = energy + weight * (jnp.square(move.energy_error) / size - energy)
         return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent, energy)
 
 

@@ -1,4 +1,4 @@
-"""Microcanonical dynamics: motion of constant speed whose direction turns along the gradient; plain, and with a test."""
+"""Microcanonical dynamics: constant speed, in a direction that turns along the gradient; plain, and with a test."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ INTEGRATORS = {
 }
 # The golden ratio in 32 bits: multiples of it fill the circle evenly.
 _GOLDEN = 2654435769
+# Largest delta of a turn that can be undone, in units of the logarithm of the precision: 6 in float32.
+SHARPEST = 0.375
 
 
 class Direction(NamedTuple):
@@ -41,33 +43,36 @@ class Direction(NamedTuple):
     :param potential: of the last position.
     :param gradient: (P,) of the last position.
     :param length: decoherence length L.
-    :param count: trajectories so far.
+    :param trajectory: number of the next trajectory.
     """
 
     direction: jax.Array
     potential: jax.Array
     gradient: jax.Array
     length: jax.Array
-    count: jax.Array
+    trajectory: jax.Array
 
 
-def turn(direction: jax.Array, slope: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Turn a unit vector (P,) towards ``slope`` for a while; return it with the change of the kinetic energy.
+def turn(direction: jax.Array, slope: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Turn a unit vector (P,) towards ``slope`` for a while; return it, the change of the kinetic energy, and delta.
 
     With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
     is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalised, and minus the energy is the logarithm of the
     Jacobian of this map of the sphere.
     """
     freedom = slope.shape[0] - 1
-    norm = jnp.sqrt(squared_norm(slope))
-    unit = slope / jnp.maximum(norm, jnp.finfo(slope.dtype).tiny)
+    tiny, epsilon = jnp.finfo(slope.dtype).tiny, jnp.finfo(slope.dtype).eps
+    norm = jnp.maximum(jnp.sqrt(squared_norm(slope)), tiny)
     delta = time * norm / freedom
-    along = jnp.clip(jnp.vdot(direction, unit), -1.0, 1.0)
+    along = jnp.clip(jnp.vdot(direction, slope) / norm, -1.0, 1.0)
     zeta = jnp.exp(-delta)
-    turned = ((1.0 - zeta) * (1.0 + zeta + along * (1.0 - zeta))) * unit + (2.0 * zeta) * direction
+    # The length of what is normalised; known, so that it need not be measured.
+    length = jnp.maximum(1.0 + along + (1.0 - along) * zeta**2, tiny)
+    towards = (1.0 - zeta) * (1.0 + zeta + along * (1.0 - zeta)) / (length * norm)
     # log(cosh delta + along sinh delta), without the cancellation of that form.
-    kinetic = freedom * (delta + jnp.log1p(0.5 * (1.0 - along) * jnp.expm1(-2.0 * delta)))
-    return normalised(turned), kinetic
+    left = jnp.maximum(0.5 * (1.0 - along) * jnp.expm1(-2.0 * delta), epsilon - 1.0)
+    kinetic = freedom * (delta + jnp.log1p(left))
+    return towards * slope + (2.0 * zeta / length) * direction, kinetic, delta
 
 
 def normalised(v: jax.Array) -> jax.Array:
@@ -93,7 +98,7 @@ class _Microcanonical(Dynamics):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        return ("direction", "length", "count")
+        return ("direction", "length", "trajectory")
 
     def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Direction:
         if position.shape[0] < 2:
@@ -111,8 +116,8 @@ class _Microcanonical(Dynamics):
 
     def _integrate(
         self, environment: Environment, seen: Evaluation, direction: jax.Array, batch: Any
-    ) -> tuple[Evaluation, jax.Array, jax.Array]:
-        """One step of the deterministic part; returns the evaluation at its end, direction and energy error."""
+    ) -> tuple[Evaluation, jax.Array, jax.Array, jax.Array]:
+        """One step of the deterministic part: evaluation at its end, direction, energy error, and largest delta."""
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = environment.step_size, -1.0 / environment.temperature
         adaptation, start = environment.adaptation, seen.potential
@@ -120,14 +125,14 @@ class _Microcanonical(Dynamics):
         def slope(gradient: jax.Array) -> jax.Array:
             return scale * environment.transpose(adaptation, gradient)
 
-        direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
+        direction, kinetic, largest = turn(direction, slope(seen.gradient), turns[0] * eps)
         for share, drift in zip(turns[1:], drifts, strict=True):
             position = seen.position + (drift * eps) * environment.root(adaptation, direction)
             seen = environment.evaluate(position, batch)
-            direction, change = turn(direction, slope(seen.gradient), share * eps)
-            kinetic = kinetic + change
+            direction, change, delta = turn(direction, slope(seen.gradient), share * eps)
+            kinetic, largest = kinetic + change, jnp.maximum(largest, delta)
         # The potentials of neighbouring positions: their difference is exact where that of far ones loses digits.
-        return seen, direction, kinetic - scale * (seen.potential - start)
+        return seen, direction, kinetic - scale * (seen.potential - start), largest
 
 
 @dataclass(frozen=True)
@@ -139,17 +144,21 @@ class Microcanonical(_Microcanonical):
     .. math:: d\theta = L_G u\,dt, \qquad du = (I - u u') L_G' g\,dt / (P - 1)
 
     leaves exp(-U / T) with u uniform on the sphere as it is. Turns and drifts are solved exactly and composed
-    symmetrically; half of a refresh :math:`u \leftarrow (u + \nu z) / |u + \nu z|`,
-    :math:`\nu^2 = (e^{\epsilon / \ell} - 1) / P`, comes before, half after. ``step_size`` is the *length* eps of a
-    step, and the decoherence length :math:`\ell` the distance after which the direction is forgotten.
+    symmetrically, with a refresh :math:`u \leftarrow (u + \nu z) / |u + \nu z|`,
+    :math:`\nu^2 = (e^{2 \epsilon / \ell} - 1) / P`, between steps: the half after one and the half before the next
+    in one. ``step_size`` is the *length* eps of a step, and the decoherence length :math:`\ell` the distance after
+    which the direction is forgotten.
 
     The speed cannot grow: a large gradient turns, and never throws. Nothing is rejected, so there is a bias of order
     eps^2, which the energy error of the steps tells.
 
     :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default, right for N(0, I).
     :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
-    :param fresh: evaluate the start of each step on the minibatch of the step: one gradient more, and the energy error
-        is that of the step alone. Needed with minibatches.
+    :param fresh: evaluate the start of each step on the minibatch of the step: one gradient more, and the energy
+        error is that of the step alone. Needed with minibatches.
+    :param energy: tell the energy error of the steps. Without, no potential is evaluated: gradients alone are a
+        quarter cheaper where the network is small. A state can go on with either; the potential in its memory is
+        stale after steps without.
     :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
 
     Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak (2024), equations 4 to 6.
@@ -159,10 +168,11 @@ class Microcanonical(_Microcanonical):
     """
 
     fresh: bool = False
+    energy: bool = True
 
     @property
-    def rows(self) -> int:
-        return 2
+    def reports_energy(self) -> bool:
+        return self.energy
 
     @property
     def evaluations(self) -> int:
@@ -170,16 +180,16 @@ class Microcanonical(_Microcanonical):
 
     def step(self, environment: Environment, position: jax.Array, memory: Direction, draw: Draw) -> Move:
         # Bounded, because an infinite weight of the noise would be no number.
-        blur = jnp.minimum(environment.step_size / memory.length, 50.0)
+        blur = jnp.minimum(2.0 * environment.step_size / memory.length, 50.0)
         spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
         direction = normalised(memory.direction + spread * draw.noise[0])
         here = Evaluation(position, memory.potential, memory.gradient, environment.adaptation)
         if self.fresh:
             here = environment.evaluate(position, draw.batch)
-        seen, direction, error = self._integrate(environment, here, direction, draw.batch)
-        direction = normalised(direction + spread * draw.noise[1])
-        after = memory._replace(direction=direction, potential=seen.potential, gradient=seen.gradient)
-        return Move(seen.position, after, seen, energy_error=error)
+        seen, direction, error, _ = self._integrate(environment, here, direction, draw.batch)
+        potential = seen.potential if self.energy else memory.potential
+        after = memory._replace(direction=direction, potential=potential, gradient=seen.gradient)
+        return Move(seen.position, after, seen, energy_error=error if self.energy else None)
 
 
 @dataclass(frozen=True)
@@ -233,7 +243,7 @@ class MicrocanonicalMetropolis(_Microcanonical):
 
     def num_steps(self, memory: Direction, step_size: jax.Array) -> jax.Array:
         """Steps of the trajectory that comes next: 2 length / step_size times an even sequence on (0, 1)."""
-        turn = memory.count * jnp.uint32(_GOLDEN)
+        turn = memory.trajectory * jnp.uint32(_GOLDEN)
         share = (turn.astype(step_size.dtype) + 0.5) * 2.0**-32
         most = jnp.asarray(self.max_steps, step_size.dtype)
         return jnp.clip(jnp.ceil(2.0 * share * memory.length / step_size), 1.0, most).astype(jnp.int32)
@@ -246,16 +256,22 @@ class MicrocanonicalMetropolis(_Microcanonical):
 
         def advance(_: jax.Array, carry: tuple) -> tuple:
             seen, direction, error = carry
-            seen, direction, change = self._integrate(environment, seen, direction, draw.batch)
-            return seen._replace(adaptation=environment.adaptation), direction, error + change
+            seen, direction, change, delta = self._integrate(environment, seen, direction, draw.batch)
+            change = jnp.where(delta < limit, change, jnp.inf)
+            return seen._replace(adaptation=environment.adaptation), normalised(direction), error + change
 
+        # A direction that was turned further has lost its digits, and with them the way back: refused, on either way.
+        limit = -SHARPEST * jnp.log(jnp.finfo(position.dtype).eps)
         number = self.num_steps(memory, environment.step_size)
         start = (here, direction, jnp.zeros((), position.dtype))
         seen, end, error = lax.fori_loop(0, number, advance, start)
         accepted, probability = accept(-error, draw.uniform)
         kept, direction = select(accepted, (seen, end), (here, -direction))
         after = memory._replace(
-            direction=direction, potential=kept.potential, gradient=kept.gradient, count=memory.count + 1
+            direction=direction,
+            potential=kept.potential,
+            gradient=kept.gradient,
+            trajectory=memory.trajectory + 1,
         )
         spent = number * len(INTEGRATORS[self.integrator][1])
         return Move(kept.position, after, kept, probability, error, spent)
