@@ -14,6 +14,7 @@ from numpyro_bnn.infer.sgld import PSGLD, SGLD
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.temperature import temperature_band
 from numpyro_bnn.infer.tempering import ParallelTempering, TemperingState
+from numpyro_bnn.infer.warm_start import WarmStart
 
 __all__ = [
     "SGLD",
@@ -34,6 +35,7 @@ __all__ = [
     "conjugate_sites",
     "ParallelTempering",
     "TemperingState",
+    "WarmStart",
     "SGMCMCKernel",
     "SGMCMCState",
     "schedules",

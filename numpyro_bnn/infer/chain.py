@@ -1,7 +1,7 @@
 """One chain: optimise, settle, sample; pure functions of the state for given model arguments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,9 +10,11 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn.infer.plates import Rows
 from numpyro_bnn.infer.preconditioning import is_warm_start
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature, optimise
+from numpyro_bnn.infer.warm_start import Member, held_out_rows
 
 if TYPE_CHECKING:
     from numpyro_bnn.infer.base import SGMCMCKernel
@@ -53,7 +55,7 @@ class Chain:
             i=jnp.int32(0),
             base_step_size=base,
             engine=engine,
-            optimizer=kernel.optimizer.init(position) if kernel.warm_start_length else (),
+            optimizer=kernel.warm_start.start(position) if kernel.warm_start_length else (),
             tuning=kernel.start_tuning(position, base),
             rng_key=rng_key,
         )
@@ -108,23 +110,63 @@ class Chain:
 
     def _optimise(self, state: SGMCMCState) -> SGMCMCState:
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
-        steps = kernel.steps_per_draw * sampler.dynamics.batches
+        warm, member = kernel.warm_start, state.optimizer
+        if warm.held_out:
+            sampler = replace(sampler, gradient=self._learning(state.z))
+        steps = warm.steps_of(kernel.warm_start_length, kernel.usual_steps(sampler))
         engine, memory, squares = optimise(
-            sampler, state.engine, kernel.optimizer, state.optimizer, state.i * steps, steps
+            sampler, state.engine, warm.transformation, member.optimizer, state.i * steps, steps
         )
         if is_warm_start(kernel.preconditioner):
             values = sgmcmc.from_squared_gradients(squares, kernel.target.num_data).values
             # The size of G is left to the step size; its shape is what the gradients tell.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
+        member = Member(memory, engine.position, member.score)
+        if warm.held_out:
+            member = self._better(state.z, member, state.optimizer)
+            last = state.i == kernel.warm_start_length - 1
+            engine = engine._replace(position=jnp.where(last, member.position, engine.position))
         broken = ~jnp.all(jnp.isfinite(engine.position))
         engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
         return state._replace(
             z=ravel_pytree(state.z)[1](engine.position),
             engine=engine,
-            optimizer=memory,
+            optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
             diverged=engine.first_divergence >= 0,
         )
+
+    def _learning(self, z: Any) -> sgmcmc.Gradient:
+        """Gradients from rows that are not held out."""
+        target, unravel = self.kernel.target, ravel_pytree(z)[1]
+        rows = {
+            name: held_out_rows(size, self.kernel.warm_start.held_out)[0]
+            for name, size in target.rows.items()
+        }
+        parts: dict[str, Any] = {
+            name: sgmcmc.WithReplacement(rows[name].size, min(plate.batch_size, rows[name].size))
+            for name, plate in target.plates.items()
+        }
+
+        def potential(position: jax.Array, batch: Any) -> jax.Array:
+            shown = rows | {name: rows[name][batch[name]] for name in parts}
+            return target.potential(self.args, self.kwargs, Rows(shown))(unravel(position))
+
+        if not parts:
+            return sgmcmc.Full(lambda position: potential(position, {}))
+        return sgmcmc.Minibatch(potential, sgmcmc.Together(parts))
+
+    def _better(self, z: Any, new: Member, old: Member) -> Member:
+        """Keep the position that predicts the rows held out better."""
+        target = self.kernel.target
+        held = {
+            name: held_out_rows(size, self.kernel.warm_start.held_out)[1]
+            for name, size in target.rows.items()
+        }
+        score = target.log_likelihood(self.args, self.kwargs, held)(ravel_pytree(z)[1](new.position))
+        better = score > old.score
+        position = jnp.where(better, new.position, old.position)
+        return Member(new.optimizer, position, jnp.where(better, score, old.score).astype(old.score.dtype))
 
     def _settle(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         """Measure gradient noise (and curvature, and choose the step size) at the position; renew caches.

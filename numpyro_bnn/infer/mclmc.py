@@ -275,6 +275,10 @@ class AdjustedMCLMC(MicrocanonicalKernel):
     def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
         return sgmcmc.Full(full)
 
+    def usual_steps(self, sampler: sgmcmc.Sampler) -> int:
+        """As if trajectories had ten steps."""
+        return 10 * self._steps_per_draw
+
     def steer(self, state: SGMCMCState, broken: jax.Array, i: jax.Array) -> SGMCMCState:
         """Dual averaging of the logarithm of the step size."""
         tuning, memory = state.tuning, state.engine.memory

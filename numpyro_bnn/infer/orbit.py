@@ -241,6 +241,19 @@ class OrbitMoves(MCMCKernel):
         moves = [f"{s.name}: {p.method}" for s, p in zip(self._symmetries, self._plans, strict=True)]
         return {**inner, "inner_kernel": type(self._kernel).__name__, "orbit_moves": "; ".join(moves)}
 
+    def members(
+        self, state: OrbitState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, jax.Array]:
+        """Where the inner kernel ended its warm start; moves come later."""
+        if not hasattr(self._kernel, "members"):
+            raise argument_error(
+                "to_inference_data",
+                "members",
+                f"moves around {type(self._kernel).__name__}, which has no warm start",
+                "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members.",
+            )
+        return self._kernel.members(state.base, model_args, model_kwargs)
+
     def divergence_report(self, state: OrbitState) -> str | None:
         """What the inner kernel reports."""
         return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
