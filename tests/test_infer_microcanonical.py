@@ -195,27 +195,28 @@ HESSIAN = np.eye(P) + INPUTS.T @ INPUTS / 0.25
 MEAN = np.linalg.solve(HESSIAN, INPUTS.T @ np.asarray(Y, np.float64) / 0.25)
 
 
-def test_noise_preconditioning_lowers_the_bias_of_minibatches():
-    """Gradient noise of directions of the same step size, with and without the preconditioner that evens it out."""
-    root = np.linalg.cholesky(HESSIAN)
-
-    def excess(preconditioner, steps):
-        kernel = infer.MCLMC(
-            regression,
-            preconditioner=preconditioner,
-            integrator="leapfrog",
-            energy_variance=1e-4,
-            steps_per_draw=50,
-        )
-        mcmc = run(kernel, 60, steps, X, Y, batch_size=B, chains=10)
-        draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
-        squares = (((draws - MEAN) @ root) ** 2).mean((1, 2))
-        assert mcmc.sampler.describe(mcmc.last_state)["biased"]
-        return squares.mean() - 1, squares.std() / 10**0.5
-
-    plain, even = excess(None, 150), excess("gradient_noise", 150)
-    print(f"excess variance on minibatches of {B} of {N}: {plain[0]:.3f}; noise of one size {even[0]:.3f}")
-    assert abs(even[0]) + 4 * even[1] < abs(plain[0]) - 4 * plain[1]
+def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
+    """The bias is measured: near 5 % of the variances here, of which the energy error tells nothing."""
+    kernel = infer.MCLMC(
+        regression,
+        preconditioner="gradient_noise",
+        integrator="leapfrog",
+        energy_variance=1e-4,
+        steps_per_draw=25,
+    )
+    mcmc = run(kernel, 60, 100, X, Y, batch_size=B, chains=8)
+    about = kernel.describe(mcmc.last_state)
+    assert about["biased"]
+    assert about["implied_bias"] < 0.05
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
+    squares = (((draws - MEAN) @ np.linalg.cholesky(HESSIAN)) ** 2).mean((1, 2))
+    print(f"excess variance on minibatches of {B} of {N}: {squares.mean() - 1:.3f}")
+    assert -0.1 < squares.mean() - 1 < 0.25  # standard error 0.02
+    # Noise of a direction is proportional to its input; estimated from 32 minibatches, within 4 (2 / 31)^(1/2) / 2.
+    ratio = np.log(np.asarray(mcmc.last_state.engine.adaptation) * np.sqrt((INPUTS**2).mean(0)))
+    assert np.abs(ratio - ratio.mean(1, keepdims=True)).max() < 0.7
+    counts = np.asarray(mcmc.last_state.num_gradients)
+    assert (counts == 15 * 25 + 145 * 25 * 2).all()  # Adam, then two gradients per leapfrog step
 
 
 # -- warm-started ensembles -------------------------------------------------------------------------
@@ -242,8 +243,9 @@ def test_members_are_the_ends_of_the_warm_start(method):
     # The ensemble is where the chains were after ten transitions of thirty steps of the optimiser each.
     keys = jax.random.split(jax.random.key(0), 3)
     state = kernel.init(keys, 20, None, (GRID, WAVE), {})
+    sample = jax.jit(lambda s: kernel.sample(s, (GRID, WAVE), {}))
     for _ in range(10):
-        state = kernel.sample(state, (GRID, WAVE), {})
+        state = sample(state)
     assert (np.asarray(state.num_gradients) == 300).all()
     found = np.asarray(kernel.members(state, (GRID, WAVE), {})["net/Dense_0.kernel"])
     expected = idata["posterior"]["net.Dense_0.kernel"].to_numpy()[:, 0]
@@ -256,26 +258,21 @@ def test_held_out_rows_stop_the_descent():
     y = (0.5 * x[:, 0] + 0.5 * np.random.default_rng(2).normal(size=20)).astype(np.float32)
     flat = models.regression(nn.MLP([50, 1], "tanh"), bnn.priors.Normal(10.0), noise=0.1)
 
-    def ends(held_out):
-        warm = infer.WarmStart(0.9, num_steps=1800, held_out=held_out, optimizer=optax.adam(0.03))
-        kernel = infer.MCLMC(flat, warm_start=warm, steps_per_draw=1)
-        state = kernel.init(jax.random.split(jax.random.key(0), 8), 40, None, (x, y), {})
+    warm = infer.WarmStart(0.9, num_steps=1800, held_out=0.25, optimizer=optax.adam(0.03))
+    kernel = infer.MCLMC(flat, warm_start=warm, steps_per_draw=1)
+    state = kernel.init(jax.random.split(jax.random.key(0), 8), 40, None, (x, y), {})
 
-        def transition(state, _):
-            state = kernel.sample(state, (x, y), {})
-            return state, state.optimizer.score
+    def transition(state, _):
+        state = kernel.sample(state, (x, y), {})
+        return state, state.optimizer.score
 
-        state, scores = jax.jit(lambda s: lax.scan(transition, s, None, 36))(state)
-        return kernel, state, np.asarray(scores)
-
-    kernel, state, scores = ends(0.25)
+    state, scores = jax.jit(lambda s: lax.scan(transition, s, None, 36))(state)
+    scores = np.asarray(scores)
     assert np.all(np.diff(scores, axis=0) >= 0)  # the best so far
     assert np.isfinite(scores).all()
     _, held = held_out_rows(20, 0.25)
     score = jax.vmap(kernel.target.log_likelihood((x, y), {}, {"data": held}))(state.z)
     np.testing.assert_allclose(score, scores[-1], rtol=1e-3)  # the chain goes on from there
-    last = jax.vmap(kernel.target.log_likelihood((x, y), {}, {"data": held}))(ends(0.0)[1].z)
-    print(f"log density of rows held out: kept {score.mean():.1f}, after all steps {last.mean():.1f}")
     assert (scores[-1] > scores[-18]).mean() < 1  # some chain was best early
 
 
@@ -303,12 +300,14 @@ def test_a_model_that_needs_all_rows_cannot_hold_some_out():
 
 
 def test_members_need_a_warm_start():
-    none = run(infer.MCLMC(NETWORK, warm_start=0.0, steps_per_draw=2), 4, 2, GRID, WAVE, chains=2)
+    none = infer.MCLMC(NETWORK, warm_start=0.0)
+    state = none.init(jax.random.key(0), 4, None, (GRID, WAVE), {})
     with pytest.raises(ValueError, match="without warm start"):
-        bnn.to_inference_data(none, members=True)
-    nuts = run(NUTS(NETWORK, max_tree_depth=1), 2, 2, GRID, WAVE, chains=1)
+        none.members(state, (GRID, WAVE), {})
+    mcmc = MCMC(NUTS(gaussian, max_tree_depth=1), num_warmup=2, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0))
     with pytest.raises(ValueError, match="kernel without warm start"):
-        bnn.to_inference_data(nuts, members=True)
+        bnn.to_inference_data(mcmc, members=True)
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,29 @@ def test_gradient_noise_of_one_size_blurs_only(fresh):
     assert abs(squares.mean() - 1) < 0.25
 
 
+def test_noise_of_unequal_sizes_is_evened_out_by_a_preconditioner():
+    """Half of the directions with 40 times the noise variance: they take speed from the others, until the noise has
+    one size in whitened directions."""
+    size, h = 2048, 0.3
+    noise = jnp.where(jnp.arange(size) % 2 == 0, 4.0, 0.1)
+
+    def noisy(q, key):
+        return 0.5 * jnp.vdot(q, q) + jnp.vdot(q, jnp.sqrt(noise) * jax.random.normal(key, q.shape))
+
+    def bias(preconditioner):
+        dynamics = Microcanonical(2 * size**0.5, "leapfrog", fresh=True)
+        sampler = build(Minibatch(noisy, Keys()), dynamics, preconditioner, schedule=h * size**0.5)
+        squares, _ = moments(sampler, jnp.ones(size), 300, 200, 4)
+        return squares.reshape(-1, 2).mean(0) - 1
+
+    even = 1 / noise
+    plain, evened = bias(None), bias(Diagonal(even / jnp.exp(jnp.mean(jnp.log(even)))))
+    print(f"biases of noisy and quiet directions: plain {plain}, preconditioned {evened}")
+    # Standard error of each about (2 / (1024 * 50))^(1/2) = 0.006.
+    assert np.abs(plain).max() > 0.1
+    assert np.abs(evened).max() < 0.5 * np.abs(plain).max()
+
+
 # -- the Metropolis test ----------------------------------------------------------------------------
 
 

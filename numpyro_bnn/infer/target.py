@@ -87,11 +87,7 @@ def bind(
             model_args=args,
             model_kwargs=kwargs,
         )
-    hidden = {
-        name
-        for name, site in traced.items()
-        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
-    }
+    hidden = _hidden(traced, plates)
 
     def potential(args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
         return info.potential_fn(*args, _batch=batch, **(kwargs or {}))
@@ -112,30 +108,38 @@ def bind(
     def unconstrain(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         return partial(unconstrain_fn, full_plates(model), args, kwargs or {})
 
-    def log_likelihood(args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
-        def total(z: dict[str, jax.Array]) -> jax.Array:
-            placed = handlers.substitute(only_rows(model, rows), constrain(args, kwargs)(z))
-            sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {})).values()
-            seen = [site for site in sites if site["type"] == "sample" and site["is_observed"]]
-            return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in seen), jnp.zeros(()))
+    size, rows = _num_data(traced, plates), _rows(traced)
+    seen = partial(_log_likelihood, model, constrain)
+    target = Target(plates, stochastic, size, potential, postprocess, constrain, unconstrain, rows, seen)
+    return target, info.param_info.z
 
-        return total
 
+def _hidden(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> set[str]:
+    """Deterministic sites that are about one minibatch."""
+    return {
+        name
+        for name, site in traced.items()
+        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
+    }
+
+
+def _num_data(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> int:
     sizes = [p.size for p in plates.values()] or [
         s["args"][0] for s in traced.values() if s["type"] == "plate"
     ]
-    target = Target(
-        plates,
-        stochastic,
-        max(sizes, default=1),
-        potential,
-        postprocess,
-        constrain,
-        unconstrain,
-        _rows(traced),
-        log_likelihood,
-    )
-    return target, info.param_info.z
+    return max(sizes, default=1)
+
+
+def _log_likelihood(
+    model: Callable, constrain: Callable, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping
+) -> Callable:
+    def total(z: dict[str, jax.Array]) -> jax.Array:
+        placed = handlers.substitute(only_rows(model, rows), constrain(args, kwargs)(z))
+        sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {})).values()
+        seen = [site for site in sites if site["type"] == "sample" and site["is_observed"]]
+        return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in seen), jnp.zeros(()))
+
+    return total
 
 
 def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
