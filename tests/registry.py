@@ -119,6 +119,7 @@ class KernelRow(NamedTuple):
     make: Callable[..., infer.SGMCMCKernel]
     momentum: bool = False
     exact: bool = False
+    microcanonical: bool = False
 
 
 # Few steps per draw, all stages of the warm-up, every option at least once.
@@ -145,6 +146,31 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
+    "MCLMC": KernelRow(partial(infer.MCLMC, **_SHORT), microcanonical=True),
+    "MCLMC with noise preconditioning": KernelRow(
+        partial(
+            infer.MCLMC,
+            integrator="leapfrog",
+            preconditioner="gradient_noise",
+            decoherence_length=2.0,
+            energy_variance=(0.1, 0.01),
+            steps_per_draw=12,
+        ),
+        microcanonical=True,
+    ),
+    "AdjustedMCLMC": KernelRow(
+        # A chosen step size would amplify the rounding errors in which a vectorised chain differs from a single one.
+        partial(
+            infer.AdjustedMCLMC,
+            step_size=0.05,
+            decoherence_length=0.2,
+            momentum_decay=0.5,
+            max_steps=20,
+            **_SHORT,
+        ),
+        exact=True,
+        microcanonical=True,
+    ),
 }
 
 

@@ -26,6 +26,10 @@ SHORT = {
     "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
     "examples.minibatch": "--width 3 --batch-size 64 --num-warmup 10 --num-samples 12 --steps-per-draw 30"
     " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
+    "examples.ensembles": "--sets energy --widths 3 --members 2 --optimizer-steps 40 --num-warmup 20 --num-samples 12"
+    " --steps-per-draw 4 --nuts-warmup 6 --max-tree-depth 2",
+    "examples.benchmarks.microcanonical": "--sets energy --nets 1x20 --methods MCLMC AdjustedMCLMC --gradients 1200"
+    " --draws 12 --num-chains 2 --rounds 1 --steps 4",
     "examples.symmetries": "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples 8"
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
@@ -124,6 +128,8 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
         ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
         ("examples.symmetries", ["--num-chains", "1"]),
+        ("examples.ensembles", ["--members", "1"]),
+        ("examples.benchmarks.microcanonical", ["--gradients", "10"]),
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
@@ -201,6 +207,43 @@ def test_minibatch_takes_california_housing(tmp_path):
 def test_minibatch_names_a_wrong_data_folder(tmp_path):
     with pytest.raises(ValueError, match="No such folder"):
         run("examples.minibatch", "--data", tmp_path / "absent", "--output", tmp_path)
+
+
+def test_ensembles(tmp_path, capsys):
+    rows = run("examples.ensembles", "--output", tmp_path / "out")
+    assert [row.method for row in rows] == ["deep ensemble", "MCLMC", "NUTS"]
+    check_scores(rows)
+    out = capsys.readouterr().out
+    assert "made in the place of energy" in out
+    assert "energy errors imply a bias" in out
+    assert rows[0].gradients == 2 * 40
+    # 6 transitions of 7 steps of Adam, 14 + 12 of 4 steps of two gradients.
+    assert rows[1].gradients == 2 * (6 * 7 + 26 * 4 * 2)
+    assert math.isnan(rows[0].median_ess)
+    assert rows[1].median_ess > 0
+    members = results.load(tmp_path / "out" / "ensembles_energy_deep_ensemble.nc")
+    assert dict(members["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 1, "data": 40}
+    assert (tmp_path / "out" / "ensembles_energy.png").stat().st_size > 10_000
+
+
+def test_microcanonical(tmp_path):
+    report = run("examples.benchmarks.microcanonical", "--output", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()).keys() == report.keys()
+    case = report["cases"]["energy, 1x20"]
+    assert set(case) == {"MCLMC", "AdjustedMCLMC"}
+    longest = max(found["equal_gradients"]["seconds"] for found in case.values())
+    for found in case.values():
+        equal = found["equal_gradients"]
+        assert equal["median_ess"] > 0
+        assert len(equal["mean"]) == len(equal["sd"]) == 40
+        assert found["equal_seconds"]["seconds"] >= longest
+        assert found["equal_seconds"]["draws"] >= equal["draws"]
+    assert case["MCLMC"]["equal_gradients"]["gradients"] == 2 * 12 * 25 * 2
+    costs = report["step_costs"]["energy, 1x20"]
+    assert costs["flops"]["gradient"] > 0
+    # Not much more arithmetic than two gradients.
+    assert costs["flops"]["step, mclachlan"] < 2.5 * costs["flops"]["gradient"]
+    assert set(costs["ratios"]) > {"mclachlan / bare gradient"}
 
 
 def test_gradient_cost(tmp_path):

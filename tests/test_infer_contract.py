@@ -107,6 +107,7 @@ def check_export(mcmc, row, algorithm):
     expected = {"diverged", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"}
     expected |= {"kinetic_temperature"} if row.momentum else set()
     expected |= {"acceptance_rate"} if row.exact else set()
+    expected |= {"energy_variance", "decoherence_length"} if row.microcanonical else set()
     stats = set(idata["sample_stats"].data_vars) - {"base_step_size", "z.sigma"}
     assert stats == expected  # no `lp`: a minibatch potential is not the log density
     assert set(idata["posterior"].data_vars) == {"w", "sigma", "precision"}
@@ -126,8 +127,10 @@ def check_export(mcmc, row, algorithm):
         ("SGHMC with control variates", "sequential", True),
         ("MALA", "parallel", False),
         ("GGMC", jax.vmap, False),
+        ("MCLMC", "parallel", True),
+        ("AdjustedMCLMC", "sequential", False),
     ],
-    ids=["sequential", "parallel", "vmap"],
+    ids=["sequential", "parallel", "vmap", "parallel MCLMC", "sequential AdjustedMCLMC"],
 )
 def test_other_chain_methods(name, method, bar):
     """Typed keys, with and without progress bar; `test_states_keep_their_types` traces all rows under `vmap`."""
@@ -229,7 +232,9 @@ def test_gibbs_starts_from_constrained_values():
     np.testing.assert_allclose(gibbs.postprocess_fn((1.0,), {})(state.z)["p"], given["p"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["MALA", "GGMC", "SGHMC with control variates", "SGNHT"])
+@pytest.mark.parametrize(
+    "name", ["MALA", "GGMC", "SGHMC with control variates", "SGNHT", "MCLMC", "AdjustedMCLMC"]
+)
 def test_refresh_recomputes_what_is_cached(name):
     kernel = KERNELS[name].make(model)
     state = kernel.init(jax.random.key(0), 0, None, (X,), CALL)
@@ -243,16 +248,17 @@ def test_refresh_recomputes_what_is_cached(name):
     value, slope = jax.value_and_grad(full)(moved)
     memory, estimator = fresh.engine.memory, fresh.engine.estimator
     np.testing.assert_array_equal(fresh.engine.position[1:], moved["w"])
-    if name in ("MALA", "GGMC"):
+    if name in ("MALA", "GGMC", "AdjustedMCLMC"):
         np.testing.assert_allclose(memory.potential, value, rtol=1e-5)
-    if name == "MALA":
+    if name in ("MALA", "AdjustedMCLMC"):
         np.testing.assert_allclose(memory.gradient, jnp.append(slope["sigma"], slope["w"]), rtol=1e-4)
     if name == "SGHMC with control variates":  # the centre stays, the target at it is the new one
         np.testing.assert_array_equal(estimator.position, state.engine.position)
         np.testing.assert_allclose(estimator.potential, full(state.z), rtol=1e-5)
-    if name != "MALA":
-        np.testing.assert_array_equal(memory.momentum, state.engine.memory.momentum)
-    if name == "SGNHT":
+    for kept in ("momentum", "direction", "length"):
+        if hasattr(memory, kept):
+            np.testing.assert_array_equal(getattr(memory, kept), getattr(state.engine.memory, kept))
+    if name in ("SGNHT", "MCLMC"):
         assert np.abs(memory.gradient - state.engine.memory.gradient).min() > 1.0
     # Once more changes nothing: refresh is about the target, not about chance.
     again = kernel.refresh(fresh, (X,), other)

@@ -156,6 +156,7 @@ def dropout(x, y):
     [
         infer.MALA(dropout, 0.1),
         infer.GGMC(dropout, 0.1),
+        infer.AdjustedMCLMC(dropout, 0.1),
         infer.SGLD(dropout, 0.1, gradient="control_variates"),
         infer.SGHMC(dropout, 0.1, gradient="svrg"),
     ],
@@ -229,6 +230,19 @@ def test_right_models_are_accepted(model):
         (lambda: infer.GGMC(regression, minibatches="epochs"), "minibatches"),
         (lambda: infer.GGMC(regression, gradient="svrg"), "gradient"),
         (lambda: infer.MALA(regression, gradient="svrg"), "gradient"),
+        (lambda: infer.SGLD(regression, preconditioner="variance"), "preconditioner"),
+        (lambda: infer.MCLMC(regression, temperature=0.0), "temperature"),
+        (lambda: infer.MCLMC(regression, decoherence_length=0.0), "decoherence_length"),
+        (lambda: infer.MCLMC(regression, integrator="verlet"), "integrator"),
+        (lambda: infer.MCLMC(regression, energy_variance=-1.0), "energy_variance"),
+        (lambda: infer.MCLMC(regression, energy_variance=(0.1, 0.01, 0.001)), "energy_variance"),
+        (lambda: infer.MCLMC(regression, preconditioner="noise"), "preconditioner"),
+        (lambda: infer.AdjustedMCLMC(regression, preconditioner="gradient_noise"), "preconditioner"),
+        (lambda: infer.AdjustedMCLMC(regression, target_accept=1.0), "target_accept"),
+        (lambda: infer.AdjustedMCLMC(regression, momentum_decay=0.0), "momentum_decay"),
+        (lambda: infer.AdjustedMCLMC(regression, max_steps=0), "max_steps"),
+        (lambda: infer.AdjustedMCLMC(regression, bias_tolerance=0.1), "bias_tolerance"),
+        (lambda: infer.AdjustedMCLMC(regression, gradient="svrg"), "gradient"),
         (lambda: infer.CyclicalSGLD(regression, None), "step_size"),
         (lambda: infer.CyclicalSGLD(regression, infer.schedules.polynomial(0.1)), "step_size"),
         (lambda: infer.CyclicalSGLD(regression, 0.1, cycle_length=10, draws_per_cycle=8), "draws_per_cycle"),
@@ -265,6 +279,7 @@ def test_bad_preconditioners_are_refused(preconditioner, message):
     [
         (infer.PSGLD(regression, 0.1), "num_warmup"),
         (infer.MALA(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
+        (infer.AdjustedMCLMC(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
     ],
 )
 def test_bad_combinations_are_refused_at_the_start(kernel, message):

@@ -16,6 +16,8 @@ from numpyro_bnn.sgmcmc import (
     Epochs,
     Full,
     Keys,
+    Microcanonical,
+    MicrocanonicalMetropolis,
     Minibatch,
     NoseHoover,
     Overdamped,
@@ -63,6 +65,13 @@ SAMPLERS = {
     ),
     "MALA": build(Full(full_potential), MALA(), schedule=0.05),
     "GGMC": build(PLAIN, GGMC(full_potential, 3, friction=1.0), schedule=0.01),
+    "MCLMC": build(
+        Full(full_potential), Microcanonical(1.0), Diagonal(jnp.array([1.0, 2.0, 0.5])), schedule=0.05
+    ),
+    "MCLMC on minibatches": build(PLAIN, Microcanonical(1.0, "leapfrog", fresh=True), schedule=0.05),
+    "adjusted MCLMC": build(
+        Full(full_potential), MicrocanonicalMetropolis(0.3, momentum_decay=0.5), schedule=0.1
+    ),
     "GGMC1": build(VARIATES, GGMC(full_potential, 1, friction=1.0), schedule=0.01),
 }
 
@@ -252,7 +261,9 @@ def test_refresh_renews_what_is_cached_of_the_target(sampler):
     np.testing.assert_array_equal(fresh.position, moved.position)
     if sampler.dynamics.momentum(old) is not None:
         np.testing.assert_array_equal(memory.momentum, old.momentum)
-    if isinstance(sampler.dynamics, MALA | GGMC):
+    if isinstance(sampler.dynamics, Microcanonical | MicrocanonicalMetropolis):
+        np.testing.assert_array_equal(memory.direction, old.direction)
+    if isinstance(sampler.dynamics, MALA | GGMC | MicrocanonicalMetropolis):
         np.testing.assert_allclose(memory.potential, full_potential(moved.position), rtol=1e-5)
     if isinstance(sampler.dynamics, MALA):
         np.testing.assert_allclose(memory.gradient, jax.grad(full_potential)(moved.position), rtol=1e-5)
@@ -279,7 +290,8 @@ def test_statistics_are_means_of_what_happened():
 
 
 @pytest.mark.parametrize(
-    ("name", "gradients"), [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("GGMC", 6), ("GGMC1", 4)]
+    ("name", "gradients"),
+    [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("GGMC", 6), ("GGMC1", 4), ("MCLMC", 2)],
 )
 def test_gradients_are_counted(name, gradients):
     state = run(SAMPLERS[name], start(SAMPLERS[name]), 5)
@@ -303,7 +315,7 @@ def test_divergence_freezes_the_chain_and_names_the_step():
 
 @pytest.mark.parametrize(
     "dynamics",
-    [Overdamped(), BAOAB(1.0), OBABO(1.0), NoseHoover(1.0), MALA()],
+    [Overdamped(), BAOAB(1.0), OBABO(1.0), NoseHoover(1.0), MALA(), Microcanonical(1.0)],
     ids=lambda d: type(d).__name__,
 )
 def test_a_gradient_that_is_not_finite_is_seen(dynamics):

@@ -1,4 +1,4 @@
-"""Kernels for ``numpyro.infer.MCMC``: stochastic gradients, symmetries, exact blocks, parallel tempering."""
+"""Kernels for ``numpyro.infer.MCMC``: stochastic gradients, microcanonical, exact blocks, symmetries, tempering."""
 
 from numpyro_bnn.infer import schedules
 from numpyro_bnn.infer.base import SGMCMCKernel
@@ -7,6 +7,7 @@ from numpyro_bnn.infer.collapse import collapse
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
+from numpyro_bnn.infer.mclmc import MCLMC, AdjustedMCLMC, implied_bias
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves, OrbitState
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, conjugate_sites
@@ -15,6 +16,7 @@ from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.temperature import temperature_band
 from numpyro_bnn.infer.tempering import ParallelTempering, TemperingState
 from numpyro_bnn.infer.unit_moves import UnitMoves, UnitState
+from numpyro_bnn.infer.warm_start import WarmStart
 
 __all__ = [
     "SGLD",
@@ -24,6 +26,9 @@ __all__ = [
     "CyclicalSGLD",
     "GGMC",
     "MALA",
+    "MCLMC",
+    "AdjustedMCLMC",
+    "implied_bias",
     "OrbitMoves",
     "OrbitState",
     "UnitMoves",
@@ -35,6 +40,7 @@ __all__ = [
     "conjugate_sites",
     "ParallelTempering",
     "TemperingState",
+    "WarmStart",
     "SGMCMCKernel",
     "SGMCMCState",
     "schedules",

@@ -157,6 +157,20 @@ class Around(MCMCKernel):
         inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(state.base)
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
+    def members(
+        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, jax.Array]:
+        """Where the inner kernel ended its warm start; moves come later."""
+        if not hasattr(self._kernel, "members"):
+            raise argument_error(
+                "to_inference_data",
+                "members",
+                f"moves around {type(self._kernel).__name__}, which has no warm start",
+                "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members.",
+            )
+        found: dict[str, jax.Array] = self._kernel.members(state.base, model_args, model_kwargs)
+        return found
+
     def divergence_report(self, state: Any) -> str | None:
         """What the inner kernel reports."""
         return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)

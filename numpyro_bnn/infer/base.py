@@ -9,9 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.flatten_util import ravel_pytree
-from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
@@ -20,11 +18,13 @@ from numpyro_bnn import sgmcmc
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import Chain
-from numpyro_bnn.infer.options import OPTIONS, check_options
+from numpyro_bnn.infer.options import OPTIONS, check_options, warm_start_of
 from numpyro_bnn.infer.preconditioning import resolve
 from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.infer.target import Target, bind, stream_of
+from numpyro_bnn.infer.target import Target, bind, given_values, stream_of
 from numpyro_bnn.infer.temperature import temperature_band
+from numpyro_bnn.infer.tuning import steer_acceptance
+from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, members_of
 
 __all__ = ["SGMCMCKernel"]
 
@@ -48,7 +48,8 @@ class SGMCMCKernel(MCMCKernel):
     :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
         squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
         :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
-    :param warm_start: share of the warm-up spent on optimisation, in [0, 1); 0 for none.
+    :param warm_start: share of the warm-up spent on optimisation, in [0, 1), 0 for none; or a
+        :class:`~numpyro_bnn.infer.WarmStart` with more to choose.
     :param optimizer: optax transformation of the warm start; Adam with learning rate 0.01 by default.
     :param bias_tolerance: relative error of a posterior variance that ``step_size=None`` aims at.
     :param init_strategy: as for NumPyro's kernels.
@@ -60,6 +61,7 @@ class SGMCMCKernel(MCMCKernel):
 
     exact = False
     target_accept: float | None = None
+    preconditioners: tuple[str, ...] = ()  # names beside those that all kernels know
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class SGMCMCKernel(MCMCKernel):
         gradient: str = "minibatch",
         minibatches: str = "with_replacement",
         preconditioner: Any = None,
-        warm_start: float = 0.25,
+        warm_start: Any = 0.25,
         optimizer: Any = None,
         bias_tolerance: float = 0.05,
         init_strategy: Callable = init_to_uniform,
@@ -83,8 +85,7 @@ class SGMCMCKernel(MCMCKernel):
         self._gradient = gradient
         self._minibatches = minibatches
         self._preconditioner = preconditioner
-        self._warm_start = warm_start
-        self._optimizer = optimizer
+        self._warm_start = warm_start_of(self._call, warm_start, optimizer)
         self._bias_tolerance = bias_tolerance
         self._init_strategy = init_strategy
         self._check_arguments()
@@ -99,8 +100,8 @@ class SGMCMCKernel(MCMCKernel):
             raise argument_error(
                 self._call, "model", self._model, "Pass a NumPyro model (a function).", TypeError
             )
-        options = {name: getattr(self, f"_{name}") for name in OPTIONS}
-        check_options(self._call, self.exact, **options)
+        options = {name: getattr(self, f"_{name}") for name in OPTIONS} | {"warm_start": self._warm_start}
+        check_options(self._call, self.exact, **options, more_preconditioners=self.preconditioners)
 
     def _reset(self) -> None:
         """Forget what was built for a model and its arguments."""
@@ -130,6 +131,28 @@ class SGMCMCKernel(MCMCKernel):
         """
         return 1 / (curvature * (1 + noise))
 
+    def step_length(self, step_size: jax.Array, size: int) -> jax.Array:
+        """The first step size in the kernel's own unit, for P = ``size`` parameters."""
+        return step_size
+
+    def start_tuning(self, position: jax.Array, step_size: jax.Array) -> Any:
+        """What :meth:`adapt` remembers, at the start."""
+        return ()
+
+    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
+        return engine
+
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        """Change a chain after transition ``i``: here the acceptance of an exact kernel is steered in warm-up.
+
+        :param before: the transition, with caches renewed.
+        :param after: it.
+        """
+        return steer_acceptance(self, after, i)
+
     # -- the contract of MCMCKernel --------------------------------------------------------------------
 
     @property
@@ -151,6 +174,8 @@ class SGMCMCKernel(MCMCKernel):
             "num_gradients",
         ]
         dynamics = self.dynamics(lambda z: z, 1.0)
+        if dynamics.reports_energy:
+            fields += ["energy_variance", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.Dynamics.momentum:
             fields.append("kinetic_temperature")
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
@@ -174,24 +199,16 @@ class SGMCMCKernel(MCMCKernel):
                 "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)",
                 "Its potential on all data has no one value: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`.",
             )
-        if init_params is not None:
-            z = self._initial(z, init_params, model_args, model_kwargs)
+        if init_params is None:
+            z = jax.tree.map(lambda value: self._warm_start.spread * value, z)
+        else:
+            z = given_values(self._call, self._target, z, init_params, model_args, model_kwargs)
+        one = z if is_prng_key(rng_key) else jax.tree.map(lambda leaf: leaf[0], z)
+        check_held_out(self._call, self._warm_start, self._target, one, model_args, model_kwargs)
         self._num_warmup = num_warmup
         chain = Chain(self, model_args, model_kwargs)
         self._sample_fn = chain.transition
         return chain.start(z, chain_key) if is_prng_key(rng_key) else jax.vmap(chain.start)(z, chain_key)
-
-    def _initial(
-        self, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> dict[str, jax.Array]:
-        if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
-            given = self.target.unconstrain(args, kwargs)(given)
-        shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
-        if shapes != wanted:
-            raise argument_error(
-                self._call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}."
-            )
-        return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -236,6 +253,12 @@ class SGMCMCKernel(MCMCKernel):
         kernel._model = wrapper(self._model)
         kernel._reset()
         return kernel
+
+    def members(
+        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, jax.Array]:
+        """Values of the sites where each chain ended its warm start, (C, ...): a deep ensemble."""
+        return members_of(self, state, model_args, model_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_target": None, "_sample_fn": None}
@@ -294,7 +317,11 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def warm_start_length(self) -> int:
         """Transitions that optimise."""
-        return round(self._warm_start * self._num_warmup)
+        return round(self._warm_start.share * self._num_warmup)
+
+    def usual_steps(self, sampler: sgmcmc.Sampler) -> int:
+        """Steps of the optimiser in a transition: as many gradients as sampling would take."""
+        return self._steps_per_draw * sampler.dynamics.batches
 
     @property
     def sampled_warmup(self) -> int:
@@ -302,12 +329,18 @@ class SGMCMCKernel(MCMCKernel):
         return (self._num_warmup - self.warm_start_length) * self._steps_per_draw
 
     @property
-    def optimizer(self) -> Any:
-        return optax.adam(0.01) if self._optimizer is None else self._optimizer
+    def warm_start(self) -> WarmStart:
+        """How the warm-up begins."""
+        return self._warm_start
 
     @property
     def chooses_step_size(self) -> bool:
         return self._step_size is None
+
+    @property
+    def steers_step_size(self) -> bool:
+        """Whether a chosen step size is a first guess, which :meth:`adapt` changes after every transition."""
+        return self.target_accept is not None
 
     @property
     def fixed_step_size(self) -> float | None:

@@ -1,7 +1,7 @@
 """One chain: optimise, settle, sample; pure functions of the state for given model arguments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,9 +10,11 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn.infer.plates import Rows
 from numpyro_bnn.infer.preconditioning import is_warm_start
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature, optimise
+from numpyro_bnn.infer.warm_start import Member, held_out_rows
 
 if TYPE_CHECKING:
     from numpyro_bnn.infer.base import SGMCMCKernel
@@ -47,11 +49,14 @@ class Chain:
             gradient_noise=zero,
             num_gradients=jnp.int32(0),
             accept_prob=engine.statistics.accept_prob,
+            energy_variance=engine.statistics.energy_variance,
+            decoherence_length=getattr(engine.memory, "length", None),
             diverged=jnp.asarray(False),
             i=jnp.int32(0),
             base_step_size=base,
             engine=engine,
-            optimizer=kernel.optimizer.init(position) if kernel.warm_start_length else (),
+            optimizer=kernel.warm_start.start(position) if kernel.warm_start_length else (),
+            tuning=kernel.start_tuning(position, base),
             rng_key=rng_key,
         )
 
@@ -76,14 +81,15 @@ class Chain:
 
     def _sample(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         # Measured when sampling starts, more and more rarely on the way to the typical set, and for good at the end.
-        warm, total = self.kernel.warm_start_length, self.kernel.num_warmup
+        kernel = self.kernel
+        warm, total = kernel.warm_start_length, kernel.num_warmup
         half = (warm + total) // 2
         times = {warm, half, total} | {warm + 2**k for k in range(20) if warm + 2**k < half}
         due = jnp.any(i == jnp.array(sorted(times)))
         state = lax.cond(due, lambda s: self._settle(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
-        engine = self.kernel.run(sampler, sgmcmc.reset_statistics(state.engine), i)
-        return self._adapt(self._collect(state, engine, sampler), i)
+        engine = kernel.run(sampler, sgmcmc.reset_statistics(state.engine), i)
+        return kernel.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
         statistics = engine.statistics
@@ -96,39 +102,71 @@ class Chain:
             kinetic_temperature=statistics.kinetic_temperature,
             num_gradients=state.num_gradients + statistics.num_gradients,
             accept_prob=statistics.accept_prob,
+            energy_variance=statistics.energy_variance,
+            decoherence_length=getattr(engine.memory, "length", None),
             diverged=diverged,
             engine=engine,
         )
 
-    def _adapt(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        """Steer the acceptance of an exact kernel in warm-up (Robbins-Monro on log eps)."""
-        kernel = self.kernel
-        if kernel.target_accept is None or not kernel.chooses_step_size or state.accept_prob is None:
-            return state
-        age = jnp.maximum(i - kernel.warm_start_length, 0) + 1
-        gain = 2.0 * age.astype(state.accept_prob.dtype) ** -0.6
-        adapted = state.base_step_size * jnp.exp(gain * (state.accept_prob - kernel.target_accept))
-        return state._replace(base_step_size=jnp.where(i < kernel.num_warmup, adapted, state.base_step_size))
-
     def _optimise(self, state: SGMCMCState) -> SGMCMCState:
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
-        steps = kernel.steps_per_draw * sampler.dynamics.batches
+        warm, member = kernel.warm_start, state.optimizer
+        if warm.held_out:
+            sampler = replace(sampler, gradient=self._learning(state.z))
+        steps = warm.steps_of(kernel.warm_start_length, kernel.usual_steps(sampler))
         engine, memory, squares = optimise(
-            sampler, state.engine, kernel.optimizer, state.optimizer, state.i * steps, steps
+            sampler, state.engine, warm.transformation, member.optimizer, state.i * steps, steps
         )
         if is_warm_start(kernel.preconditioner):
             values = sgmcmc.from_squared_gradients(squares, kernel.target.num_data).values
             # The size of G is left to the step size; its shape is what the gradients tell.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
+        member = Member(memory, engine.position, member.score)
+        if warm.held_out:
+            member = self._better(state.z, member, state.optimizer)
+            last = state.i == kernel.warm_start_length - 1
+            engine = engine._replace(position=jnp.where(last, member.position, engine.position))
         broken = ~jnp.all(jnp.isfinite(engine.position))
         engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
         return state._replace(
             z=ravel_pytree(state.z)[1](engine.position),
             engine=engine,
-            optimizer=memory,
+            optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
             diverged=engine.first_divergence >= 0,
         )
+
+    def _learning(self, z: Any) -> sgmcmc.Gradient:
+        """Gradients from rows that are not held out."""
+        target, unravel = self.kernel.target, ravel_pytree(z)[1]
+        rows = {
+            name: held_out_rows(size, self.kernel.warm_start.held_out)[0]
+            for name, size in target.rows.items()
+        }
+        parts: dict[str, Any] = {
+            name: sgmcmc.WithReplacement(rows[name].size, min(plate.batch_size, rows[name].size))
+            for name, plate in target.plates.items()
+        }
+
+        def potential(position: jax.Array, batch: Any) -> jax.Array:
+            shown = rows | {name: rows[name][batch[name]] for name in parts}
+            return target.potential(self.args, self.kwargs, Rows(shown))(unravel(position))
+
+        if not parts:
+            return sgmcmc.Full(lambda position: potential(position, {}))
+        return sgmcmc.Minibatch(potential, sgmcmc.Together(parts))
+
+    def _better(self, z: Any, new: Member, old: Member) -> Member:
+        """Keep the position that predicts the rows held out better."""
+        target = self.kernel.target
+        held = {
+            name: held_out_rows(size, self.kernel.warm_start.held_out)[1]
+            for name, size in target.rows.items()
+        }
+        score = target.log_likelihood(self.args, self.kwargs, held)(ravel_pytree(z)[1](new.position))
+        better = score > old.score
+        position = jnp.where(better, new.position, old.position)
+        return Member(new.optimizer, position, jnp.where(better, score, old.score).astype(old.score.dtype))
 
     def _settle(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         """Measure gradient noise (and curvature, and choose the step size) at the position; renew caches.
@@ -139,15 +177,16 @@ class Chain:
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
         warm = kernel.warm_start_length
         # Control variates are centred at the end of the warm start and stay there.
-        engine = sampler.refresh(state.engine, recentre=i <= warm)
+        engine = kernel.precondition(sampler, sampler.refresh(state.engine, recentre=i <= warm), i)
         noise = gradient_noise(sampler, engine)
         state = state._replace(engine=engine, gradient_noise=noise.mean)
         if not kernel.chooses_step_size:
             return state
         curvature = largest_curvature(sampler, engine)
         chosen = kernel.choose_step_size(curvature, noise.largest)
-        if kernel.target_accept is not None:  # a first guess, adapted from there on
-            chosen = jnp.where(i <= warm, chosen, state.base_step_size)
+        if kernel.steers_step_size:  # a first guess, adapted from there on
+            guess = kernel.step_length(chosen, engine.position.size)
+            chosen = jnp.where(i <= warm, guess, state.base_step_size)
         elif kernel.num_warmup:
             stable = jnp.maximum(chosen, kernel.stable_step_size(curvature, noise.relative))
             chosen = jnp.where(i < (warm + kernel.num_warmup) // 2, stable, chosen)

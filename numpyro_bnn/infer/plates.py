@@ -11,7 +11,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import draw_indices, full_plates
 
-__all__ = ["KEY", "Plate", "first_batch", "give_indices", "on_batch"]
+__all__ = ["KEY", "Plate", "Rows", "first_batch", "give_indices", "on_batch", "only_rows"]
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
 
@@ -21,6 +21,35 @@ class Plate(NamedTuple):
 
     size: int
     batch_size: int
+
+
+class Rows(NamedTuple):
+    """In the place of a minibatch: the rows of plates that a model shall see, by plate."""
+
+    indices: Mapping[str, jax.Array]
+
+
+class only_rows(Messenger):
+    """Show some plates a fixed part of their rows, weighted as if they were all; others are full.
+
+    :param rows: indices by plate.
+
+    >>> import numpyro
+    >>> def model():
+    ...     with numpyro.plate("data", 4) as index:
+    ...         return index
+    >>> only_rows(model, {"data": jnp.array([1, 3])})().tolist()
+    [1, 3]
+    """
+
+    def __init__(self, fn: Callable, rows: Mapping[str, jax.Array]) -> None:
+        self.rows = rows
+        super().__init__(full_plates(fn))
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["name"] in self.rows:
+            indices = self.rows[msg["name"]]
+            msg["args"], msg["value"] = (msg["args"][0], indices.shape[0]), indices
 
 
 class give_indices(Messenger):
@@ -60,9 +89,11 @@ class give_indices(Messenger):
 
 
 def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
-    """The model with one more keyword, ``_batch``: indices by plate, ``None`` for random ones, or "full"."""
+    """The model with a keyword ``_batch`` more: indices by plate, ``None`` for random ones, "full", or ``Rows``."""
 
     def wrapped(*args: Any, _batch: Any = None, **kwargs: Any) -> Any:
+        if isinstance(_batch, Rows):
+            return only_rows(model, _batch.indices)(*args, **kwargs)
         if isinstance(_batch, str):
             return full_plates(model)(*args, **kwargs)
         return give_indices(model, _batch, plates)(*args, **kwargs)

@@ -10,10 +10,21 @@ import numpy as np
 from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn.sgmcmc import Blocks, Dense, Diagonal, Identity, Preconditioner, RMSProp
 
-__all__ = ["is_warm_start", "resolve"]
+__all__ = ["is_named", "is_warm_start", "resolve"]
 
 WARM_START = "warm_start"
 NAMES = ("identity", "rmsprop", WARM_START)
+# Diagonals that start at ones and are set on the way: by the warm start, or by kernels that know these names.
+LEARNED = (WARM_START, "variance", "gradient_noise")
+
+
+def is_named(spec: Any, name: str) -> bool:
+    """Whether a preconditioner is the one of this name.
+
+    >>> is_named("variance", "variance"), is_named(np.ones(3), "variance")
+    (True, False)
+    """
+    return isinstance(spec, str) and spec == name
 
 
 def is_warm_start(spec: Any) -> bool:
@@ -22,7 +33,7 @@ def is_warm_start(spec: Any) -> bool:
     >>> is_warm_start("warm_start"), is_warm_start(np.ones(3))
     (True, False)
     """
-    return isinstance(spec, str) and spec == WARM_START
+    return is_named(spec, WARM_START)
 
 
 def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> Preconditioner:
@@ -44,7 +55,7 @@ def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> 
             return Identity()
         if spec == "rmsprop":
             return RMSProp(num_data=num_data)
-        if spec == WARM_START:
+        if spec in LEARNED:
             return Diagonal(jnp.ones(sum(np.size(value) for value in z.values())))
         raise unknown_name(call, "preconditioner", spec, NAMES)
     if isinstance(spec, Mapping):

@@ -10,7 +10,7 @@ __all__ = ["SGMCMCState"]
 
 
 class SGMCMCState(NamedTuple):
-    """State of the kernels of this package; all but ``z`` and the last four are statistics of the last draw.
+    """State of these kernels; all but ``z`` and those after ``diverged`` are statistics of the last draw.
 
     :param z: unconstrained values by site; NaN from a divergence on.
     :param step_size: eps of the last step: theta += (eps / 2) g~ + N(0, eps T).
@@ -19,11 +19,14 @@ class SGMCMCState(NamedTuple):
     :param gradient_noise: variance of a coordinate of the (preconditioned) gradient estimate, mean over coordinates.
     :param num_gradients: gradient estimates spent by the chain so far, warm-up included.
     :param accept_prob: mean acceptance probability; ``None`` where nothing is rejected.
+    :param energy_variance: mean squared energy error of a step, per parameter; microcanonical kernels only.
+    :param decoherence_length: L of these kernels.
     :param diverged: whether the chain has met a position or gradient that is not finite.
     :param i: transitions so far.
     :param base_step_size: the chosen or adapted step size that the schedule multiplies.
     :param engine: state of the engine (position, momentum, preconditioner, step number).
     :param optimizer: state of the warm start; empty without one.
+    :param tuning: what a kernel remembers of its warm-up; empty for most.
     :param rng_key: the key all random numbers of the chain are made from, together with the step number.
     """
 
@@ -34,9 +37,12 @@ class SGMCMCState(NamedTuple):
     gradient_noise: jax.Array
     num_gradients: jax.Array
     accept_prob: jax.Array | None
+    energy_variance: jax.Array | None
+    decoherence_length: jax.Array | None
     diverged: jax.Array
     i: jax.Array
     base_step_size: jax.Array
     engine: sgmcmc.State
     optimizer: Any
+    tuning: Any
     rng_key: jax.Array

@@ -5,17 +5,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import random
 from numpyro import handlers
 from numpyro.distributions import biject_to
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import initialize_model, transform_fn, unconstrain_fn
 
+from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.inspection import check_indices, check_latent_sites, subsampled, trace_of
-from numpyro_bnn.infer.plates import KEY, Plate, first_batch, on_batch
+from numpyro_bnn.infer.plates import KEY, Plate, first_batch, on_batch, only_rows
 from numpyro_bnn.sgmcmc import Epochs, Keys, Nothing, Stream, Together, WithReplacement
 
-__all__ = ["MINIBATCHES", "Target", "bind", "stream_of"]
+__all__ = ["MINIBATCHES", "Target", "bind", "given_values", "stream_of"]
 
 # Sources of minibatch indices by name: a new one is a row here.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
@@ -30,6 +33,8 @@ class Target(NamedTuple):
     :param potential: ``potential(args, kwargs, batch) -> (z -> U~)``; with ``batch="full"`` U on all the data.
     :param postprocess: ``postprocess(args, kwargs) -> (z -> constrained values and deterministic sites)``.
     :param constrain: the same without deterministic sites, and without running the model where it can.
+    :param rows: sizes of the plates that observations lie in and no latent site does.
+    :param log_likelihood: ``log_likelihood(args, kwargs, rows) -> (z -> log density of the observations in rows)``.
     :param unconstrain: ``unconstrain(args, kwargs) -> (constrained values -> z)``.
     """
 
@@ -40,6 +45,8 @@ class Target(NamedTuple):
     postprocess: Callable
     constrain: Callable
     unconstrain: Callable
+    rows: Mapping[str, int]
+    log_likelihood: Callable
 
 
 def bind(
@@ -80,11 +87,7 @@ def bind(
             model_args=args,
             model_kwargs=kwargs,
         )
-    hidden = {
-        name
-        for name, site in traced.items()
-        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
-    }
+    hidden = _hidden(traced, plates)
 
     def potential(args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
         return info.potential_fn(*args, _batch=batch, **(kwargs or {}))
@@ -105,16 +108,70 @@ def bind(
     def unconstrain(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         return partial(unconstrain_fn, full_plates(model), args, kwargs or {})
 
+    size, rows = _num_data(traced, plates), _rows(traced)
+    seen = partial(_log_likelihood, model, constrain)
+    target = Target(plates, stochastic, size, potential, postprocess, constrain, unconstrain, rows, seen)
+    return target, info.param_info.z
+
+
+def _hidden(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> set[str]:
+    """Deterministic sites that are about one minibatch."""
+    return {
+        name
+        for name, site in traced.items()
+        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
+    }
+
+
+def _num_data(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> int:
     sizes = [p.size for p in plates.values()] or [
         s["args"][0] for s in traced.values() if s["type"] == "plate"
     ]
-    target = Target(plates, stochastic, max(sizes, default=1), potential, postprocess, constrain, unconstrain)
-    return target, info.param_info.z
+    return max(sizes, default=1)
+
+
+def _log_likelihood(
+    model: Callable, constrain: Callable, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping
+) -> Callable:
+    def total(z: dict[str, jax.Array]) -> jax.Array:
+        placed = handlers.substitute(only_rows(model, rows), constrain(args, kwargs)(z))
+        sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {})).values()
+        seen = [site for site in sites if site["type"] == "sample" and site["is_observed"]]
+        return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in seen), jnp.zeros(()))
+
+    return total
+
+
+def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
+    sample = [site for site in traced.values() if site["type"] == "sample"]
+    inside: dict[bool, set[str]] = {True: set(), False: set()}
+    for site in sample:
+        inside[site["is_observed"]] |= {frame.name for frame in site["cond_indep_stack"]}
+    return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False])}
 
 
 def _computed(support: Any) -> bool:
     """Whether a support has bounds that the model computes."""
     return any(not isinstance(bound, int | float) for bound in jax.tree.leaves(support))
+
+
+def given_values(
+    call: str, target: Target, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None
+) -> dict[str, jax.Array]:
+    """Initial values that a user gives, checked.
+
+    :param z: initial values found by :func:`bind`.
+    :param given: values in their place.
+    :raises ValueError: for other sites or shapes.
+    """
+    if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
+        given = target.unconstrain(args, kwargs)(given)
+    shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
+    if shapes != wanted:
+        raise argument_error(
+            call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}."
+        )
+    return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 
 def stream_of(call: str, target: Target, minibatches: str) -> Stream:

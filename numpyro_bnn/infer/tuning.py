@@ -1,14 +1,18 @@
 """Measurements from which a step size is chosen: largest curvature, and size of the gradient noise."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.sgmcmc import Sampler, State
 
-__all__ = ["Noise", "gradient_noise", "largest_curvature", "optimise"]
+if TYPE_CHECKING:
+    from numpyro_bnn.infer.base import SGMCMCKernel
+
+__all__ = ["Noise", "gradient_noise", "largest_curvature", "optimise", "steer_acceptance"]
 
 POWER_STEPS = 24
 NOISE_BATCHES = 16
@@ -99,3 +103,14 @@ def optimise(
     begin = (state.position, memory, jnp.zeros_like(state.position))
     position, memory, squares = lax.fori_loop(0, num_steps, descend, begin)
     return state._replace(position=position), memory, squares
+
+
+def steer_acceptance(kernel: "SGMCMCKernel", state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+    """Bring the acceptance of an exact kernel to its target in warm-up (Robbins-Monro on log eps)."""
+    target = kernel.target_accept
+    if target is None or not kernel.chooses_step_size or state.accept_prob is None:
+        return state
+    age = jnp.maximum(i - kernel.warm_start_length, 0) + 1
+    gain = 2.0 * age.astype(state.accept_prob.dtype) ** -0.6
+    adapted = state.base_step_size * jnp.exp(gain * (state.accept_prob - target))
+    return state._replace(base_step_size=jnp.where(i < kernel.num_warmup, adapted, state.base_step_size))

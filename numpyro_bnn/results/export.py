@@ -31,6 +31,7 @@ def to_inference_data(
     result: Any,
     predictions: Mapping[str, Any] | None = None,
     *,
+    members: bool = False,
     guide: Any = None,
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -65,6 +66,8 @@ def to_inference_data(
     :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, the result of ``SVI.run`` or ``AutoADF.run``, or a
         :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
     :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
+    :param members: of an MCMC whose kernel has a ``warm_start``: export where each chain ended it, a deep ensemble of
+        one draw per chain, instead of the draws.
     :param guide: the guide of an SVI or ADF result.
     :param args: arguments of the model in an SVI or ADF run; an MCMC knows its own.
     :param kwargs: keyword arguments of the model in an SVI or ADF run.
@@ -101,7 +104,10 @@ def to_inference_data(
         )
         return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
-    fit = _fit(result, guide, args, kwargs or {}, draws_key, num_samples, log_likelihood, draws_per_chunk)
+    if isinstance(result, MCMC):
+        fit = from_mcmc(result, members)
+    else:
+        fit = _fit(result, guide, args, kwargs or {}, draws_key, num_samples, log_likelihood, draws_per_chunk)
     train_key, new_key = jax.random.split(rng_key)
     exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
     new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
@@ -121,9 +127,7 @@ def _fit(
     weigh: bool,
     draws_per_chunk: int | None,
 ) -> Fit:
-    """Read whichever kind of result came."""
-    if isinstance(result, MCMC):
-        return from_mcmc(result)
+    """Draw from the guide of a result."""
     if not hasattr(result, "params"):
         instead = (
             "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` with `guide=`."

@@ -47,9 +47,10 @@ class Fit:
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
-def from_mcmc(mcmc: MCMC) -> Fit:
+def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     """Read a run :class:`~numpyro.infer.mcmc.MCMC`.
 
+    :param members: read the ends of its warm start in the place of draws.
     :raises ValueError: if it has not been run, or has no model (a bare potential function).
     """
     if mcmc.last_state is None:
@@ -63,8 +64,11 @@ def from_mcmc(mcmc: MCMC) -> Fit:
             "an MCMC of a potential function",
             "Pass a kernel made from a model, or use `arviz.from_dict`.",
         )
-    samples = jax.device_get(mcmc.get_samples(group_by_chain=True))
-    fields = jax.device_get(mcmc.get_extra_fields(group_by_chain=True))
+    if members:
+        samples, fields = _members(mcmc), {}
+    else:
+        samples = jax.device_get(mcmc.get_samples(group_by_chain=True))
+        fields = jax.device_get(mcmc.get_extra_fields(group_by_chain=True))
     settings = {
         "algorithm": type(mcmc.sampler).__name__,
         "num_warmup": mcmc.num_warmup,
@@ -74,9 +78,9 @@ def from_mcmc(mcmc: MCMC) -> Fit:
         "chain_method": str(mcmc.chain_method),
         "last_rng_key": key_text(mcmc.last_state.rng_key),
     }
-    settings |= _described(mcmc)
     # A model that hides its data from the sampler names the one that shows them.
     model = getattr(mcmc.sampler.model, "predictive_model", mcmc.sampler.model)
+    settings |= {"members_of_warm_start": True, "num_samples": 1} if members else _described(mcmc)
     return Fit(
         model=model,
         arguments=bind(model, mcmc._args, mcmc._kwargs),
@@ -85,6 +89,19 @@ def from_mcmc(mcmc: MCMC) -> Fit:
         attrs=settings,
         stat_coords=getattr(mcmc.sampler, "stat_coords", {}),
     )
+
+
+def _members(mcmc: MCMC) -> dict[str, np.ndarray]:
+    """Values (C, 1, ...) by site where the chains ended their warm start."""
+    if not hasattr(mcmc.sampler, "members"):
+        raise argument_error(
+            "to_inference_data",
+            "members",
+            f"{type(mcmc.sampler).__name__}, a kernel without warm start",
+            "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members.",
+        )
+    found = mcmc.sampler.members(mcmc.last_state, mcmc._args, mcmc._kwargs)
+    return {name: np.asarray(value)[:, None] for name, value in jax.device_get(found).items()}
 
 
 def from_guide(

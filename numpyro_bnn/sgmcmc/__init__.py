@@ -3,6 +3,7 @@
 from numpyro_bnn.sgmcmc.engine import Sampler, Seeds, State, Statistics, build, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import SVRG, ControlVariates, Full, Minibatch
 from numpyro_bnn.sgmcmc.metropolis import GGMC, MALA
+from numpyro_bnn.sgmcmc.microcanonical import Direction, Microcanonical, MicrocanonicalMetropolis
 from numpyro_bnn.sgmcmc.minibatches import Epochs, Keys, Nothing, Rows, Stream, Together, WithReplacement
 from numpyro_bnn.sgmcmc.overdamped import Overdamped
 from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Evaluation, Gradient, Move, Preconditioner
@@ -45,6 +46,9 @@ __all__ = [
     "NoseHoover",
     "MALA",
     "GGMC",
+    "Microcanonical",
+    "MicrocanonicalMetropolis",
+    "Direction",
     "Preconditioner",
     "Identity",
     "Diagonal",

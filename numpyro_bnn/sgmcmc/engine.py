@@ -53,6 +53,7 @@ class Statistics(NamedTuple):
     :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
     :param accept_prob: mean acceptance probability; None where nothing is rejected.
     :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
+    :param energy_variance: mean of the squared energy error of a step, divided by P; None where none is told.
     """
 
     num_steps: jax.Array
@@ -60,6 +61,7 @@ class Statistics(NamedTuple):
     configurational_temperature: jax.Array
     accept_prob: jax.Array | None
     num_gradients: jax.Array
+    energy_variance: jax.Array | None = None
 
 
 class State(NamedTuple):
@@ -148,6 +150,7 @@ class Sampler:
             zero,
             zero if self.dynamics.exact else None,
             jnp.int32(0),
+            zero if self.dynamics.reports_energy else None,
         )
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
@@ -162,7 +165,7 @@ class Sampler:
         centre = jnp.where(recentre, state.position, kept_centre)
         estimator = self.gradient.init(centre)
         fresh = self._start_memory(state.position, state.step, state.seeds, estimator, state.adaptation)
-        kept = {n: getattr(state.memory, n) for n in ("momentum", "friction") if hasattr(state.memory, n)}
+        kept = {n: getattr(state.memory, n) for n in self.dynamics.kept if hasattr(state.memory, n)}
         return state._replace(estimator=estimator, memory=fresh._replace(**kept) if kept else fresh)
 
     def step(self, state: State) -> State:
@@ -295,7 +298,8 @@ class Sampler:
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
         # Both sums are finite only if all their terms are: cheaper than a test of each.
         finite = jnp.isfinite(squared_norm(move.position) + virial) & (state.first_divergence < 0)
-        spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
+        estimates = self.dynamics.evaluations if move.evaluations is None else move.evaluations
+        spent = renewals + estimates * self.gradient.evaluations
         new = (
             move.position,
             move.memory,
@@ -327,7 +331,10 @@ class Sampler:
         kinetic, virial, accept = jax.tree.map(
             lambda mean, x: mean + weight * (x - mean), statistics[1:4], seen
         )
-        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent)
+        energy = statistics.energy_variance
+        if move.energy_error is not None and energy is not None:
+            energy = energy + weight * (jnp.square(move.energy_error) / size - energy)
+        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent, energy)
 
 
 def build(

@@ -26,14 +26,26 @@ from numpyro_bnn.sgmcmc.underdamped import refreshed
 __all__ = ["MALA", "GGMC", "Trajectory"]
 
 
-def _accept(log_ratio: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (accepted, acceptance probability); a ratio that is not a number counts as zero."""
+def accept(log_ratio: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (accepted, acceptance probability) of a Metropolis test.
+
+    :param log_ratio: that is not a number counts as minus infinity.
+    :param uniform: in (0, 1].
+
+    >>> accept(jnp.log(0.5), jnp.float32(0.4))[0].item()
+    True
+    """
     log_ratio = jnp.where(jnp.isnan(log_ratio), -jnp.inf, jnp.minimum(log_ratio, 0.0))
     # `uniform` is never 0, so a probability of 0 never accepts.
     return jnp.log(uniform) <= log_ratio, jnp.exp(log_ratio)
 
 
-def _select(accepted: jax.Array, new: Any, old: Any) -> Any:
+def select(accepted: jax.Array, new: Any, old: Any) -> Any:
+    """Return one of two trees.
+
+    >>> select(jnp.asarray(False), 1, 2).item()
+    2
+    """
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
 
 
@@ -77,8 +89,8 @@ class MALA(Dynamics):
         seen = environment.evaluate(position + h * environment.root(adaptation, kicked), draw.batch)
         end = kicked - 0.5 * h * environment.transpose(adaptation, seen.gradient)
         error = seen.potential - memory.potential + 0.5 * (squared_norm(end) - squared_norm(start))
-        accepted, probability = _accept(-error / temperature, draw.uniform)
-        kept = _select(accepted, seen, memory._replace(adaptation=adaptation))
+        accepted, probability = accept(-error / temperature, draw.uniform)
+        kept = select(accepted, seen, memory._replace(adaptation=adaptation))
         return Move(kept.position, kept, kept, probability)
 
 
@@ -153,9 +165,9 @@ class GGMC(Dynamics):
         end, momentum, work, seen = self._simulate(environment, position, memory.momentum, draw)
         potential = self.full_potential_fn(end)
         error = potential - memory.potential + work
-        accepted, probability = _accept(-error / environment.temperature, draw.uniform)
+        accepted, probability = accept(-error / environment.temperature, draw.uniform)
         back = (position, Trajectory(self.after_rejection(memory.momentum), memory.potential))
-        kept, trajectory = _select(accepted, (end, Trajectory(momentum, potential)), back)
+        kept, trajectory = select(accepted, (end, Trajectory(momentum, potential)), back)
         return Move(kept, trajectory, seen, probability)
 
     def after_rejection(self, momentum: jax.Array) -> jax.Array:
@@ -183,7 +195,7 @@ class GGMC(Dynamics):
             work = work + 0.5 * (squared_norm(kicked) - squared_norm(fresh))
             last = refreshed(kicked, draw.noise[2 * step + 1], rate, environment.temperature)
             # Statistics and adaptation see the start of the trajectory, which belongs to the chain in any case.
-            return theta, last, work, _select(step == 0, here, first)
+            return theta, last, work, select(step == 0, here, first)
 
         zero = jnp.zeros((), position.dtype)
         blank = Evaluation(position, zero, jnp.zeros_like(position), adaptation)

@@ -68,12 +68,16 @@ class Move(NamedTuple):
     :param memory: the state of the dynamics (momenta, cached gradients).
     :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
     :param accept_prob: Metropolis acceptance probability, or None where nothing is rejected.
+    :param energy_error: change of an energy that an exact step would conserve, or None where there is none.
+    :param evaluations: gradient estimates of this step where their number varies.
     """
 
     position: Array
     memory: Any
     evaluation: Evaluation
     accept_prob: Array | None = None
+    energy_error: Array | None = None
+    evaluations: Array | None = None
 
 
 class Gradient:
@@ -150,6 +154,10 @@ class Preconditioner:
         """Return L' v."""
         raise NotImplementedError
 
+    def whiten(self, state: Any, v: Array) -> Array:
+        """Return L^-1 v."""
+        raise NotImplementedError
+
 
 class Dynamics:
     """Moves the position; says how many normals, minibatches and gradients a step takes.
@@ -177,6 +185,16 @@ class Dynamics:
     def exact(self) -> bool:
         """Whether a Metropolis test removes the discretisation error."""
         return False
+
+    @property
+    def reports_energy(self) -> bool:
+        """Whether its moves tell their energy error."""
+        return False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Fields of the memory that stay when the target changes."""
+        return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
         """Refuse gradient estimators under which the dynamics would be wrong; default none."""

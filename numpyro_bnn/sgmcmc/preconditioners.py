@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.sgmcmc.parts import Preconditioner, check_count, check_number
@@ -30,6 +31,9 @@ class Identity(Preconditioner):
         return v
 
     def transpose(self, state: Any, v: jax.Array) -> jax.Array:
+        return v
+
+    def whiten(self, state: Any, v: jax.Array) -> jax.Array:
         return v
 
 
@@ -78,6 +82,9 @@ class Diagonal(Preconditioner):
     def transpose(self, state: jax.Array, v: jax.Array) -> jax.Array:
         return state * v
 
+    def whiten(self, state: jax.Array, v: jax.Array) -> jax.Array:
+        return v / state
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Preconditioner):
@@ -123,6 +130,9 @@ class Dense(Preconditioner):
 
     def transpose(self, state: jax.Array, v: jax.Array) -> jax.Array:
         return v @ state
+
+    def whiten(self, state: jax.Array, v: jax.Array) -> jax.Array:
+        return solve_triangular(state, v, lower=True)
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,10 @@ class Blocks(Preconditioner):
     def transpose(self, state: tuple[Any, ...], v: jax.Array) -> jax.Array:
         blocks = zip(self.parts, state, self._split(v), strict=True)
         return jnp.concatenate([part.transpose(own, block) for (_, part), own, block in blocks])
+
+    def whiten(self, state: tuple[Any, ...], v: jax.Array) -> jax.Array:
+        blocks = zip(self.parts, state, self._split(v), strict=True)
+        return jnp.concatenate([part.whiten(own, block) for (_, part), own, block in blocks])
 
 
 class RMSPropState(NamedTuple):
@@ -244,6 +258,9 @@ class RMSProp(Preconditioner):
 
     def transpose(self, state: RMSPropState, v: jax.Array) -> jax.Array:
         return self.root(state, v)
+
+    def whiten(self, state: RMSPropState, v: jax.Array) -> jax.Array:
+        return v * jnp.sqrt(self.damping + jnp.sqrt(state.mean_square))
 
 
 def from_squared_gradients(mean_square: jax.Array, num_data: float = 1, damping: float = 1e-5) -> Diagonal:

@@ -1,0 +1,318 @@
+"""Warm-up of the microcanonical kernels, their honesty, and warm-started ensembles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import lax
+from numpyro.infer import MCMC, NUTS
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, models, nn
+from numpyro_bnn.infer.adaptation import Averaging, Stages, autocorrelation_time
+from numpyro_bnn.infer.warm_start import held_out_rows
+
+pytestmark = pytest.mark.core
+
+SCALES = np.exp(np.linspace(-1.5, 1.5, 40)).astype(np.float32)
+CORRELATION = 0.7
+
+
+def gaussian():
+    """Pairs of correlated coordinates of 40 scales: a diagonal preconditioner cannot make it round."""
+    mean = numpyro.sample("x", dist.Normal(0.0, SCALES).to_event(1))
+    root = (1 - CORRELATION**2) ** 0.5
+    numpyro.sample("y", dist.Normal(CORRELATION * mean, root * SCALES).to_event(1))
+
+
+def run(kernel, num_warmup, num_samples, *args, chains=4, seed=0, **kwargs):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(seed), *args, **kwargs)
+    return mcmc
+
+
+def mean_squares(mcmc):
+    draws = mcmc.get_samples(group_by_chain=True)
+    both = np.concatenate([np.asarray(draws[name], np.float64) / SCALES for name in ("x", "y")], -1)
+    return (both**2).mean((1, 2))  # by chain
+
+
+@pytest.mark.parametrize("integrator", ["mclachlan", "leapfrog"])
+def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
+    mcmc = run(infer.MCLMC(gaussian, integrator=integrator, steps_per_draw=20), 400, 1000)
+    state, kernel = mcmc.last_state, mcmc.sampler
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    first, target = kernel.energy_targets
+    assert first == 100 * target
+    np.testing.assert_allclose(infer.implied_bias(target), 0.05)
+    # Energy errors of 1500 correlated steps of warm-up: relative standard error about (2 / 400)^(1/2).
+    energy = np.asarray(fields["energy_variance"]).mean(1)
+    np.testing.assert_allclose(energy, target, rtol=0.35)
+    about = kernel.describe(state)
+    np.testing.assert_allclose(about["implied_bias"], infer.implied_bias(energy.max()), rtol=1e-3)
+    assert about["biased"]
+    # The mean over directions of the bias is within what is said, and visible.
+    squares = mean_squares(mcmc)
+    print(f"{integrator}: variances off by {squares.mean() - 1:.4f}, implied {about['implied_bias']:.4f}")
+    error = 2 * squares.std() / len(squares) ** 0.5  # of four chains: a t distribution
+    assert abs(squares.mean() - 1) < about["implied_bias"] + 3 * error
+    # The length is that of a spread of one in 80 whitened directions; scales are those of the prior.
+    np.testing.assert_allclose(state.decoherence_length, 80**0.5, rtol=0.35)
+    learned = np.asarray(state.engine.adaptation)[:, :40]
+    ratio = np.log(learned / SCALES)
+    assert np.abs(ratio - ratio.mean(1, keepdims=True)).max() < 0.35
+    idata = bnn.to_inference_data(mcmc)
+    assert idata["sample_stats"]["energy_variance"].shape == (4, 1000)
+    assert idata["sample_stats"]["decoherence_length"].shape == (4, 1000)
+    assert "implied_bias_bound" in idata.attrs
+
+
+def test_the_bias_falls_with_the_target():
+    """A hundredth of the energy variance: a bias smaller by 100^(1/3) = 4.6, within what chance makes of it."""
+
+    def normal():
+        numpyro.sample("x", dist.Normal(0.0, 1.0).expand([4000]).to_event(1))
+
+    def bias(target):
+        kernel = infer.MCLMC(
+            normal, integrator="leapfrog", energy_variance=target, preconditioner=None, steps_per_draw=10
+        )
+        mcmc = run(kernel, 120, 150, chains=2)
+        energy = float(np.mean(mcmc.last_state.tuning.energy))
+        squares = np.asarray(mcmc.get_samples()["x"], np.float64) ** 2
+        return squares.mean() - 1, energy, squares.mean(0).std() / 4000**0.5
+
+    large, above, error = bias(1e-2)
+    small, below, other = bias(1e-4)
+    spread = np.hypot(error / large, other / small) / np.log(above / below)
+    order = np.log(large / small) / np.log(above / below)
+    print(f"energy variances {above:.2g}, {below:.2g}: biases {large:.4f}, {small:.4f}; order {order:.3f}")
+    assert spread < 0.05
+    assert abs(order - 1 / 3) < 4 * spread + 0.02
+
+
+def test_the_adjusted_kernel_meets_its_acceptance_and_has_no_bias():
+    mcmc = run(infer.AdjustedMCLMC(gaussian, target_accept=0.9), 300, 500, chains=8)
+    accept = np.asarray(mcmc.get_extra_fields()["accept_prob"])
+    assert abs(accept.mean() - 0.9) < 0.05
+    squares = mean_squares(mcmc)
+    error = squares.std(ddof=1) / len(squares) ** 0.5
+    assert abs(squares.mean() - 1) < 5.4 * error  # t distribution of 7 degrees of freedom: failure rate 1e-3
+    assert error < 0.01
+    np.testing.assert_allclose(mcmc.last_state.decoherence_length, 80**0.5, rtol=0.35)
+
+
+def test_fixed_values_stay():
+    kernel = infer.MCLMC(gaussian, 0.3, decoherence_length=4.0, preconditioner=None, steps_per_draw=5)
+    state = run(kernel, 60, 5, chains=2).last_state
+    np.testing.assert_allclose(state.step_size, 0.3)
+    np.testing.assert_allclose(state.decoherence_length, 4.0)
+    with pytest.raises(ValueError, match="have no noise"):
+        run(infer.MCLMC(gaussian, preconditioner="gradient_noise"), 8, 1)
+
+
+def test_a_divergence_in_warm_up_is_undone():
+    """A wall behind which there is no gradient, and a first step that leaps over it."""
+
+    def walled():
+        numpyro.sample("x", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        x = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        numpyro.factor("wall", jnp.where(jnp.abs(x) < 3, jnp.sqrt(9 - x**2), jnp.nan))
+
+    kernel = infer.MCLMC(walled, energy_variance=1e-3, steps_per_draw=10, warm_start=0.0, preconditioner=None)
+    start = {"x": jnp.zeros((4, 3)), "w": jnp.zeros(4)}
+    state = kernel.init(jax.random.split(jax.random.key(0), 4), 60, start, (), {})
+
+    def transition(state, _):
+        before = jnp.where(state.i == 1, 50.0, state.base_step_size)  # far too large
+        state = kernel.sample(state._replace(base_step_size=before), (), {})
+        return state, (state.base_step_size, state.z["w"], state.engine.step[0])
+
+    state, (sizes, w, steps) = jax.jit(lambda s: lax.scan(transition, s, None, 60))(state)
+    assert np.isfinite(w).all()
+    assert (np.asarray(state.engine.first_divergence) == -1).all()
+    assert (sizes[1] < 50).all()
+    assert (sizes[-1] < 3).all()
+    np.testing.assert_array_equal(np.diff(steps), 10)  # no random number is used twice
+
+
+def test_the_autocorrelation_time_is_that_of_an_autoregression():
+    """(1 + rho) / (1 - rho)."""
+    rho, rng = 0.6, np.random.default_rng(0)
+    noise = rng.normal(size=(1000, 200))
+    draws = np.zeros_like(noise)
+    for t in range(1, 1000):
+        draws[t] = rho * draws[t - 1] + noise[t]
+    still = np.concatenate([draws[100:], np.ones((900, 3))], 1)  # coordinates that never move are left out
+    np.testing.assert_allclose(autocorrelation_time(jnp.asarray(still, jnp.float32)), 4.0, rtol=0.07)
+
+
+def test_stages_and_records_of_short_and_long_warm_ups():
+    assert Stages.of(0, 0).records == 0
+    assert Stages.of(2, 4) == (2, 2, 3, 3, 4, 4)
+    long = Stages.of(0, 10_000)
+    assert (long.stride, long.records) == (12, 250)
+
+
+def test_dual_averaging_finds_the_step_size_of_its_target():
+    """An acceptance of exp(-eps^2) with noise: 0.8 at eps = 0.472."""
+
+    def update(state, noise):
+        accept = jnp.exp(-jnp.exp(2 * state.value)) + 0.1 * noise
+        return state.update(0.8 - accept), None
+
+    noise = jax.random.normal(jax.random.key(0), (500,))
+    state = lax.scan(update, Averaging.at(jnp.float32(3.0)), noise)[0]
+    np.testing.assert_allclose(np.exp(state.average), (-np.log(0.8)) ** 0.5, rtol=0.05)
+
+
+# -- minibatches ------------------------------------------------------------------------------------
+
+N, B, P = 400, 40, 12
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(N, P)) * np.geomspace(0.4, 2.5, P), jnp.float32)
+Y = jnp.asarray(np.asarray(X) @ RNG.normal(size=P) + 0.5 * RNG.normal(size=N), jnp.float32)
+
+
+def regression(x, y, batch_size=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([P]).to_event(1))
+    with numpyro.plate("data", N, subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 0.5), obs=y[i])
+
+
+INPUTS = np.asarray(X, np.float64)
+HESSIAN = np.eye(P) + INPUTS.T @ INPUTS / 0.25
+MEAN = np.linalg.solve(HESSIAN, INPUTS.T @ np.asarray(Y, np.float64) / 0.25)
+
+
+def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
+    """The bias is measured: near 5 % of the variances here, of which the energy error tells nothing."""
+    kernel = infer.MCLMC(
+        regression,
+        preconditioner="gradient_noise",
+        integrator="leapfrog",
+        energy_variance=1e-4,
+        steps_per_draw=25,
+    )
+    mcmc = run(kernel, 60, 100, X, Y, batch_size=B, chains=8)
+    about = kernel.describe(mcmc.last_state)
+    assert about["biased"]
+    assert about["implied_bias"] < 0.05
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
+    squares = (((draws - MEAN) @ np.linalg.cholesky(HESSIAN)) ** 2).mean((1, 2))
+    print(f"excess variance on minibatches of {B} of {N}: {squares.mean() - 1:.3f}")
+    assert -0.1 < squares.mean() - 1 < 0.25  # standard error 0.02
+    # Noise of a direction is proportional to its input; estimated from 32 minibatches, within 4 (2 / 31)^(1/2) / 2.
+    ratio = np.log(np.asarray(mcmc.last_state.engine.adaptation) * np.sqrt((INPUTS**2).mean(0)))
+    assert np.abs(ratio - ratio.mean(1, keepdims=True)).max() < 0.7
+    counts = np.asarray(mcmc.last_state.num_gradients)
+    assert (counts == 15 * 25 + 145 * 25 * 2).all()  # Adam, then two gradients per leapfrog step
+
+
+# -- warm-started ensembles -------------------------------------------------------------------------
+
+GRID = np.linspace(-2, 2, 60)[:, None].astype(np.float32)
+WAVE = (np.sin(2 * GRID[:, 0]) + 0.2 * np.random.default_rng(1).normal(size=60)).astype(np.float32)
+NETWORK = models.regression(nn.MLP([8, 1], "tanh"), noise=0.2)
+
+
+@pytest.mark.parametrize("method", ["vectorized", "sequential"])
+def test_members_are_the_ends_of_the_warm_start(method):
+    warm = infer.WarmStart(0.5, num_steps=300, optimizer=optax.adam(0.03), spread=1.5)
+    kernel = infer.MCLMC(NETWORK, steps_per_draw=5, warm_start=warm)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=10, num_chains=3, chain_method=method, progress_bar=False)
+    mcmc.run(jax.random.key(0), GRID, WAVE)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": GRID, "y": WAVE}, members=True)
+    functions = idata["predictions"]["y_mean"].to_numpy()
+    assert functions.shape == (3, 1, 60)
+    errors = np.sqrt(((functions[:, 0] - WAVE) ** 2).mean(1))
+    assert errors.max() < 0.4  # starts are off by about 1.5
+    assert np.abs(functions[0] - functions[1]).max() > 1e-2
+    assert "sample_stats" not in dict(idata.items()) or not dict(idata["sample_stats"].data_vars)
+    assert idata.attrs["num_samples"] == 1
+    # The ensemble is where the chains were after ten transitions of thirty steps of the optimiser each.
+    keys = jax.random.split(jax.random.key(0), 3)
+    state = kernel.init(keys, 20, None, (GRID, WAVE), {})
+    sample = jax.jit(lambda s: kernel.sample(s, (GRID, WAVE), {}))
+    for _ in range(10):
+        state = sample(state)
+    assert (np.asarray(state.num_gradients) == 300).all()
+    found = np.asarray(kernel.members(state, (GRID, WAVE), {})["net/Dense_0.kernel"])
+    expected = idata["posterior"]["net.Dense_0.kernel"].to_numpy()[:, 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_held_out_rows_stop_the_descent():
+    """A network that learns 20 noisy rows by heart: the position of the best transition is kept, not the last."""
+    x = GRID[::3]
+    y = (0.5 * x[:, 0] + 0.5 * np.random.default_rng(2).normal(size=20)).astype(np.float32)
+    flat = models.regression(nn.MLP([50, 1], "tanh"), bnn.priors.Normal(10.0), noise=0.1)
+
+    warm = infer.WarmStart(0.9, num_steps=1800, held_out=0.25, optimizer=optax.adam(0.03))
+    kernel = infer.MCLMC(flat, warm_start=warm, steps_per_draw=1)
+    state = kernel.init(jax.random.split(jax.random.key(0), 8), 40, None, (x, y), {})
+
+    def transition(state, _):
+        state = kernel.sample(state, (x, y), {})
+        return state, state.optimizer.score
+
+    state, scores = jax.jit(lambda s: lax.scan(transition, s, None, 36))(state)
+    scores = np.asarray(scores)
+    assert np.all(np.diff(scores, axis=0) >= 0)  # the best so far
+    assert np.isfinite(scores).all()
+    _, held = held_out_rows(20, 0.25)
+    score = jax.vmap(kernel.target.log_likelihood((x, y), {}, {"data": held}))(state.z)
+    np.testing.assert_allclose(score, scores[-1], rtol=1e-3)  # the chain goes on from there
+    assert (scores[-1] > scores[-18]).mean() < 1  # some chain was best early
+
+
+def test_held_out_rows_on_minibatches():
+    warm = infer.WarmStart(0.5, num_steps=400, held_out=0.1, optimizer=optax.adam(0.1))
+    mcmc = run(infer.SGLD(regression, 1e-5, warm_start=warm, steps_per_draw=10), 20, 2, X, Y, batch_size=B)
+    members = np.asarray(mcmc.sampler.members(mcmc.last_state, (X, Y), {"batch_size": B})["w"])
+    assert np.abs(members - MEAN).max() < 0.6
+
+
+def test_a_model_that_needs_all_rows_cannot_hold_some_out():
+    def whole(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([P]).to_event(1))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    def bare(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([P]).to_event(1))
+        numpyro.sample("y", dist.Normal(x @ w, 0.5).to_event(1), obs=y)
+
+    for model in (whole, bare):
+        kernel = infer.MCLMC(model, warm_start=infer.WarmStart(held_out=0.1))
+        with pytest.raises(ValueError, match="held_out of a model"):
+            kernel.init(jax.random.key(0), 4, None, (X, Y), {})
+
+
+def test_members_need_a_warm_start():
+    none = infer.MCLMC(NETWORK, warm_start=0.0)
+    state = none.init(jax.random.key(0), 4, None, (GRID, WAVE), {})
+    with pytest.raises(ValueError, match="without warm start"):
+        none.members(state, (GRID, WAVE), {})
+    mcmc = MCMC(NUTS(gaussian, max_tree_depth=1), num_warmup=2, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    with pytest.raises(ValueError, match="kernel without warm start"):
+        bnn.to_inference_data(mcmc, members=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"share": 1.0}, {"held_out": 1.5}, {"spread": 0.0}, {"num_steps": 0}, {"share": -0.1}]
+)
+def test_bad_warm_starts_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        infer.WarmStart(**options)

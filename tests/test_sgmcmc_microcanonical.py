@@ -1,0 +1,446 @@
+"""Microcanonical dynamics: against a transcription of the equations, Jacobians, closed forms and exact targets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate
+
+from numpyro_bnn.infer import implied_bias
+from numpyro_bnn.sgmcmc import (
+    Diagonal,
+    Full,
+    Keys,
+    Microcanonical,
+    MicrocanonicalMetropolis,
+    Minibatch,
+    build,
+    reset_statistics,
+)
+from numpyro_bnn.sgmcmc.microcanonical import INTEGRATORS
+
+pytestmark = pytest.mark.core
+
+P = 6
+STIFF = np.linspace(0.5, 3.0, P)
+
+
+def potential(q):
+    """Not Gaussian, coupled."""
+    return (
+        0.5 * jnp.vdot(q, jnp.asarray(STIFF, q.dtype) * q) + 0.1 * jnp.sum(q**4) + 0.3 * jnp.sin(q[0] * q[1])
+    )
+
+
+def slope(q):
+    """Minus the gradient, written out."""
+    force = -STIFF * q - 0.4 * q**3
+    wave = 0.3 * np.cos(q[0] * q[1])
+    force[:2] -= wave * q[1::-1]
+    return force
+
+
+def value(q):
+    return 0.5 * q @ (STIFF * q) + 0.1 * np.sum(q**4) + 0.3 * np.sin(q[0] * q[1])
+
+
+def turned(u, force, time):
+    """The exact flow of du = (I - uu') f dt / (P - 1), in its hyperbolic form, and the energy it takes up."""
+    size = np.linalg.norm(force)
+    e, delta = force / size, time * size / (len(u) - 1)
+    stretch = np.cosh(delta) + (u @ e) * np.sinh(delta)
+    return (u + (np.sinh(delta) + (u @ e) * (np.cosh(delta) - 1)) * e) / stretch, (len(u) - 1) * np.log(
+        stretch
+    )
+
+
+def transcribed(q, u, integrator, eps, root, temperature):
+    outer = {"leapfrog": 0.5, "mclachlan": 0.1931833275037836}[integrator]
+    turns = [outer, outer] if integrator == "leapfrog" else [outer, 1 - 2 * outer, outer]
+    start, kinetic = value(q) / temperature, 0.0
+    for number, share in enumerate(turns):
+        if number:
+            q = q + eps / (len(turns) - 1) * root * u
+        u, change = turned(u, root * slope(q) / temperature, share * eps)
+        kinetic += change
+    return q, u, kinetic + value(q) / temperature - start
+
+
+def start_of(dynamics, eps, seed=0, temperature=1.0, root=None, target=potential):
+    preconditioner = None if root is None else Diagonal(root**2)
+    sampler = build(Full(target), dynamics, preconditioner, schedule=eps, temperature=temperature)
+    q = jnp.asarray(np.random.default_rng(seed).normal(size=P))
+    return sampler, sampler.init(q, jax.random.key(seed))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_a_step_is_the_published_one(integrator, temperature, x64):
+    eps, length, root = 0.9, 2.5, np.linspace(0.7, 1.4, P)
+    sampler, state = start_of(Microcanonical(length, integrator), eps, 1, temperature, root)
+    noise = np.asarray(sampler._draw(state.seeds, state.step, state.position).noise[0])
+    nu = np.sqrt((np.exp(2 * eps / length) - 1) / P)
+    u = np.asarray(state.memory.direction) + nu * noise
+    q, u, error = transcribed(
+        np.array(state.position), u / np.linalg.norm(u), integrator, eps, root, temperature
+    )
+    after = jax.jit(sampler.step)(state)
+    np.testing.assert_allclose(after.position, q, rtol=1e-6)
+    np.testing.assert_allclose(after.memory.direction, u, rtol=1e-6)
+    np.testing.assert_allclose(after.statistics.energy_variance, error**2 / P, rtol=1e-6)
+    assert np.abs(q - np.asarray(state.position)).max() > 0.1
+    assert abs(error) > 1e-3
+
+
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_the_motion_is_reversible(integrator, x64):
+    sampler, state = start_of(Microcanonical(float("inf"), integrator), 0.7)
+    end = jax.jit(sampler.run, static_argnums=1)(state, 50)
+    assert np.abs(np.asarray(end.position - state.position)).max() > 0.5
+    np.testing.assert_allclose(np.linalg.norm(end.memory.direction), 1.0, rtol=1e-12)
+    flipped = end._replace(memory=end.memory._replace(direction=-end.memory.direction))
+    back = jax.jit(sampler.run, static_argnums=1)(flipped, 50)
+    np.testing.assert_allclose(back.position, state.position, atol=1e-8)
+    np.testing.assert_allclose(-back.memory.direction, state.memory.direction, atol=1e-8)
+
+
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_the_kinetic_energy_is_the_jacobian(integrator, x64):
+    """Minus the log determinant of a step on (position, sphere), by automatic differentiation in tangent planes."""
+    sampler, state = start_of(Microcanonical(float("inf"), integrator), 0.8, 2)
+
+    def step(q, u):
+        memory = state.memory._replace(
+            direction=u / jnp.linalg.norm(u), potential=potential(q), gradient=jax.grad(potential)(q)
+        )
+        after = sampler.step(state._replace(position=q, memory=memory))
+        return after.position, after.memory.direction
+
+    def plane(u):
+        return np.linalg.svd(np.asarray(u)[None])[2][1:].T  # (P, P - 1), orthogonal to u
+
+    q, u = state.position, state.memory.direction
+    (qq, qu), (uq, uu) = jax.jacobian(step, (0, 1))(q, u)
+    q1, u1 = step(q, u)
+    first, last = plane(u), plane(u1)
+    jacobian = np.block([[qq, qu @ first], [last.T @ uq, last.T @ uu @ first]])
+    _, logdet = np.linalg.slogdet(jacobian)
+    error = transcribed(np.array(q), np.array(u), integrator, 0.8, 1.0, 1.0)[2]
+    np.testing.assert_allclose(-logdet, error - (value(np.array(q1)) - value(np.array(q))), rtol=1e-8)
+    assert abs(logdet) > 0.1
+
+
+def test_energy_errors_keep_their_digits():
+    """P = 2000, potentials near 10^4: a trajectory of 60 steps in float32 beside the same in float64."""
+    size = 2000
+    q = np.random.default_rng(3).normal(size=size) * 3
+
+    def quartic(q):
+        return 0.5 * jnp.vdot(q, q) + 0.01 * jnp.sum(q**4)
+
+    def error(dtype):
+        dynamics = MicrocanonicalMetropolis(length=60.0, max_steps=60)
+        sampler = build(Full(quartic), dynamics, schedule=1.0)
+        state = sampler.init(jnp.asarray(q, dtype), jax.random.key(0))
+        direction = jnp.asarray(np.ones(size) / size**0.5, dtype)
+        memory = state.memory._replace(direction=direction, trajectory=jnp.uint32(1))
+        move = jax.jit(
+            lambda s: sampler.dynamics.step(
+                sampler._environment(s.estimator, s.adaptation, s.step, jnp.asarray(False), dtype),
+                s.position,
+                s.memory,
+                sampler._draw(s.seeds, s.step, s.position)._replace(noise=jnp.asarray(noise, dtype)),
+            )
+        )(state._replace(memory=memory))
+        return float(move.energy_error), float(memory.potential), int(move.evaluations)
+
+    noise = np.random.default_rng(4).normal(size=(1, size))
+    single, level, steps = error(jnp.float32)
+    with jax.enable_x64(True):
+        double = error(jnp.float64)[0]
+    assert steps > 100
+    assert level > 1e4
+    assert abs(double) > 0.05
+    # 120 gradients with a relative error of 1e-7 each turn the direction by as much, times P.
+    np.testing.assert_allclose(single, double, atol=0.02)
+
+
+# -- stationary laws --------------------------------------------------------------------------------
+
+
+def test_the_implied_bias_is_that_of_leapfrog():
+    """Underdamped Langevin (OBABO) with the angle h: variance 1 / (1 - h^2 / 4), energy errors from its matrix."""
+    for h in np.linspace(0.01, 1.9, 50):
+        step = np.array([[1 - h**2 / 2, h], [-h * (1 - h**2 / 4), 1 - h**2 / 2]])
+        variance = 1 / (1 - h**2 / 4)
+        change = (step.T @ step - np.eye(2)) @ np.diag([variance, 1.0])
+        np.testing.assert_allclose(implied_bias(0.5 * np.trace(change @ change)), variance - 1, rtol=1e-6)
+    energies = np.geomspace(1e-12, 10, 40)
+    assert implied_bias(0.0) == 0
+    assert np.all(
+        implied_bias((energies[1:] + energies[:-1]) / 2)
+        > (implied_bias(energies)[1:] + implied_bias(energies)[:-1]) / 2
+    )
+
+
+def mean_field(integrator, h, decay, widths):
+    """Biases of the variances of Gaussian directions of these curvatures^(1/2), P -> infinity.
+
+    Norms are sums over many coordinates then, without fluctuations: each step is linear in (x, v), v = sqrt(P) u, and
+    what is followed are the second moments of these.
+    """
+    turns, drifts = INTEGRATORS[integrator]
+    w2 = widths**2
+    xx, xv, vv = 1 / w2, 0 * w2, np.ones_like(w2)
+
+    def turn(xx, xv, vv, time):
+        size = np.sqrt(np.mean(w2**2 * xx))
+        along, delta = -np.mean(w2 * xv) / size, time * size
+        stretch = np.cosh(delta) + along * np.sinh(delta)
+        pull = (np.sinh(delta) + along * (np.cosh(delta) - 1)) * w2 / size / stretch
+        return xv / stretch - pull * xx, vv / stretch**2 - 2 * pull * xv / stretch + pull**2 * xx
+
+    for _ in range(3000):
+        xv, vv = turn(xx, xv, vv, turns[0] * h)
+        for share, drift in zip(turns[1:], drifts, strict=True):
+            xx, xv = xx + 2 * drift * h * xv + (drift * h) ** 2 * vv, xv + drift * h * vv
+            xv, vv = turn(xx, xv, vv, share * h)
+        xv, vv = decay * xv, decay**2 * vv + 1 - decay**2
+    return xx * w2 - 1
+
+
+def moments(sampler, scale, burn, keep, thin, seed=1):
+    """Per-coordinate means of x^2 and the mean energy variance; one flat chain of independent coordinates."""
+
+    @jax.jit
+    def run(state):
+        def body(carry, _):
+            state, total = carry
+            state = sampler.run(state, thin)
+            return (state, total + state.position**2), None
+
+        state = reset_statistics(sampler.run(state, burn))
+        return jax.lax.scan(body, (state, jnp.zeros_like(scale)), None, keep)[0]
+
+    begin = jax.random.normal(jax.random.key(seed + 1), scale.shape) / scale
+    state, total = run(sampler.init(begin, jax.random.key(seed)))
+    assert int(state.first_divergence) == -1
+    return np.asarray(total, np.float64) / keep, float(state.statistics.energy_variance)
+
+
+@pytest.mark.parametrize(
+    ("integrator", "spread", "angles"),
+    [
+        ("leapfrog", 1, (0.4, 0.6, 1.0)),
+        ("mclachlan", 1, (1.4, 2.0)),
+        ("leapfrog", 8, (0.5,)),
+        ("mclachlan", 8, (1.2,)),
+    ],
+)
+def test_biases_are_those_of_theory_and_within_what_is_implied(integrator, spread, angles):
+    """Gaussians in 16384 dimensions, of one or of eight widths. The bias falls like the third root of the energy
+    variance, of which it is a function that is known before."""
+    size = 16_384
+    widths = np.linspace(0.3, 1.7, spread) if spread > 1 else np.ones(1)
+    scale = jnp.asarray(np.tile(widths, size // spread), jnp.float32)
+    biases, energies = [], []
+    for h in angles:
+        sampler = build(
+            Full(lambda q: 0.5 * jnp.vdot(q * scale, q * scale)),
+            Microcanonical(2 * size**0.5, integrator),
+            schedule=h * size**0.5,
+        )
+        squares, energy = moments(sampler, scale, 100, 150, max(1, round(1.5 / h)))
+        by_width = (squares * np.asarray(scale, np.float64) ** 2).reshape(-1, spread)
+        bias, error = by_width.mean(0) - 1, by_width.std(0) / len(by_width) ** 0.5
+        theory = mean_field(integrator, h, np.exp(-h / 2), widths)
+        print(f"{integrator}, h = {h}: bias {bias}, theory {theory}, energy variance {energy:.3g}")
+        # 4 standard errors: failure rate 6e-5 each; fluctuations of norms are of order 1 / P.
+        assert np.all(np.abs(bias - theory) < 4 * error + 10 / size)
+        assert error.max() < 0.5 * np.abs(theory).max()
+        assert np.abs(theory).mean() < implied_bias(energy) < 4 * np.abs(theory).mean()
+        biases.append(np.abs(bias).mean())
+        energies.append(energy)
+    if len(angles) == 3:
+        # Standard errors of the logarithms: of the bias 0.03, of the energy variance (few hundred steps) 0.1.
+        order = np.log(biases[2] / biases[0]) / np.log(energies[2] / energies[0])
+        assert abs(order - 1 / 3) < 4 * (0.03 + 0.1 / 3) / np.log(energies[2] / energies[0]) + 0.02, order
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_gradient_noise_of_one_size_blurs_only(fresh):
+    """Noise that would heat leapfrog steps with a friction as weak by h^2 V / (1 - a^2), of 1.6 times the variance,
+    turns the direction of a microcanonical one, whose speed cannot change."""
+    size, h, variance = 4096, 0.4, 2.0
+
+    def noisy(q, key):
+        return 0.5 * jnp.vdot(q, q) + variance**0.5 * jnp.vdot(q, jax.random.normal(key, q.shape))
+
+    dynamics = Microcanonical(4 * size**0.5, "leapfrog", fresh=fresh)
+    squares, _ = moments(
+        build(Minibatch(noisy, Keys()), dynamics, schedule=h * size**0.5), jnp.ones(size), 200, 200, 4
+    )
+    decay = np.exp(-h / 4)
+    heat = h**2 * variance / (1 - decay**2)
+    print(
+        f"fresh={fresh}: E[x^2] {squares.mean():.3f}; underdamped Langevin would be off by about {heat:.2f}"
+    )
+    assert heat > 1
+    assert abs(squares.mean() - 1) < 0.25
+
+
+def test_noise_of_unequal_sizes_is_evened_out_by_a_preconditioner():
+    """Half of the directions with 40 times the noise variance: they take speed from the others, until the noise has
+    one size in whitened directions."""
+    size, h = 2048, 0.3
+    noise = jnp.where(jnp.arange(size) % 2 == 0, 4.0, 0.1)
+
+    def noisy(q, key):
+        return 0.5 * jnp.vdot(q, q) + jnp.vdot(q, jnp.sqrt(noise) * jax.random.normal(key, q.shape))
+
+    def bias(preconditioner):
+        dynamics = Microcanonical(2 * size**0.5, "leapfrog", fresh=True)
+        sampler = build(Minibatch(noisy, Keys()), dynamics, preconditioner, schedule=h * size**0.5)
+        squares, _ = moments(sampler, jnp.ones(size), 300, 200, 4)
+        return squares.reshape(-1, 2).mean(0) - 1
+
+    even = 1 / noise
+    plain, evened = bias(None), bias(Diagonal(even / jnp.exp(jnp.mean(jnp.log(even)))))
+    print(f"biases of noisy and quiet directions: plain {plain}, preconditioned {evened}")
+    # Standard error of each about (2 / (1024 * 50))^(1/2) = 0.006.
+    assert np.abs(plain).max() > 0.1
+    assert np.abs(evened).max() < 0.5 * np.abs(plain).max()
+
+
+# -- the Metropolis test ----------------------------------------------------------------------------
+
+
+def banana(q):
+    """x ~ N(0, 1), y | x ~ N(x^2 / 2, 0.5^2): E[x^2] = 1, E[y] = 1/2, E[y^2] = 3/4 + 1/4."""
+    return 0.5 * q[0] ** 2 + 2.0 * (q[1] - 0.5 * q[0] ** 2) ** 2
+
+
+class WithoutFlip(MicrocanonicalMetropolis):
+    """A rejected trajectory that goes on as it began."""
+
+    def step(self, environment, position, memory, draw):
+        move = super().step(environment, position, memory, draw)
+        stayed = jnp.all(move.position == position)
+        direction = jnp.where(stayed, -move.memory.direction, move.memory.direction)
+        return move._replace(memory=move.memory._replace(direction=direction))
+
+
+def draws_of(sampler, begin, steps, seed=2):
+    """Positions (chains, steps // 2, P) of the second half, of chains that start at draws of the target."""
+
+    def one(key, q):
+        def body(state, _):
+            state = sampler.step(state)
+            return state, (state.position, state.statistics.accept_prob)
+
+        state, (positions, _) = jax.lax.scan(body, sampler.init(q, key), None, steps)
+        return positions[steps // 2 :], state.statistics.accept_prob
+
+    keys = jax.random.split(jax.random.key(seed), len(begin))
+    positions, accept = jax.jit(jax.vmap(one))(keys, jnp.asarray(begin, jnp.float32))
+    assert 0.4 < accept.mean() < 0.95  # some rejections, or nothing is tested
+    return np.asarray(positions, np.float64)
+
+
+def assert_mean(by_chain, expected, sigmas=4.0):
+    """Failure rate 6e-5 each."""
+    error = by_chain.std() / len(by_chain) ** 0.5
+    assert abs(by_chain.mean() - expected) < sigmas * error, (by_chain.mean(), expected, error)
+    assert error < 0.03 * max(abs(expected), 1.5)
+
+
+CHAINS = 3000
+
+
+@pytest.mark.parametrize(
+    ("integrator", "decay", "eps"), [("mclachlan", 1.0, 1.2), ("leapfrog", 0.3, 0.7), ("mclachlan", 0.2, 1.2)]
+)
+def test_the_adjusted_dynamics_keeps_a_banana(integrator, decay, eps):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=CHAINS)
+    begin = np.stack([x, x**2 / 2 + 0.5 * rng.normal(size=CHAINS)], 1)
+    dynamics = MicrocanonicalMetropolis(3 * eps, integrator, momentum_decay=decay)
+    x, y = np.moveaxis(draws_of(build(Full(banana), dynamics, schedule=eps), begin, 60), -1, 0)
+    for values, expected in ((x, 0.0), (x**2, 1.0), (y, 0.5), (y**2, 1.0), ((y - x**2 / 2) ** 2, 0.25)):
+        assert_mean(values.mean(1), expected)
+
+
+def gaussian_begin(temperature=1.0):
+    return np.random.default_rng(1).normal(size=(CHAINS, 4)) * temperature**0.5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_the_adjusted_dynamics_keeps_a_gaussian(integrator, temperature):
+    eps = {"leapfrog": 2.4, "mclachlan": 4.0}[integrator] * temperature**0.5
+    dynamics = MicrocanonicalMetropolis(2.5 * eps, integrator, momentum_decay=0.5)
+    sampler = build(Full(lambda q: 0.5 * jnp.vdot(q, q)), dynamics, schedule=eps, temperature=temperature)
+    draws = draws_of(sampler, gaussian_begin(temperature), 40)
+    squares = (draws**2).sum(2)
+    assert_mean(squares.mean(1), 4 * temperature)
+    assert_mean((squares**2).mean(1) / temperature**2, 24.0)
+
+
+def quartic(q):
+    return 0.25 * jnp.sum(q**4)
+
+
+def test_the_test_sees_a_missing_flip_and_a_missing_jacobian(monkeypatch):
+    """Both mistakes shift E[|x|^2] by more than 8 standard errors, where the right dynamics passes."""
+    expected = 3 * integrate.quad(lambda x: x**2 * np.exp(-(x**4) / 4), -9, 9)[0]
+    expected /= integrate.quad(lambda x: np.exp(-(x**4) / 4), -9, 9)[0]
+    grid = np.linspace(-4, 4, 4001)
+    law = np.cumsum(np.exp(-(grid**4) / 4))
+    begin = np.interp(np.random.default_rng(2).uniform(size=(CHAINS, 3)), law / law[-1], grid)
+
+    def squares(kind):
+        dynamics = kind(2.5, "leapfrog", momentum_decay=0.05)
+        draws = draws_of(build(Full(quartic), dynamics, schedule=1.2), begin, 80)
+        return (draws**2).sum(2).mean(1)
+
+    def off(values):
+        return abs(values.mean() - expected) * len(values) ** 0.5 / values.std()
+
+    assert_mean(squares(MicrocanonicalMetropolis), expected)
+    assert off(squares(WithoutFlip)) > 8
+    from numpyro_bnn.sgmcmc import microcanonical
+
+    right = microcanonical.turn
+    monkeypatch.setattr(microcanonical, "turn", lambda *a: (right(*a)[0], 0.8 * right(*a)[1], right(*a)[2]))
+    assert off(squares(MicrocanonicalMetropolis)) > 8
+
+
+def test_lengths_are_spread_evenly():
+    dynamics = MicrocanonicalMetropolis(length=10.0)
+    memory = build(Full(quartic), dynamics, schedule=1.0).init(jnp.ones(3), jax.random.key(0)).memory
+    lengths = [
+        int(dynamics.num_steps(memory._replace(trajectory=jnp.uint32(n)), jnp.float32(1.0)))
+        for n in range(1000)
+    ]
+    assert (min(lengths), max(lengths)) == (1, 20)
+    counts = np.bincount(lengths)[1:]
+    assert np.all(np.abs(counts - 50) <= 2)  # a random draw would scatter by 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Microcanonical(0.0), "length"),
+        (lambda: Microcanonical(integrator="verlet"), "integrator"),
+        (lambda: MicrocanonicalMetropolis(momentum_decay=1.5), "momentum_decay"),
+        (lambda: MicrocanonicalMetropolis(max_steps=0), "max_steps"),
+        (
+            lambda: build(Full(quartic), Microcanonical(), schedule=1.0).init(jnp.ones(1), jax.random.key(0)),
+            "two",
+        ),
+        (lambda: build(Minibatch(banana, Keys()), MicrocanonicalMetropolis(), schedule=1.0), "Full"),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
