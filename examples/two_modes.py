@@ -80,7 +80,6 @@ def sample(data: Any, args: argparse.Namespace) -> tuple[Any, float]:
     hidden = infer.collapse(model, ["net/Dense_1.kernel", "net/Dense_1.bias"], data.x_train, data.y_train)
     nuts = NUTS(
         hidden,
-        adapt_mass_matrix=False,  # idle units roam; by their variance it would be far from what the others need
         max_tree_depth=args.max_tree_depth,
         init_strategy=init_to_uniform(radius=1.0),
     )

@@ -57,7 +57,8 @@ class UnitMoves(Around):
     size that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. Output weights make a unit pay for leaving:
     integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and most moves of single units are accepted.
 
-    A move costs one evaluation of the log density, on all data, and no gradient.
+    A move costs one evaluation of the log density, on all data, and no gradient. Moves begin after warm-up: idle
+    units roam as far as their prior is wide, and a mass matrix learned from them would not fit the others.
 
     ``unit_accept_prob`` is the acceptance.
 
@@ -182,7 +183,9 @@ class UnitMoves(Around):
             return carry, jnp.minimum(1.0, jnp.exp(log_ratio))
 
         keys = random.split(rng_key, self._num_moves)
-        (moved, _), probs = lax.scan(one, (moved, rest(moved)), keys)
+        (after, _), probs = lax.scan(one, (moved, rest(moved)), keys)
+        warm = state.i >= self._num_warmup
+        moved = jax.tree.map(partial(jnp.where, warm), after, moved)
         mean = jnp.mean(probs).astype(state.unit_accept_prob.dtype)
         return state._replace(unit_accept_prob=mean), moved, prior
 
