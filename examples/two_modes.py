@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from examples.neal import KERNEL, load_data, new_figure, save_figure
-from examples.shared import at_least, writable_folder
+from examples.shared import at_least, between_marks, writable_folder
 
 # The file rlog.net of his ex-netgp after 50,000 iterations of 2,000 leapfrogs: average log probability of the test
 # targets and squared error, each with its standard error.
@@ -44,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tree-depth", type=int, default=6, help="of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws, and of made-up data")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figure")
+    parser.add_argument("--docs", type=Path, help="page whose table is to hold the scores")
     args = parser.parse_args(argv)
     at_least(
         parser, args, ("num_warmup", "num_samples", "kept_draws", "num_chains", "num_moves", "max_tree_depth")
@@ -120,6 +121,20 @@ def scores_of_chains(
     return found
 
 
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row for each chain, for all of them, and for Neal's run."""
+    lines = ["| | log probability | squared error | turns up |", "| --- | --- | --- | --- |"]
+    rows = {
+        **report["test"],
+        "Neal's run": {"log_probability": NEAL[0], "squared_error": NEAL[1], "turns_up": None},
+    }
+    for name, row in rows.items():
+        scores = "{:.3f} ± {:.3f} | {:.4f} ± {:.4f}".format(*row["log_probability"], *row["squared_error"])
+        share = "-" if row["turns_up"] is None else f"{row['turns_up']:.2%}"
+        lines.append(f"| {name} | {scores} | {share} |")
+    return "\n".join(lines)
+
+
 def draw_modes(x: np.ndarray, f: np.ndarray, left: np.ndarray, up: np.ndarray, data: Any, path: Path) -> None:
     """Functions of both modes with the data, and where each chain is on the left, draw by draw."""
     figure, (functions, trace) = new_figure(2, (9.6, 3.8))
@@ -178,6 +193,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     path = folder / "two_modes.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
+    if args.docs is not None:
+        between_marks(args.docs, table(report), "two_modes")
     return report
 
 

@@ -599,7 +599,10 @@ def test_neal_scales_the_ard_prior_as_he_does():
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_two_modes(tmp_path, capsys):
-    report = run("examples.two_modes", "--output", tmp_path / "out")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table of two_modes: begin -->\n<!-- table of two_modes: end -->\n")
+    report = run("examples.two_modes", "--output", tmp_path / "out", "--docs", page)
+    assert page.read_text().count("\n| chain") == 2
     out = capsys.readouterr().out
     assert set(report["test"]) == {"chain 1", "chain 2", "all chains"}
     for scores in report["test"].values():
