@@ -50,7 +50,7 @@ SHAPES = [(12, 4), (4, 12)]  # more data than weights, and more weights than dat
 
 
 def linear_of(model, sites, collapsed, held, args):
-    structure = read(model, sites, collapsed, set(held), args, {})
+    structure = read("test", model, sites, collapsed, set(held), args, {})
     return Linear(model, structure, held, args, {})
 
 
@@ -237,7 +237,7 @@ LOCAL = jnp.array([0.5, 2.0])
 )  # fmt: skip
 def test_common_scales_are_proven_not_measured(model, common):
     """A clip that no value of the test reaches is not taken for a proportion."""
-    structure = read(model, ("w",), ("tau", "sigma"), set(), make_data(4, 2), {})
+    structure = read("test", model, ("w",), ("tau", "sigma"), set(), make_data(4, 2), {})
     assert structure.common == common
 
 

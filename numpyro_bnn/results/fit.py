@@ -217,7 +217,7 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
         return {}
     report = mcmc.sampler.divergence_report(mcmc.last_state)
     if report:
-        warnings.warn(report, stacklevel=5)
+        warnings.warn(report, stacklevel=4)
     return mcmc.sampler.describe(mcmc.last_state)
 
 
