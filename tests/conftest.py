@@ -7,7 +7,12 @@ import jax
 import pytest
 
 # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+FLAGS = ["--xla_force_host_platform_device_count=2"]
+# Most of the time of these tests is compilation, and XLA's newer code generator takes twice as long as the older one,
+# which later versions no longer have: the second Python tests the newer.
+if jax.__version_info__ < (0, 11):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # NumPyro's set-up of a model makes hundreds of tiny programs; workers share what they compile, also between runs.

@@ -19,8 +19,6 @@ import numpyro_bnn as bnn
 from examples.benchmarks import adf_speed, adf_uci, shared
 from numpyro_bnn import datasets, guides, nn, priors
 
-pytestmark = pytest.mark.core
-
 SIZES = (13, 50, 1)
 ROOT = Path(__file__).resolve().parent.parent
 

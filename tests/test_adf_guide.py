@@ -16,8 +16,6 @@ from numpyro_bnn import guides, infer, nn, priors
 from numpyro_bnn.guides.adf.schedule import make_once
 from numpyro_bnn.guides.adf.split import split
 
-pytestmark = pytest.mark.core
-
 
 def model(x, y=None, batch_size=None):
     prior = {"Dense_0.kernel": priors.GammaPrecision(1.0, 6.0), "*": priors.Normal()}

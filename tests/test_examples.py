@@ -14,8 +14,6 @@ from scipy import stats
 
 from numpyro_bnn import results, symmetry
 
-pytestmark = pytest.mark.core
-
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
@@ -57,6 +55,8 @@ SHORT = {
     " --networks mlp",
     "examples.benchmarks.orbit_moves": "--nets ReLU --rounds 1 --rows 64 --width 3 --sweeps 3 --refreshes 2"
     " --transitions 1 --tree-depth 2 --draws 1 --steps-per-draw 2 --batches 8",
+    "examples.benchmarks.hierarchical_hmc": "--ways nuts persistent --num-chains 2 --num-warmup 8 --num-samples 8"
+    " --num-steps 4 --max-tree-depth 2",
     "examples.benchmarks.horseshoe": "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 --nuts-draws 8"
     " --max-tree-depth 2",
     "examples.benchmarks.coupling_step": "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2"
@@ -417,6 +417,20 @@ def test_coupling_step(tmp_path):
     module = importlib.import_module("examples.benchmarks.coupling_step")
     times = {"AutoCoupling": [2.0, 2.0, 9.0], "a": [4.0, 4.0, 4.0], "b": [5.0, 1.0, 5.0]}
     assert module.ratio_to_fastest(times) == 0.5
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_hierarchical_hmc(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table of hierarchical_hmc: begin -->\n<!-- table of hierarchical_hmc: end -->\n")
+    path = tmp_path / "new" / "hmc.json"
+    report = run("examples.benchmarks.hierarchical_hmc", "--output", path, "--docs", page)
+    assert json.loads(path.read_text())["rows"] == report["rows"]
+    assert [row["way"] for row in report["rows"]] == ["nuts", "persistent"]
+    assert page.read_text().count("NUTS, not centred") == page.read_text().count("persistent momentum") == 1
+    assert report["rows"][1]["gradients"] == 2 * 8 * 4
+    for row in report["rows"]:
+        assert len(row["mean log precision by chain"]) == 2
 
 
 def test_horseshoe(tmp_path, capsys):

@@ -18,8 +18,6 @@ from numpyro_bnn import nn
 from numpyro_bnn.guides.amortised import AutoAmortized
 from numpyro_bnn.guides.mean_field import AutoMeanField
 
-pytestmark = pytest.mark.core
-
 N, K, L = 60, 5, 2
 NOISE = 0.7
 _DRAWS = np.random.default_rng(0)

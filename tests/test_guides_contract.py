@@ -21,8 +21,6 @@ from registry import GUIDES, PARTS
 import numpyro_bnn as bnn
 from numpyro_bnn import nn, priors
 
-pytestmark = pytest.mark.core
-
 # Compiling takes longer than running here.
 QUICK = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
 N, BATCH = 20, 5
@@ -181,6 +179,7 @@ def test_median_and_quantiles(fitted):
 
 
 @guides_that_have()
+@pytest.mark.core
 def test_predictive(fitted):
     direct = Predictive(model, guide=fitted.guide, params=fitted.params, num_samples=7)(jax.random.key(5), X)
     assert direct["y"].shape == (7, N)
@@ -189,6 +188,7 @@ def test_predictive(fitted):
 
 
 @guides_that_have()
+@pytest.mark.core
 def test_export(fitted):
     result = SVIRunResult(fitted.params, None, fitted.losses)
     settings = {"num_samples": 6, "posterior_predictive": False}

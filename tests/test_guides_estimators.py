@@ -20,8 +20,6 @@ from numpyro_bnn.guides import AutoMeanField, TraceFlipout_ELBO, TraceLocalRepar
 from numpyro_bnn.guides.estimators import search
 from numpyro_bnn.guides.estimators.search import find_uses
 
-pytestmark = pytest.mark.core
-
 LOCAL, FLIPOUT = "local reparameterisation", "flipout"
 ROWS = 12
 COUNT = 2000  # draws of an estimator

@@ -30,8 +30,6 @@ from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summari
 from numpyro_bnn.guides.gradients import gradient_variance
 from numpyro_bnn.guides.objectives import TraceInclusiveKL_ELBO
 
-pytestmark = pytest.mark.core
-
 SIGMA, N, D = 0.5, 30, 3
 X = jax.random.normal(jax.random.key(0), (N, D)) + 1.0
 Y = X @ jnp.array([1.0, -1.0, 0.5]) + SIGMA * jax.random.normal(jax.random.key(1), (N,))

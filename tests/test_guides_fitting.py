@@ -18,8 +18,6 @@ from numpyro_bnn._programs import signature
 from numpyro_bnn.guides import checkpoints, fitting
 from numpyro_bnn.guides.fitting import fit
 
-pytestmark = pytest.mark.core
-
 X = jax.random.normal(jax.random.key(0), (50, 2))
 Y = X @ jnp.array([1.0, -2.0]) + 0.5 * jax.random.normal(jax.random.key(1), (50,))
 

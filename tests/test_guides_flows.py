@@ -19,8 +19,6 @@ from numpyro_bnn.guides.flows.blockwise import Blockwise
 from numpyro_bnn.guides.flows.masks import halves
 from numpyro_bnn.guides.flows.spline import MIN_SLOPE, num_parameters, spline, spline_inverse
 
-pytestmark = pytest.mark.core
-
 BINS = 5
 
 # -- transforms ---------------------------------------------------------------------------------------

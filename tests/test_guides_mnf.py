@@ -16,8 +16,6 @@ from numpyro_bnn import guides, nn, priors, random_network
 from numpyro_bnn.guides.mnf import AutoMNF
 from numpyro_bnn.guides.multiplier import mixture_quantiles
 
-pytestmark = pytest.mark.core
-
 X = np.random.default_rng(0).normal(size=(20, 2))
 Y = np.sin(2 * X[:, 0]) + 0.1 * np.random.default_rng(1).normal(size=20)
 WIDE = guides.Coupling(num_flows=2, hidden=(4,))

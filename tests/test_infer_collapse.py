@@ -14,8 +14,6 @@ from numpyro.infer.util import log_density
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors
 
-pytestmark = pytest.mark.core
-
 RATE = 1e-5  # failure rate of a test that draws
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(7, 3)).astype(np.float32)

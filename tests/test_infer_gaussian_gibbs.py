@@ -22,8 +22,6 @@ from numpyro_bnn.infer.linearity import read
 from numpyro_bnn.infer.rotated import log_marginal_at, rotate
 from numpyro_bnn.infer.slice import slice_draw, slice_sweep
 
-pytestmark = pytest.mark.core
-
 # Kolmogorov-Smirnov tests fail once in 10,000 runs where the code is right.
 FAILURE = 1e-4
 RNG = np.random.default_rng(0)

@@ -15,8 +15,6 @@ from numpyro_bnn import infer, models, nn
 from numpyro_bnn.infer.adaptation import Averaging, Stages, autocorrelation_time
 from numpyro_bnn.infer.warm_start import held_out_rows
 
-pytestmark = pytest.mark.core
-
 SCALES = np.exp(np.linspace(-1.5, 1.5, 40)).astype(np.float32)
 CORRELATION = 0.7
 

@@ -25,8 +25,6 @@ from numpyro_bnn.symmetry.moves import move
 from numpyro_bnn.symmetry.plan import plan
 from numpyro_bnn.symmetry.prior import Prior
 
-pytestmark = pytest.mark.core
-
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
 Y = jnp.sin(X[:, 0])
 NORMED = nn.MLP([3, 1], "tanh", norm=nn.BatchNorm())

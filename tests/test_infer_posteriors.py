@@ -433,6 +433,7 @@ def location_scale(y, batch_size=None):
     ("kernel", "batch_size"),
     [
         (infer.MALA(location_scale, 0.02, steps_per_draw=40, warm_start=0.0), None),
+        (infer.PersistentHMC(location_scale, 0.3, num_steps=3, momentum_decay=0.5, warm_start=0.0), None),
         (infer.GGMC(location_scale, 4e-3, num_steps=3, steps_per_draw=30, warm_start=0.0), 10),
         (
             infer.AdjustedMCLMC(
@@ -446,7 +447,7 @@ def location_scale(y, batch_size=None):
             None,
         ),
     ],
-    ids=["MALA", "GGMC", "AdjustedMCLMC"],
+    ids=["MALA", "PersistentHMC", "GGMC", "AdjustedMCLMC"],
 )
 def test_simulation_based_calibration(kernel, batch_size):
     """Ranks of prior draws among 15 posterior draws, 1000 data sets; chi-squared tests at 1e-4 each (two sites)."""

@@ -12,12 +12,12 @@ import pytest
 from jax import random
 from numpyro import handlers
 from numpyro.infer import HMC, MCMC, Gibbs
+from numpyro.infer.gibbs import conditioned
 from scipy import integrate, stats
 
 from numpyro_bnn import infer, models, nn, priors
+from numpyro_bnn.infer.prior_precision import prior_precision
 from numpyro_bnn.symmetry.prior import CONDITIONED
-
-pytestmark = pytest.mark.core
 
 NUM_DRAWS = 4000
 FAILURE = 1e-5  # of each Kolmogorov-Smirnov test, one of about thirty here
@@ -218,20 +218,70 @@ def composite(model, **options):
     return Gibbs([(infer.PrecisionGibbs(model), sites), (HMC(model, **options), None)])
 
 
+def persistent(model, **options):
+    sites = ["u_precision", "v_precision", "precision"]
+    return Gibbs([(infer.PrecisionGibbs(model), sites), (infer.PersistentHMC(model, **options), None)])
+
+
+def test_step_sizes_follow_the_scales_of_the_sweep():
+    """With nothing learned G is the prior variance given the precisions that the other block holds."""
+    kernel = infer.PersistentHMC(conditioned(small_network), 0.1, num_steps=2)
+    held = {"u_precision": jnp.float32(4.0), "v_precision": jnp.float32(100.0), "precision": jnp.float32(1.0)}
+    call = (jnp.asarray(X), jnp.asarray(X[:, 0])), {CONDITIONED: held}
+    state = kernel.init(random.key(0), 10, None, *call)
+    for factor in (1.0, 9.0):
+        now = {CONDITIONED: {**held, "v_precision": factor * held["v_precision"]}}
+        sampler = kernel.sampler(state.z, state.base_step_size, call[0], now)
+        scales = sampler.preconditioner.root(state.engine.adaptation._replace(excess=0.0), jnp.ones(4))
+        # The flat position holds u (1, 2), then v (2,).
+        np.testing.assert_allclose(scales, [0.5, 0.5, 0.1 / factor**0.5, 0.1 / factor**0.5], rtol=1e-5)
+
+
+def test_prior_scales_that_the_same_kernel_draws_are_refused():
+    call = (jnp.asarray(X), jnp.asarray(X[:, 0])), {}
+    with pytest.raises(
+        ValueError, match=r"prior variance of 'u' depends on \['u_precision'\].*PrecisionGibbs"
+    ):
+        infer.PersistentHMC(small_network).init(random.key(0), 10, None, *call)
+
+
+def test_sites_without_a_prior_variance_have_a_learned_scale():
+    def model():
+        numpyro.sample("a", dist.Cauchy(0.0, 1.0))
+        numpyro.sample("b", dist.Normal(0.0, 0.5).expand([2]).to_event(1))
+        numpyro.sample("c", dist.HalfNormal(1.0))
+        numpyro.sample("d", dist.StudentT(4.0, 0.0, 1.0))
+
+    z = {"a": jnp.float32(0.3), "b": jnp.zeros(2), "c": jnp.float32(0.1), "d": jnp.float32(1.0)}
+    found = prior_precision("call", model, z, (), None)
+    np.testing.assert_allclose(found, [0.0, 4.0, 4.0, 0.0, 0.5])
+
+
 @pytest.mark.slow
-def test_simulation_based_calibration():
+@pytest.mark.parametrize(
+    ("kernel", "num_warmup"),
+    [
+        (
+            composite(
+                small_network, step_size=0.25, num_steps=8, trajectory_length=None, adapt_step_size=False
+            ),
+            0,
+        ),
+        # Steps sized by the precisions of each sweep, with a momentum that persists between sweeps.
+        (persistent(small_network, step_size=0.3, num_steps=4, momentum_decay=0.4, warm_start=0.0), 20),
+    ],
+    ids=["HMC", "PersistentHMC"],
+)
+def test_simulation_based_calibration(kernel, num_warmup):
     """Ranks of the truth among 31 draws are uniform: chi-square over 16 bins, failure rate 1e-5 for each quantity."""
     replicates, num_draws, thin, burn = 512, 31, 12, 150
-    kernel = composite(
-        small_network, step_size=0.25, num_steps=8, trajectory_length=None, adapt_step_size=False
-    )
 
     def simulate(key):
         traced = handlers.trace(handlers.seed(small_network, key)).get_trace(X)
         return {name: site["value"] for name, site in traced.items()}
 
     truth = jax.vmap(simulate)(random.split(random.key(2), replicates))
-    state = kernel.init(random.key(3), 0, None, (X, truth["y"][0]), {})
+    state = kernel.init(random.key(3), num_warmup, None, (X, truth["y"][0]), {})
 
     def chain(key, y):
         start = simulate(random.fold_in(key, 7))

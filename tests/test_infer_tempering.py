@@ -17,8 +17,6 @@ from numpyro_bnn import infer, models, nn, priors, symmetry
 from numpyro_bnn.infer.placing import place
 from numpyro_bnn.infer.tempering import exchange, respaced
 
-pytestmark = pytest.mark.core
-
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
     mcmc = MCMC(

@@ -15,8 +15,6 @@ from numpyro.infer import HMC, MCMC, NUTS, Gibbs
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
 
-pytestmark = pytest.mark.core
-
 RATE = 1e-5  # failure rate of a test that draws
 X = jnp.linspace(-1.0, 1.0, 6)[:, None]
 

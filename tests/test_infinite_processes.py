@@ -21,8 +21,6 @@ from numpyro_bnn.infinite import (
 )
 from numpyro_bnn.infinite.cholesky import factorise
 
-pytestmark = pytest.mark.core
-
 NET = nn.MLP([8, 8, 1], "erf")
 PRIOR = priors.Normal(1.5, bias_scale=0.5)
 

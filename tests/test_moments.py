@@ -10,8 +10,6 @@ from numpyro_bnn import nn
 from numpyro_bnn.moments import Gaussian, Interpreter, propagate, register, register_elementwise
 from numpyro_bnn.moments.registry import RULES
 
-pytestmark = pytest.mark.core
-
 X = Gaussian(np.linspace(-1.5, 1.7, 6).reshape(2, 3), np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
 
 

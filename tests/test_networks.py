@@ -17,8 +17,6 @@ from numpyro.infer.util import log_density
 from numpyro_bnn import nn, priors, random_network
 from numpyro_bnn.networks import RandomNetwork, record_statistics, use_statistics
 
-pytestmark = pytest.mark.core
-
 N, D = 12, 3
 DATA = np.random.default_rng(0)
 X = DATA.normal(size=(N, D)).astype(np.float32)

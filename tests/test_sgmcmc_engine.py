@@ -8,10 +8,12 @@ import pytest
 from numpyro_bnn.sgmcmc import (
     BAOAB,
     GGMC,
+    HMC,
     MALA,
     OBABO,
     SVRG,
     ControlVariates,
+    Curvature,
     Diagonal,
     Epochs,
     Full,
@@ -29,8 +31,6 @@ from numpyro_bnn.sgmcmc import (
     fresh_seeds,
     reset_statistics,
 )
-
-pytestmark = pytest.mark.core
 
 N = 40
 DATA = jnp.asarray(np.random.default_rng(0).normal(1.0, 1.0, (N, 3)), jnp.float32)
@@ -64,6 +64,9 @@ SAMPLERS = {
         schedule=0.01,
     ),
     "MALA": build(Full(full_potential), MALA(), schedule=0.05),
+    "HMC": build(
+        Full(full_potential), HMC(4, momentum_decay=0.5), Curvature(jnp.array([0.0, 2.0, 0.5])), schedule=0.05
+    ),
     "GGMC": build(PLAIN, GGMC(full_potential, 3, friction=1.0), schedule=0.01),
     "MCLMC": build(
         Full(full_potential), Microcanonical(1.0), Diagonal(jnp.array([1.0, 2.0, 0.5])), schedule=0.05
@@ -263,9 +266,9 @@ def test_refresh_renews_what_is_cached_of_the_target(sampler):
         np.testing.assert_array_equal(memory.momentum, old.momentum)
     if isinstance(sampler.dynamics, Microcanonical | MicrocanonicalMetropolis):
         np.testing.assert_array_equal(memory.direction, old.direction)
-    if isinstance(sampler.dynamics, MALA | GGMC | MicrocanonicalMetropolis):
+    if isinstance(sampler.dynamics, MALA | HMC | GGMC | MicrocanonicalMetropolis):
         np.testing.assert_allclose(memory.potential, full_potential(moved.position), rtol=1e-5)
-    if isinstance(sampler.dynamics, MALA):
+    if isinstance(sampler.dynamics, MALA | HMC):
         np.testing.assert_allclose(memory.gradient, jax.grad(full_potential)(moved.position), rtol=1e-5)
     if isinstance(sampler.dynamics, BAOAB | OBABO | NoseHoover):
         assert np.abs(np.asarray(memory.gradient - old.gradient)).min() > 1
@@ -291,12 +294,12 @@ def test_statistics_are_means_of_what_happened():
 
 @pytest.mark.parametrize(
     ("name", "gradients"),
-    [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("GGMC", 6), ("GGMC1", 4), ("MCLMC", 2)],
+    [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("HMC", 4), ("GGMC", 6), ("GGMC1", 4), ("MCLMC", 2)],
 )
 def test_gradients_are_counted(name, gradients):
     state = run(SAMPLERS[name], start(SAMPLERS[name]), 5)
     assert int(state.statistics.num_gradients) == 5 * gradients
-    assert (state.statistics.accept_prob is None) == (name not in ("MALA", "GGMC", "GGMC1"))
+    assert (state.statistics.accept_prob is None) == (name not in ("MALA", "HMC", "GGMC", "GGMC1"))
 
 
 def test_divergence_freezes_the_chain_and_names_the_step():
@@ -356,6 +359,10 @@ def test_rows_give_the_chain_of_their_indices():
         (lambda: build(PLAIN, MALA(), schedule=0.1), "gradient"),
         (lambda: build(SAMPLERS["SVRG"].gradient, GGMC(full_potential, 2, 1.0), schedule=0.1), "SVRG"),
         (lambda: build(SAMPLERS["OBABO"].gradient, GGMC(full_potential, 2, 1.0), schedule=0.1), "Epochs"),
+        (lambda: build(PLAIN, HMC(2), schedule=0.1), "gradient"),
+        (lambda: HMC(0), "num_steps"),
+        (lambda: HMC(2, momentum_decay=1.5), "momentum_decay"),
+        (lambda: HMC(2, jitter=1.0), "jitter"),
         (lambda: build(Full(full_potential), MALA(), RMSProp(running=True), schedule=0.1), "frozen"),
         (lambda: BAOAB(-1.0), "friction"),
         (lambda: NoseHoover(float("inf")), "friction"),

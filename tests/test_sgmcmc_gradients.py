@@ -10,6 +10,7 @@ from numpyro_bnn.sgmcmc import (
     SVRG,
     Blocks,
     ControlVariates,
+    Curvature,
     Cyclical,
     Dense,
     Diagonal,
@@ -29,8 +30,6 @@ from numpyro_bnn.sgmcmc import (
     polynomial,
 )
 from numpyro_bnn.sgmcmc.ahead import separate
-
-pytestmark = pytest.mark.core
 
 N, B, D = 24, 6, 3
 RNG = np.random.default_rng(0)
@@ -177,6 +176,32 @@ def test_rmsprop_learns_in_warm_up_only():
     running = RMSProp(decay=0.5, damping=0.1, num_data=2, running=True)
     moved = running.update(state, jnp.array([0.0, 4.0]), jnp.asarray(False))
     np.testing.assert_allclose(moved.mean_square, [1.0, 7.0])
+
+
+def test_curvature_adds_what_gradients_exceed_the_known_by():
+    G = Curvature(jnp.array([4.0, 0.0]), decay=0.5)
+    blank = G.init(jnp.zeros(2))
+    np.testing.assert_allclose(G.root(blank, jnp.ones(2)), [0.5, 1.0])  # nothing known and nothing learned: 1
+    state = G.update(blank, jnp.array([1.0, 3.0]), jnp.asarray(True))
+    state = G.update(state, jnp.array([4.0, 1.0]), jnp.asarray(True))
+    np.testing.assert_allclose(state.excess, [6.0, 5.0])  # means of (0, 12) and (9, 1)
+    frozen = G.update(state, jnp.array([jnp.inf, 4.0]), jnp.asarray(False))
+    np.testing.assert_array_equal(frozen.excess, state.excess)
+    # What is known may change, and with it G.
+    other = Curvature(jnp.array([10.0, 4.0]))
+    np.testing.assert_allclose(other.root(state, jnp.ones(2)) ** -2, [16.0, 9.0], rtol=1e-6)
+    np.testing.assert_allclose(other.whiten(state, other.root(state, jnp.ones(2))), np.ones(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.1, 10.0])
+def test_mean_squared_gradient_is_the_curvature(scale):
+    """With all curvature learned from draws of N(0, scale^2): 2000 squares, 4 sd of their mean (sqrt(2 / 2000))."""
+    G = Curvature(jnp.zeros(1), decay=1.0)
+    draws = scale * jax.random.normal(jax.random.key(0), (2000, 1))
+    state, _ = jax.lax.scan(
+        lambda s, z: (G.update(s, z / scale**2, jnp.asarray(True)), None), G.init(jnp.zeros(1)), draws
+    )
+    np.testing.assert_allclose(G.root(state, jnp.ones(1)) ** 2, scale**2, rtol=4 * (2 / 2000) ** 0.5)
 
 
 def test_warm_start_diagonal_is_that_of_rmsprop():

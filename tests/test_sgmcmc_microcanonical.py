@@ -19,8 +19,6 @@ from numpyro_bnn.sgmcmc import (
 )
 from numpyro_bnn.sgmcmc.microcanonical import INTEGRATORS
 
-pytestmark = pytest.mark.core
-
 P = 6
 STIFF = np.linspace(0.5, 3.0, P)
 

@@ -15,6 +15,7 @@ from scipy.linalg import solve_discrete_lyapunov
 from numpyro_bnn.sgmcmc import (
     BAOAB,
     GGMC,
+    HMC,
     MALA,
     OBABO,
     Dense,
@@ -171,6 +172,13 @@ class GGMCWithoutFlip(GGMC):
         return momentum
 
 
+class HMCWithoutFlip(HMC):
+    """The same mistake."""
+
+    def after_rejection(self, momentum):
+        return momentum
+
+
 def chains(sampler, count, steps, seed=2):
     """Return each chain's time average of x^2 after half of the steps, (count,)."""
 
@@ -197,6 +205,18 @@ def test_mala_is_unbiased(target, temperature):
     assert_mean(chains(sampler, 4000, 120), expected)
 
 
+@pytest.mark.parametrize("momentum_decay", [1.0, 0.3])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("target", ["gaussian", "quartic"])
+def test_hmc_is_unbiased(target, temperature, momentum_decay):
+    potential = {"gaussian": gaussian, "quartic": quartic}[target]
+    expected = {"gaussian": temperature / LAM, "quartic": QUARTIC * temperature**0.5}[target]
+    sampler = build(
+        Full(potential), HMC(3, momentum_decay, jitter=0.3), schedule=0.8, temperature=temperature
+    )
+    assert_mean(chains(sampler, 4000, 60), expected)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("target", ["gaussian", "quartic"])
 def test_ggmc_is_unbiased_with_minibatch_noise(target, temperature):
@@ -208,12 +228,20 @@ def test_ggmc_is_unbiased_with_minibatch_noise(target, temperature):
     assert_mean(chains(sampler, 4000, 80), expected)
 
 
-def test_the_test_sees_a_missing_momentum_flip():
-    def squares(kind):
-        return chains(build(Full(gaussian), kind(gaussian, 3, friction=0.05), schedule=1.0), 4000, 80)
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (GGMC(gaussian, 3, friction=0.05), GGMCWithoutFlip(gaussian, 3, friction=0.05)),
+        (HMC(3, momentum_decay=0.1), HMCWithoutFlip(3, momentum_decay=0.1)),
+    ],
+    ids=["GGMC", "HMC"],
+)
+def test_the_test_sees_a_missing_momentum_flip(right, wrong):
+    def squares(dynamics):
+        return chains(build(Full(gaussian), dynamics, schedule=1.0), 4000, 80)
 
-    assert_mean(squares(GGMC), 1 / LAM)
-    wrong = squares(GGMCWithoutFlip)
+    assert_mean(squares(right), 1 / LAM)
+    wrong = squares(wrong)
     assert wrong.mean() - 1 / LAM > 8 * wrong.std() / 4000**0.5
 
 

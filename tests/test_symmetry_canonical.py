@@ -11,8 +11,6 @@ from registry import SYMMETRIC_NETS
 from numpyro_bnn import _arviz, models, nn, priors, symmetry
 from numpyro_bnn.symmetry import JointScale, Permutation, Rescale, Scale, Shift, SignFlip, canonical
 
-pytestmark = pytest.mark.core
-
 CHAINS, DRAWS = 2, 5
 
 

@@ -10,7 +10,6 @@ sampling without compilation and warm-up. Writes JSON.
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import lax, random
+from jax import random
 from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import NUTS, Gibbs
 from numpyro.infer.mcmc import MCMCKernel
 
-from examples.benchmarks.shared import environment
+from examples.benchmarks.shared import environment, sample_chain
 from examples.shared import at_least, writable_file
 from numpyro_bnn.infer import GaussianGibbs, PrecisionGibbs
 
@@ -62,31 +61,9 @@ def composite() -> Gibbs:
     return Gibbs([(block, ["beta", *GLOBAL]), (PrecisionGibbs(model), ["lambda"])])
 
 
-def compiled(step: Callable, state: Any, length: int) -> Callable:
-    """A loop of transitions, compiled before it is timed."""
-    return jax.jit(lambda state: lax.scan(step, state, None, length=length)).lower(state).compile()
-
-
-def sample_chain(
-    kernel: MCMCKernel, call: tuple[tuple, dict[str, Any]], key: jax.Array, num_warmup: int, num_samples: int
-) -> tuple[dict[str, jax.Array], dict[str, float]]:
-    """Draws of one chain; seconds, divergences and gradients."""
-    state = kernel.init(key, num_warmup, None, model_args=call[0], model_kwargs=call[1])
-    constrain = kernel.postprocess_fn(*call)
-
-    def step(state: Any, _: None) -> tuple[Any, tuple]:
-        state = kernel.sample(state, *call)
-        draw = constrain(state.z)
-        counts = jnp.asarray(getattr(state, "diverging", False)), jnp.asarray(getattr(state, "num_steps", 0))
-        return state, ({name: draw[name] for name in (*GLOBAL, "beta")}, counts)
-
-    seconds = {}
-    for phase, length in (("warmup", num_warmup), ("sampling", num_samples)):
-        run = compiled(step, state, length)
-        start = time.perf_counter()
-        state, (draws, (diverging, gradients)) = jax.block_until_ready(run(state))
-        seconds[phase] = time.perf_counter() - start
-    return draws, {**seconds, "divergences": int(diverging.sum()), "gradients": int(gradients.sum())}
+def keep(state: Any, draw: dict[str, jax.Array]) -> tuple:
+    counts = jnp.asarray(getattr(state, "diverging", False)), jnp.asarray(getattr(state, "num_steps", 0))
+    return {name: draw[name] for name in (*GLOBAL, "beta")}, counts
 
 
 def sample(
@@ -94,9 +71,13 @@ def sample(
 ) -> tuple:
     """Draws (C, S, ...) of all chains, one after the other, and sums of their costs."""
     keys = random.split(random.key(args.seed + 1), args.num_chains)
-    chains = [sample_chain(kernel(), call, key, args.num_warmup, num_samples) for key in keys]
-    draws = {name: np.stack([np.asarray(chain[name]) for chain, _ in chains]) for name in chains[0][0]}
-    return draws, {name: sum(cost[name] for _, cost in chains) for name in chains[0][1]}
+    chains = [sample_chain(kernel(), call, key, (args.num_warmup, num_samples), keep) for key in keys]
+    first = chains[0][0][0]
+    draws = {name: np.stack([np.asarray(kept[0][name]) for kept, _ in chains]) for name in first}
+    cost = {phase: sum(seconds[phase] for _, seconds in chains) for phase in chains[0][1]}
+    for position, name in enumerate(("divergences", "gradients")):
+        cost[name] = sum(int(kept[1][position].sum()) for kept, _ in chains)
+    return draws, cost
 
 
 def summary(draws: dict[str, np.ndarray], cost: dict[str, float]) -> dict[str, Any]:

@@ -5,13 +5,25 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
+from numpyro.infer.mcmc import MCMCKernel
 
-__all__ = ["PBP", "environment", "interleave", "mean_and_error", "median_ratio", "repeated", "wall_clock"]
+__all__ = [
+    "PBP",
+    "environment",
+    "interleave",
+    "mean_and_error",
+    "median_ratio",
+    "repeated",
+    "sample_chain",
+    "wall_clock",
+]
 
 # Probabilistic backpropagation on the standard splits of the UCI sets, 50 hidden units (100 for protein): test RMSE
 # and log likelihood with standard errors, from the C code of its authors (protein: their paper).
@@ -66,6 +78,32 @@ def repeated(step: Callable, state: Any, number: int) -> Callable:
         return result
 
     return call
+
+
+def sample_chain(
+    kernel: MCMCKernel, call: tuple[tuple, dict[str, Any]], key: Any, lengths: tuple[int, int], keep: Callable
+) -> tuple[Any, dict[str, float]]:
+    """One chain: what is kept of its draws, and seconds of both phases without compilation.
+
+    :param call: arguments of the model, positional and by keyword.
+    :param lengths: transitions of warm-up, and of sampling.
+    :param keep: ``keep(state, draw)``, with the constrained values of the draw.
+    """
+    state = kernel.init(key, lengths[0], None, model_args=call[0], model_kwargs=call[1])
+    constrain = kernel.postprocess_fn(*call)
+
+    def step(state: Any, _: None) -> tuple[Any, Any]:
+        state = kernel.sample(state, *call)
+        return state, keep(state, constrain(state.z))
+
+    seconds: dict[str, float] = {}
+    kept = None
+    for phase, length in zip(("warmup", "sampling"), lengths, strict=True):
+        run = jax.jit(partial(lax.scan, step, xs=None, length=length)).lower(state).compile()
+        start = time.perf_counter()
+        state, kept = jax.block_until_ready(run(state))
+        seconds[phase] = time.perf_counter() - start
+    return kept, seconds
 
 
 def environment(packages: Sequence[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import Chain
 from numpyro_bnn.infer.options import OPTIONS, check_options, warm_start_of
 from numpyro_bnn.infer.preconditioning import resolve
+from numpyro_bnn.infer.prior_precision import prior_precision
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.target import Target, bind, given_values, stream_of
 from numpyro_bnn.infer.temperature import temperature_band
@@ -372,11 +374,12 @@ class SGMCMCKernel(MCMCKernel):
         def full(position: jax.Array) -> jax.Array:
             return target.potential(args, kwargs, "full")(unravel(position))
 
+        prior = partial(prior_precision, self._call, self._model, z, args, kwargs)
         dynamics = self.dynamics(full, base * self.schedule(0))
         return sgmcmc.build(
             self.estimator(potential, full, stream),
             dynamics,
-            resolve(self._call, self._preconditioner, z, target.num_data),
+            resolve(self._call, self._preconditioner, z, target.num_data, prior),
             schedule=lambda step: base * self.schedule(step),
             temperature=self.temperature_at,
         )

@@ -1,6 +1,6 @@
 """From what a user writes for ``preconditioner=`` to a part of the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._errors import argument_error, unknown_name
-from numpyro_bnn.sgmcmc import Blocks, Dense, Diagonal, Identity, Preconditioner, RMSProp
+from numpyro_bnn.sgmcmc import Blocks, Curvature, Dense, Diagonal, Identity, Preconditioner, RMSProp
 
 __all__ = ["is_named", "is_warm_start", "resolve"]
 
 WARM_START = "warm_start"
+PRIOR = "prior"
 NAMES = ("identity", "rmsprop", WARM_START)
 # Diagonals that start at ones and are set on the way: by the warm start, or by kernels that know these names.
 LEARNED = (WARM_START, "variance", "gradient_noise")
@@ -36,7 +37,9 @@ def is_warm_start(spec: Any) -> bool:
     return is_named(spec, WARM_START)
 
 
-def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> Preconditioner:
+def resolve(
+    call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int, prior: Callable[[], jax.Array]
+) -> Preconditioner:
     """Make the preconditioner of a flat position.
 
     :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of numbers and arrays by site
@@ -44,6 +47,7 @@ def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> 
         :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
     :param z: unconstrained values by site; the flat position holds them in the order of their names.
     :param num_data: N, for RMSProp.
+    :param prior: gives the prior precisions (P,), for ``"prior"``.
     :raises ValueError: for an unknown name or site, or a shape that does not fit.
     """
     if spec is None:
@@ -55,6 +59,8 @@ def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> 
             return Identity()
         if spec == "rmsprop":
             return RMSProp(num_data=num_data)
+        if spec == PRIOR:
+            return Curvature(prior())
         if spec in LEARNED:
             return Diagonal(jnp.ones(sum(np.size(value) for value in z.values())))
         raise unknown_name(call, "preconditioner", spec, NAMES)

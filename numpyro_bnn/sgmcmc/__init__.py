@@ -2,6 +2,7 @@
 
 from numpyro_bnn.sgmcmc.engine import Sampler, Seeds, State, Statistics, build, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import SVRG, ControlVariates, Full, Minibatch
+from numpyro_bnn.sgmcmc.hamiltonian import HMC
 from numpyro_bnn.sgmcmc.metropolis import GGMC, MALA
 from numpyro_bnn.sgmcmc.microcanonical import Direction, Microcanonical, MicrocanonicalMetropolis
 from numpyro_bnn.sgmcmc.minibatches import Epochs, Keys, Nothing, Rows, Stream, Together, WithReplacement
@@ -9,6 +10,7 @@ from numpyro_bnn.sgmcmc.overdamped import Overdamped
 from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Evaluation, Gradient, Move, Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import (
     Blocks,
+    Curvature,
     Dense,
     Diagonal,
     Identity,
@@ -45,6 +47,7 @@ __all__ = [
     "OBABO",
     "NoseHoover",
     "MALA",
+    "HMC",
     "GGMC",
     "Microcanonical",
     "MicrocanonicalMetropolis",
@@ -55,6 +58,7 @@ __all__ = [
     "Dense",
     "Blocks",
     "RMSProp",
+    "Curvature",
     "from_squared_gradients",
     "Constant",
     "Polynomial",

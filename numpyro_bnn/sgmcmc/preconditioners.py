@@ -16,7 +16,17 @@ from jax.scipy.linalg import solve_triangular
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.sgmcmc.parts import Preconditioner, check_count, check_number
 
-__all__ = ["Identity", "Diagonal", "Dense", "Blocks", "RMSProp", "RMSPropState", "from_squared_gradients"]
+__all__ = [
+    "Identity",
+    "Diagonal",
+    "Dense",
+    "Blocks",
+    "RMSProp",
+    "RMSPropState",
+    "Curvature",
+    "CurvatureState",
+    "from_squared_gradients",
+]
 
 
 @dataclass(frozen=True)
@@ -261,6 +271,66 @@ class RMSProp(Preconditioner):
 
     def whiten(self, state: RMSPropState, v: jax.Array) -> jax.Array:
         return v * jnp.sqrt(self.damping + jnp.sqrt(state.mean_square))
+
+
+class CurvatureState(NamedTuple):
+    """Running mean of what squared gradients exceed the known curvature by, (P,); the number of gradients seen."""
+
+    excess: jax.Array
+    num_seen: jax.Array
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature(Preconditioner):
+    r"""Diagonal G = 1 / (known + learned), of curvatures; what is learned is frozen after warm-up.
+
+    Under a density exp(-U) the mean square of a derivative is the mean curvature,
+    :math:`E[(\partial_i U)^2] = E[\partial_i^2 U]`. So what g^2 exceeds ``known`` by tells the curvature of the rest.
+    The excess is averaged where it is positive, which is too much by half of ``known`` where there is no rest, and
+    never negative. ``known`` may change between transitions, as prior precisions do between sweeps of ``Gibbs``.
+
+    :param known: at least 0, (P,). Where it is 0 the curvature is all learned, and 1 before the first gradient.
+    :param decay: of the running mean, in [0, 1).
+
+    >>> import jax.numpy as jnp
+    >>> G = Curvature(jnp.array([4.0, 1.0]), decay=0.0)
+    >>> state = G.update(G.init(jnp.zeros(2)), jnp.array([1.0, 2.0]), True)
+    >>> G.root(state, jnp.ones(2)).tolist()  # 1 / sqrt(4 + 0), 1 / sqrt(1 + 3)
+    [0.5, 0.5]
+    """
+
+    known: jax.Array
+    decay: float = 0.95
+
+    @property
+    def adapts(self) -> bool:
+        return True
+
+    def init(self, position: jax.Array) -> CurvatureState:
+        return CurvatureState(jnp.zeros_like(position), jnp.int32(0))
+
+    def update(self, state: CurvatureState, gradient: jax.Array, warming: jax.Array) -> CurvatureState:
+        learning = jnp.asarray(warming)
+        # A mean of all at first, which forgets the way to the typical set later.
+        weight = jnp.maximum(1 - self.decay, 1 / (1 + state.num_seen.astype(gradient.dtype)))
+        excess = jnp.maximum(jnp.square(gradient) - self.known, 0)
+        excess = state.excess + weight * (excess - state.excess)
+        return CurvatureState(
+            jnp.where(learning, excess, state.excess), state.num_seen + learning.astype(jnp.int32)
+        )
+
+    def _root(self, state: CurvatureState) -> jax.Array:
+        total = self.known + state.excess
+        return 1 / jnp.sqrt(jnp.where(total > 0, total, 1))
+
+    def root(self, state: CurvatureState, v: jax.Array) -> jax.Array:
+        return v * self._root(state)
+
+    def transpose(self, state: CurvatureState, v: jax.Array) -> jax.Array:
+        return v * self._root(state)
+
+    def whiten(self, state: CurvatureState, v: jax.Array) -> jax.Array:
+        return v / self._root(state)
 
 
 def from_squared_gradients(mean_square: jax.Array, num_data: float = 1, damping: float = 1e-5) -> Diagonal:

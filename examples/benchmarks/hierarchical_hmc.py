@@ -1,0 +1,162 @@
+"""Ways to move the weights of a hierarchical network, per gradient: NUTS, and long trajectories with steps by group.
+
+Neal's regression `rdata`, a network 1-8-1 whose groups of weights have a precision each. NUTS over everything where
+nothing is centred; Gibbs draws of the precisions with NUTS or `PersistentHMC` for the weights. Effective draws of the
+function at the training inputs per 100,000 gradients, after warm-up. Writes JSON.
+
+    python -m examples.benchmarks.hierarchical_hmc --data FOLDER --output output/hierarchical_hmc.json
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import random
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.infer import NUTS, Gibbs
+from numpyro.infer.mcmc import MCMCKernel
+
+import numpyro_bnn as bnn
+from examples.benchmarks.shared import environment, sample_chain
+from examples.neal import load_data
+from examples.shared import at_least, between_marks, writable_file
+from numpyro_bnn import infer, priors
+
+
+def model(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+    """1 8 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100, noise 0.05:0.5."""
+    prior = {
+        "Dense_0.*": priors.GammaPrecision(0.05, 0.5, fan_in_scaling=False, centered=centred),
+        "Dense_1.kernel": priors.GammaPrecision(0.05, 0.5, centered=centred),
+        "Dense_1.bias": priors.Normal(bias_scale=100.0),
+    }
+    f = bnn.random_network("net", bnn.nn.MLP([8, 1], "tanh"), x.shape[1:], prior)
+    precision = numpyro.sample("precision", dist.Gamma(0.25, 0.25 * 0.05**2))
+    mean = numpyro.deterministic("mean", f(x)[..., 0])
+    numpyro.sample("y", dist.Normal(mean, precision**-0.5), obs=y)
+
+
+WAYS = {
+    "nuts": "NUTS, not centred",
+    "gibbs-nuts": "Gibbs, NUTS",
+    "one-size": "Gibbs, long trajectories, one step size",
+    "by-group": "Gibbs, long trajectories, steps by group",
+    "persistent": "Gibbs, trajectories of a quarter, steps by group, persistent momentum",
+}
+
+
+def kernel_of(way: str, args: argparse.Namespace) -> MCMCKernel:
+    if way == "nuts":
+        return NUTS(model, max_tree_depth=args.max_tree_depth)
+    hmc = partial(infer.PersistentHMC, model, num_steps=args.num_steps)
+    weights = {
+        "gibbs-nuts": partial(NUTS, model, max_tree_depth=args.max_tree_depth),
+        "one-size": partial(hmc, preconditioner=None),
+        "by-group": hmc,
+        "persistent": partial(
+            hmc, num_steps=max(1, args.num_steps // 4), steps_per_draw=4, momentum_decay=args.momentum_decay
+        ),
+    }[way]()
+    return Gibbs([(infer.PrecisionGibbs(model), _precisions), (weights, None)])
+
+
+def _precisions(trace: dict[str, Any]) -> list[str]:
+    return [name for name in trace if name.endswith("precision")]
+
+
+def keep(state: Any, draw: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The function, the noise, and gradients: of this transition (NUTS) or of all so far (ours)."""
+    inner = state.block_states[1] if hasattr(state, "block_states") else state
+    gradients = inner.num_gradients if hasattr(inner, "num_gradients") else inner.num_steps
+    return draw["mean"], jnp.log(draw["precision"]), gradients
+
+
+def measure(way: str, args: argparse.Namespace, data: Any) -> dict[str, Any]:
+    # float32 inputs: the precisions span ten orders of magnitude, the data do not.
+    x, y = jnp.asarray(data.x_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
+    keys = random.split(random.key(args.seed), args.num_chains)
+    lengths = args.num_warmup, args.num_samples
+    call = ((x, y), {"centred": way != "nuts"})
+    chains = [sample_chain(kernel_of(way, args), call, key, lengths, keep) for key in keys]
+    mean, noise = (np.stack([np.asarray(kept[i], np.float64) for kept, _ in chains]) for i in (0, 1))
+    gradients = sum(_spent(np.asarray(kept[2])) for kept, _ in chains)
+    ess = effective_sample_size(mean)
+    seconds = sum(cost["sampling"] for _, cost in chains)
+    return {
+        "way": way,
+        "gradients": gradients,
+        "seconds": seconds,
+        "function": {"median": float(np.median(ess)), "least": float(np.min(ess))},
+        "noise": float(effective_sample_size(noise)),
+        "largest r_hat": float(np.max(split_gelman_rubin(mean))),
+        "mean log precision by chain": noise.mean(1).tolist(),
+    }
+
+
+def _spent(counts: np.ndarray) -> int:
+    """Gradients of the kept transitions: a count that only grows is a total, of which the first step is not kept."""
+    totals = len(counts) > 1 and (np.diff(counts) > 0).all()
+    return int((counts[-1] - counts[0]) * len(counts) / (len(counts) - 1)) if totals else int(counts.sum())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| ESS per 100,000 gradients | function, median | least | noise | largest R-hat | us per gradient |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        per = 1e5 / row["gradients"]
+        ess = (row["function"]["median"], row["function"]["least"], row["noise"])
+        cells = [WAYS[row["way"]], *(f"{per * value:.1f}" for value in ess), f"{row['largest r_hat']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {1e6 * row['seconds'] / row['gradients']:.1f} |")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.hierarchical_hmc",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, default=None, help="data folder with extra/neal_fbm.npz")
+    parser.add_argument("--output", type=Path, default=Path("output/hierarchical_hmc.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose table is to hold the figures")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare")
+    parser.add_argument("--num-chains", type=int, default=4, help="chains of each way, one after the other")
+    parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of each chain")
+    parser.add_argument("--num-samples", type=int, default=2000, help="transitions of each chain after that")
+    parser.add_argument("--num-steps", type=int, default=64, help="leapfrogs per transition")
+    parser.add_argument("--momentum-decay", type=float, default=0.15, help="share forgotten per trajectory")
+    parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
+    parser.add_argument("--seed", type=int, default=0, help="of chains, and of made-up data")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ["num_chains", "num_steps", "max_tree_depth"])
+    at_least(parser, args, ["num_warmup", "num_samples"], 4)
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    writable_file(args.output)
+    data = load_data("rdata", args)
+    rows = []
+    for way in args.ways:
+        rows.append(measure(way, args, data))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        # What is measured is not lost if a later way is interrupted.
+        report = {"rows": rows, **environment([]), "options": vars(args)}
+        args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    if args.docs:
+        between_marks(args.docs, table(rows), "hierarchical_hmc")
+    return report
+
+
+if __name__ == "__main__":
+    main()
