@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_bnn import _arviz, metrics, plots
-from numpyro_bnn.plots.calibrated import binomial_band
+from numpyro_bnn.plots._binomial import binomial_band
 from numpyro_bnn.results import to_inference_data
 
 pytestmark = pytest.mark.core

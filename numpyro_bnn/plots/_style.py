@@ -8,7 +8,19 @@ import numpy as np
 
 from numpyro_bnn._errors import argument_error
 
-__all__ = ["COLUMN", "CYCLE", "DATA", "FUNCTION", "MISSED", "OBSERVATION", "axes", "pyplot", "styled"]
+__all__ = [
+    "COLUMN",
+    "CYCLE",
+    "DATA",
+    "FUNCTION",
+    "MISSED",
+    "OBSERVATION",
+    "PALE",
+    "axes",
+    "chain_colour",
+    "pyplot",
+    "styled",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,6 +32,8 @@ COLUMN = 3.4
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 FUNCTION, MISSED = CYCLE[0], CYCLE[1]
 OBSERVATION, DATA = "#808080", "#000000"
+# For what stands behind the figure.
+PALE = "#E4E4E4"
 
 SETTINGS = {
     "font.size": 8,
@@ -42,6 +56,11 @@ SETTINGS = {
     "lines.linewidth": 1.2,
     "figure.dpi": 200,
 }
+
+
+def chain_colour(chain: int) -> str:
+    """The colour of a chain, a member or a variable by its number."""
+    return CYCLE[chain % len(CYCLE)]
 
 
 def pyplot() -> Any:
