@@ -1,6 +1,6 @@
 """How often what is predicted comes true, and how far chance alone lets that stray."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,5 +39,6 @@ def reliability_curve(axis: "Axes", table: metrics.Reliability) -> None:
         confidence, accuracy, color=_style.FUNCTION, marker="o", markersize=3, label="most probable class"
     )
     axis.set(xlabel="confidence", ylabel="share of right labels", xlim=(0, 1), ylim=(0, 1.02))
-    axis.set_title(f"ECE {100 * table.ece:.1f} %", loc="left")
-    axis.legend(loc="upper left", borderaxespad=0.2)
+    above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2}
+    title = f"ECE {100 * table.ece:.1f} %"
+    axis.legend(title=title, title_fontsize="medium", alignment="left", ncols=2, **above)

@@ -18,6 +18,7 @@ __all__ = [
     "PALE",
     "axes",
     "chain_colour",
+    "log_ticks",
     "pyplot",
     "styled",
 ]
@@ -75,6 +76,18 @@ def pyplot() -> Any:
             'numpyro_bnn.plots needs Matplotlib, which is not installed: pip install "numpyro_bnn[plots]"'
         ) from cause
     return plt
+
+
+def log_ticks(axis: Any) -> None:
+    """A logarithmic ``axis.xaxis`` or ``axis.yaxis``, with plain numbers where it spans less than two decades."""
+    from matplotlib import ticker
+
+    (getattr(axis.axes, f"set_{axis.axis_name}scale"))("log")
+    axis.set_minor_formatter(ticker.NullFormatter())
+    low, high = axis.get_view_interval()
+    if high < 100 * low:
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
 
 
 def styled(function: Callable[P, T]) -> Callable[P, T]:

@@ -78,7 +78,10 @@ def canonical_corner(
         axes[row, 0].set_ylabel(_text(chosen[row]))
         axes[-1, row].set_xlabel(_text(chosen[row]))
     axes[0, 0].set_ylabel("")
-    axes[0, 0].set_title("canonical below, as drawn above", loc="left")
+    if ax is None:
+        title = "grey and above: as drawn; blue and below: canonical"
+        axes[0, 0].figure.suptitle(title, fontsize=8)
+        axes[0, 0].figure.align_ylabels(list(axes[:, 0]))
     return axes
 
 
@@ -105,15 +108,19 @@ def _chosen(call: str, data: Any, after: Mapping[str, Any], weights: Any) -> lis
 
 def _first(data: Any, known: Sequence[str], after: Mapping[str, Any]) -> list[Weight]:
     """Three weights of the first variable that changes: of the first input, into three units."""
-    for name in known:
-        draws = _read.chains_first(data, name)
-        shape = draws.shape[2:]
-        if int(np.prod(shape)) > 1 and not np.array_equal(draws, np.asarray(after[name], np.float64)):
-            return [
-                (name, tuple(map(int, np.unravel_index(i, shape))))
-                for i in range(min(3, int(np.prod(shape))))
-            ]
-    return []
+    changed = [
+        name
+        for name in known
+        if data[name].size > data.sizes["chain"] * data.sizes["draw"]
+        and not np.array_equal(_read.chains_first(data, name), np.asarray(after[name], np.float64))
+    ]
+    if not changed:
+        return []
+    # A kernel rather than a bias.
+    name = max(changed, key=lambda one: min(data[one].ndim, 4))
+    shape = np.shape(after[name])[2:]
+    count = min(3, int(np.prod(shape)))
+    return [(name, tuple(map(int, np.unravel_index(i, shape)))) for i in range(count)]
 
 
 def _weight(call: str, data: Any, known: Sequence[str], weight: Any) -> Weight:
@@ -170,4 +177,6 @@ def _histograms(
 
 def _text(weight: Weight) -> str:
     name, at = weight
-    return f"{name}[{', '.join(map(str, at))}]" if at else name
+    # In two lines: panels are narrow.
+    text = f"{name}[{', '.join(map(str, at))}]" if at else name
+    return text.replace(".kernel", ".\nkernel").replace(".bias", ".\nbias")

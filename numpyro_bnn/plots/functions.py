@@ -43,7 +43,7 @@ def posterior_functions(
     :param xlabel: label with units; by default the name and the attribute ``units`` of the input.
     :param ylabel: the same for the site.
     :param ax: axes to draw on; by default those of a new figure, one column wide.
-    :return: the axes; its lines are those of the first chain, then those of the next.
+    :return: the axes; its lines are the first draw of every chain, then the next.
     :raises ValueError: if there are no draws of the function, or the input is not one-dimensional.
     :raises ImportError: without Matplotlib.
 
@@ -69,8 +69,9 @@ def posterior_functions(
     # Many faint lines, few strong ones; the first of each chain names it.
     faint = float(np.clip(3 / np.sqrt(chains * len(shown)), 0.25, 1.0))
     word = "member" if "members_of_warm_start" in _arviz.attrs(idata) else "chain"
-    for chain, draws in enumerate(function):
-        for place, draw in enumerate(shown):
+    # Draw by draw: the last chain must not cover the others.
+    for place, draw in enumerate(shown):
+        for chain, draws in enumerate(function):
             label = f"{word} {chain}" if place == 0 and chains <= len(_style.CYCLE) else None
             colour = _style.chain_colour(chain)
             axis.plot(
@@ -88,7 +89,7 @@ def posterior_functions(
     ends = values if points is None else np.concatenate([values, points[0]])
     axis.set_xlim(ends.min(), ends.max())
     if axis.get_legend_handles_labels()[1]:
-        legend = axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, borderaxespad=0.2)
+        legend = axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2)
         for handle in legend.legend_handles:
             handle.set_alpha(1.0)
     return axis

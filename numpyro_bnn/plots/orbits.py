@@ -32,7 +32,7 @@ def orbit_traces(
     :param names: which of them, in this order; by default all.
     :param unit: index of the hidden unit, where a coordinate has several.
     :param exact: name -> (low, middle, high), an interval and the mean that are known: a grey band with a line.
-    :param labels: name -> label of the axis; by default the names.
+    :param labels: name -> label of the y axis; without one the name stands above.
     :param ax: one axes a coordinate to draw on; by default those of a new figure, one column wide.
     :return: the axes, one a coordinate.
     :raises ValueError: for an unknown name, other axes than chain, draw and unit, or a unit that does not exist.
@@ -45,8 +45,8 @@ def orbit_traces(
     >>> draws = {site: rng.normal(size=(2, 50, *shape)) for site, shape in net.param_shapes((3,)).items()}
     >>> found = [symmetry.Rescale([("Dense_0.kernel", 1), ("Dense_0.bias", 0)], [("Dense_1.kernel", 0)])]
     >>> (axis,) = orbit_traces(symmetry.orbit_coordinates(draws, found))
-    >>> axis.get_ylabel()
-    'Rescale(Dense_0.kernel)'
+    >>> axis.get_title(loc="left")[:24]
+    'Rescale(Dense_0.kernel):'
     """
     call = "plots.orbit_traces"
     found = _coordinates(call, coordinates, names, unit)
@@ -60,9 +60,10 @@ def orbit_traces(
             colour = _style.chain_colour(chain)
             axis.plot(values, color=colour, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
         rhat, size = float(_arviz.rhat(draws)), float(_arviz.ess(draws))
-        axis.set_title(f"R-hat {rhat:.2f}, ESS {size:.0f}", loc="left", fontsize=7, pad=2)
+        what = "" if name in (labels or {}) else f"{name}: "
+        axis.set_title(f"{what}R-hat {rhat:.2f}, ESS {size:.0f}", loc="left", fontsize=7, pad=2)
         axis.set_xlim(0, max(draws.shape[1] - 1, 1))
-        axis.set_ylabel((labels or {}).get(name, name))
+        axis.set_ylabel((labels or {}).get(name, ""))
     axes[-1].set_xlabel("draw")
     return axes
 

@@ -1,5 +1,6 @@
 """What a sampler did at every draw: step sizes, temperatures, acceptance, energy errors."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +39,8 @@ def sampler_traces(idata: Any, var_names: Sequence[str] | None = None, *, ax: An
 
     Where it is known what a mean should be (temperatures: that of the target; energy variance of ``infer.MCLMC``:
     what its steps are steered to) a black line stands there, in a grey band of two standard errors of the mean. The
-    mean is a dashed orange line: outside of the band it is not what it should be.
+    mean is a dotted line: outside of the band it is not what it should be. (A logarithmic axis has no band
+    that reaches below 0.)
 
     :param idata: result of ``to_inference_data`` of a run with ``extra_fields``, e.g. ``("step_size",
         "configurational_temperature")``.
@@ -65,7 +67,7 @@ def sampler_traces(idata: Any, var_names: Sequence[str] | None = None, *, ax: An
     call = "plots.sampler_traces"
     chosen = _chosen(call, idata, var_names)
     stats, about = _arviz.group(idata, "sample_stats"), _arviz.attrs(idata)
-    height = 0.4 + 0.95 * len(chosen)
+    height = 0.4 + 1.05 * len(chosen)
     axes = _style.axes(call, ax, (len(chosen), 1), (_style.COLUMN, height), sharex=True)
     for axis, name in zip(axes, chosen, strict=True):
         known = STATISTICS.get(name, _Statistic(name))
@@ -74,15 +76,16 @@ def sampler_traces(idata: Any, var_names: Sequence[str] | None = None, *, ax: An
         for chain, values in enumerate(draws):
             colour = _style.chain_colour(chain)
             axis.plot(values, color=colour, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
-        _mean_and_target(axis, draws, about.get(known.target or ""))
         if known.log and (draws[np.isfinite(draws)] > 0).all():
-            axis.set_yscale("log")
-        # Two words a line: panels are low.
-        words = known.label.split()
-        axis.set_ylabel("\n".join(" ".join(words[i : i + 2]) for i in range(0, len(words), 2)))
+            _style.log_ticks(axis.yaxis)
+        else:
+            axis.yaxis.set_major_formatter("{x:g}")
+        _mean_and_target(axis, draws, about.get(known.target or ""))
+        axis.set_ylabel("\n".join(textwrap.wrap(known.label, 15)))  # panels are low
         axis.set_xlim(0, max(draws.shape[1] - 1, 1))
     axes[-1].set_xlabel("draw")
-    axes[0].figure.align_ylabels(list(axes))
+    if ax is None:
+        axes[0].figure.align_ylabels(list(axes))
     return axes
 
 
@@ -109,12 +112,18 @@ def _mean_and_target(axis: Any, draws: NDArray[np.float64], target: Any) -> None
     if not np.isfinite(mean):
         axis.set_title(f"{np.isnan(draws).mean():.0%} NaN: a chain diverged", loc="left", fontsize=7, pad=2)
         return
+    if not np.ptp(draws, axis=1).any():
+        ends = sorted({f"{value:.3g}" for value in (draws.min(), draws.max())}, key=float)
+        axis.set_title(f"constant, {' to '.join(ends)}", loc="left", fontsize=7, pad=2)
+        return
     size = float(_arviz.ess(draws, "mean"))
     error = draws.std() / np.sqrt(size) if np.isfinite(size) else 0.0
     text = f"mean {mean:.3g} ± {error:.1g}" if error else f"mean {mean:.3g}"
     if isinstance(target, (int, float)):
-        axis.axhspan(target - 2 * error, target + 2 * error, color=_style.PALE, linewidth=0, zorder=0)
+        low, high = target - 2 * error, target + 2 * error
+        if low > 0 or axis.get_yscale() == "linear":
+            axis.axhspan(low, high, color=_style.PALE, linewidth=0, zorder=0)
         axis.axhline(target, color=_style.DATA, linewidth=0.8, zorder=3)
-        axis.axhline(mean, color=_style.MISSED, linewidth=0.8, linestyle="--", zorder=3)
+        axis.axhline(mean, color=_style.DATA, linewidth=1.0, linestyle=":", zorder=3)
         text += f", target {target:.3g}"
     axis.set_title(text, loc="left", fontsize=7, pad=2)

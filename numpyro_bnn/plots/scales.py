@@ -90,7 +90,7 @@ def relevance(
         _intervals.upright(
             axis, places + offset, values, level, _style.chain_colour(place), label, lying=True
         )
-    axis.set_xscale("log")
+    _style.log_ticks(axis.xaxis)
     axis.set_yticks(places, [inputs[i] for i in order])
     axis.set_ylim(size - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
