@@ -26,9 +26,13 @@ def upright(
     label: str,
     *,
     lying: bool = False,
+    dot: float = 2.8,
 ) -> None:
-    """Median and central interval of each column of ``draws`` (S, M) at its place; ``lying`` ones run along x."""
+    """Median and central interval of each column of ``draws`` (S, M) at its place; ``lying`` ones run along x.
+
+    ``dot`` is the size of the dot in points.
+    """
     low, middle, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], axis=0, method="weibull")
     (axis.hlines if lying else axis.vlines)(places, low, high, color=colour, linewidth=0.9)
     at = (middle, places) if lying else (places, middle)
-    axis.plot(*at, linestyle="", marker="o", markersize=2.8, color=colour, label=label)
+    axis.plot(*at, linestyle="", marker="o", markersize=dot, color=colour, label=label)

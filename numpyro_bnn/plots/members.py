@@ -79,11 +79,12 @@ def member_intervals(
     places = np.split(
         _intervals.offsets(sum(chains) + len(chains) - 1, 0.8), np.cumsum(np.add(chains, 1))[:-1]
     )
+    dot = float(np.clip(40 / sum(chains), 1.2, 2.8))
     for number, ((name, function), offsets) in enumerate(zip(functions.items(), places, strict=True)):
         for chain, offset in enumerate(offsets[: len(function)]):
             label = name if chain == 0 and name else "_"
             colour = _style.chain_colour(chain if alone else number)
-            _intervals.upright(axis, at + offset, function[chain][:, chosen], level, colour, label)
+            _intervals.upright(axis, at + offset, function[chain][:, chosen], level, colour, label, dot=dot)
     if observed is not None and observed.size == sizes[first_name]:
         axis.hlines(observed[chosen], at - 0.45, at + 0.45, color="0.6", zorder=0, label="target")
     what = _read.label(held[first_name], first.group, first.site)
