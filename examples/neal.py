@@ -271,8 +271,8 @@ def draw_scales(mcmc: Any, path: Path) -> None:
     import numpyro_bnn as bnn
 
     idata = bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)
-    figure, (axis,) = new_figure(1, (5.6, 3.8))
-    names = [f"input {i + 1}\n{'relevant' if i < 2 else 'irrelevant'}" for i in range(4)]
+    figure, (axis,) = new_figure(1, (5.6, 3.0))
+    names = [f"input {i + 1}, {'relevant' if i < 2 else 'irrelevant'}" for i in range(4)]
     bnn.plots.relevance(idata, f"{KERNEL}_precision", names=names, by_chain=True, ax=axis)
     save_figure(figure, path)
 

@@ -358,15 +358,17 @@ def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: 
     exact = {} if net == "relu" else {"log s": (low, EXACT_MEAN, high)}
     size = (7.0, 0.5 + 1.25 * len(names))
     options = {"sharex": True, "sharey": "row", "layout": "constrained"}
-    figure, axes = plt.subplots(len(names), len(traces), figsize=size, squeeze=False, **options)
-    for place, (way, values) in enumerate(traces.items()):
-        column, shown = axes[:, place], labels if place == 0 else dict.fromkeys(labels, "")
-        chains = {name: values[name][:2] for name in names}
-        plots.orbit_traces(chains, exact=exact, labels=shown, ax=column)
-        column[0].set_title(f"{way}\n{column[0].get_title(loc='left')}", loc="left", fontsize=7)
-    if exact:
-        axes[-1, 0].text(0, low, "exact, 90 %", fontsize=7, va="top")
-    figure.savefig(path, dpi=200)
+    settings = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(settings):
+        figure, axes = plt.subplots(len(names), len(traces), figsize=size, squeeze=False, **options)
+        for place, (way, values) in enumerate(traces.items()):
+            column, shown = axes[:, place], labels if place == 0 else dict.fromkeys(labels, "")
+            chains = {name: values[name][:2] for name in names}
+            plots.orbit_traces(chains, exact=exact, labels=shown, ax=column)
+            column[0].set_title(f"{way}\n{column[0].get_title(loc='left')}", loc="left", fontsize=7)
+        if exact:
+            axes[-1, 0].text(0, low, " exact, 90 %", fontsize=7, va="bottom")
+        figure.savefig(path, dpi=200)
     plt.close(figure)
     return path
 

@@ -13,6 +13,7 @@ __all__ = [
     "Drawn",
     "chains_first",
     "class_probabilities",
+    "count",
     "input_values",
     "is_results",
     "label",
@@ -138,6 +139,12 @@ def training_points(idata: Any, site: str, name: str | None) -> tuple[NDArray, N
     if name not in inputs or site not in observed or inputs[name].size != observed[site].size:
         return None
     return np.asarray(inputs[name]).ravel(), np.asarray(observed[site]).ravel()
+
+
+def count(call: str, argument: str, got: Any) -> None:
+    """Check a number of bins or lines."""
+    if not isinstance(got, (int, np.integer)) or got < 1:
+        raise argument_error(call, argument, got, "Pass a whole number, at least 1.")
 
 
 def shares(call: str, argument: str, levels: Iterable[float]) -> list[float]:

@@ -53,8 +53,7 @@ def calibration(
     """
     call = "plots.calibration"
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
-    if not isinstance(bins, (int, np.integer)) or bins < 1:
-        raise argument_error(call, "bins", bins, "Pass a whole number of bins, e.g. 10.")
+    _read.count(call, "bins", bins)
     observed = _read.targets(drawn)
     if drawn.classes:
         if drawn.function is None:

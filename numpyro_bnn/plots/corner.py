@@ -51,8 +51,7 @@ def canonical_corner(
     ('w[6]', 'w[7]')
     """
     call = "plots.canonical_corner"
-    if not isinstance(bins, (int, np.integer)) or bins < 1:
-        raise argument_error(call, "bins", bins, "Pass a whole number of bins, e.g. 30.")
+    _read.count(call, "bins", bins)
     data = _read.posterior(call, idata)
     # Sites have a "/" where variables of results have a dot.
     after = {str(name).replace("/", "."): canonical[name] for name in canonical}

@@ -81,8 +81,7 @@ def ood_histograms(
     ['known', 'foreign, AUROC 0.857 ± 0.01']
     """
     call = "plots.ood_histograms"
-    if not isinstance(bins, (int, np.integer)) or bins < 1:
-        raise argument_error(call, "bins", bins, "Pass a whole number of bins, e.g. 40.")
+    _read.count(call, "bins", bins)
     others = (
         {"foreign": outside} if _read.is_results(outside) or not isinstance(outside, Mapping) else outside
     )

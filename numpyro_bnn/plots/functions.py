@@ -55,8 +55,7 @@ def posterior_functions(
     40
     """
     call = "plots.posterior_functions"
-    if not isinstance(num_draws, (int, np.integer)) or num_draws < 1:
-        raise argument_error(call, "num_draws", num_draws, "Pass a whole number of lines, e.g. 20.")
+    _read.count(call, "num_draws", num_draws)
     drawn = _read.predicted(call, idata, site, group)
     if drawn.function is None:
         raise argument_error(call, "site", repr(drawn.site), "The draws of its mean are needed.")

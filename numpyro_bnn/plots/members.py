@@ -75,9 +75,9 @@ def member_intervals(
     (axis,) = _style.axes(call, ax, size=(2 * _style.COLUMN, 2.8))
     at = np.arange(len(chosen), dtype=np.float64)
     chains = [len(function) for function in functions.values()]
-    # A gap as wide as one interval between two fits, where there is room for it.
+    # A gap of two intervals between fits.
     places = np.split(
-        _intervals.offsets(sum(chains) + len(chains) - 1, 0.8), np.cumsum(np.add(chains, 1))[:-1]
+        _intervals.offsets(sum(chains) + 2 * len(chains) - 2, 0.85), np.cumsum(np.add(chains, 2))[:-1]
     )
     dot = float(np.clip(40 / sum(chains), 1.2, 2.8))
     for number, ((name, function), offsets) in enumerate(zip(functions.items(), places, strict=True)):

@@ -50,6 +50,7 @@ def reliability_diagram(
     'share of right labels'
     """
     call = "plots.reliability_diagram"
+    _read.count(call, "bins", bins)
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
     probs = _read.class_probabilities(call, drawn)
     labels = _read.targets(drawn).astype(np.int64)
