@@ -75,10 +75,10 @@ def ood_histograms(
     **Example**
 
     >>> from numpyro_bnn.plots import example_classes
-    >>> known, foreign = example_classes(), example_classes(spread=3.0)
+    >>> known, foreign = example_classes(), example_classes(spread=1.5)
     >>> axes = ood_histograms(known, {"foreign": foreign})
     >>> [text.get_text() for text in axes.get_legend().get_texts()]
-    ['known', 'foreign, AUROC 0.857 ± 0.01']
+    ['known', 'foreign, AUROC 0.90 ± 0.01']
     """
     call = "plots.ood_histograms"
     _read.count(call, "bins", bins)
@@ -169,5 +169,8 @@ def _bins(
 def _auroc(known: NDArray[np.float64], foreign: NDArray[np.float64]) -> str:
     largest = np.finfo(np.float64).max
     found = metrics.auroc(*(np.clip(scores, -largest, largest) for scores in (known, foreign)))
-    error = "" if np.isnan(found.standard_error) else f" ± {found.standard_error:.1g}"
-    return f"AUROC {found.value:.3f}{error}"
+    if not found.standard_error > 0:  # one point, or perfect separation
+        return f"AUROC {found.value:.3f}"
+    error = f"{found.standard_error:.1g}"
+    digits = int(np.clip(np.ceil(-np.log10(float(error)) - 1e-9), 2, 6))
+    return f"AUROC {found.value:.{digits}f} ± {error}"

@@ -53,16 +53,16 @@ def sampler_traces(idata: Any, var_names: Sequence[str] | None = None, *, ax: An
 
     **Example**
 
-    >>> import jax, jax.numpy as jnp
-    >>> from numpyro.infer import MCMC
-    >>> import numpyro_bnn as bnn
-    >>> model = bnn.models.regression(bnn.nn.MLP([2, 1], "tanh"), bnn.priors.Normal())
-    >>> mcmc = MCMC(bnn.infer.SGLD(model, 1e-3), num_warmup=20, num_samples=20, progress_bar=False)
-    >>> x = jnp.linspace(-1, 1, 20)[:, None]
-    >>> mcmc.run(jax.random.key(0), x, x[:, 0], extra_fields=("step_size", "configurational_temperature"))
-    >>> axes = sampler_traces(bnn.to_inference_data(mcmc))
+    >>> import jax, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import MCMC, BarkerMH
+    >>> from numpyro_bnn import to_inference_data
+    >>> def model():
+    ...     numpyro.sample("w", dist.Normal(0, 1))
+    >>> mcmc = MCMC(BarkerMH(model), num_warmup=50, num_samples=50, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), extra_fields=("accept_prob", "adapt_state.step_size"))
+    >>> axes = sampler_traces(to_inference_data(mcmc))
     >>> [axis.get_ylabel() for axis in axes]
-    ['step size', 'configurational\\ntemperature']
+    ['step size', 'acceptance']
     """
     call = "plots.sampler_traces"
     chosen = _chosen(call, idata, var_names)
