@@ -141,7 +141,7 @@ def _input_names(call: str, data: Any, variable: str, names: Sequence[str] | Non
             got = f"{len(names)} names"
             raise argument_error(call, "names", got, f"Pass one for each of {size} inputs.")
         return [str(name) for name in names]
-    kernel = variable.removesuffix("_shared").rsplit("_", 1)[0]
+    kernel = variable.rsplit("_", 1)[0]
     for axis in (data[variable].dims[-1], f"{kernel}_in", f"{kernel}_base_in"):
         labels = data[axis].to_numpy() if axis in data.coords else np.empty(0)
         if labels.shape == (size,) and labels.dtype.kind in "UOT":
