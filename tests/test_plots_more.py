@@ -129,7 +129,7 @@ def test_reliability_holds_shares_of_right_labels_and_of_points(labelled):
 
 
 def test_reliability_of_a_calibrated_classifier_stays_in_its_bands(labelled):
-    """On average 1 band in 20 is missed; more than 3 of 10 with probability 1e-3, for this seed none."""
+    """At most 1 band in 20 is missed on average, so more than 3 of 10 with probability 1e-3 (binomial)."""
     axis = plots.reliability_diagram(plots.example_classes(num_points=3000), bins=15)
     accuracy = axis.lines[-1].get_ydata()
     bounds = np.array([segment[:, 1] for segment in axis.collections[0].get_segments()])
