@@ -22,7 +22,6 @@ from examples.shared import at_least, writable_folder
 
 SETS = ("energy", "concrete")
 METHODS = ("deep ensemble", "MCLMC", "NUTS")
-COLOURS = {"deep ensemble": "#D55E00", "MCLMC": "#0072B2", "NUTS": "#000000"}
 
 
 class Scores(NamedTuple):
@@ -221,34 +220,19 @@ def print_table(rows: list[Scores]) -> None:
 
 
 def draw_figure(fits: dict[str, Any], data: Any, folder: Path) -> Path:
-    """Predictions of every member at some test rows: one dot per chain, a line over its draws."""
+    """Predictions of every member at some test rows: a dot with an interval over its draws."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = np.argsort(data.y_test)[:: max(1, len(data.y_test) // 12)][:12]
-    settings = {"font.size": 8, "legend.fontsize": 7, "axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(settings):
-        figure, axis = plt.subplots(figsize=(7.0, 3.2), layout="constrained")
-        for place, (method, idata) in enumerate(fits.items()):
-            function = idata["predictions"]["y_mean"].to_numpy()[..., shown]
-            members = len(function)
-            offset = 0.28 * (place - 1) + np.linspace(-0.1, 0.1, members)[:, None]
-            at = np.arange(len(shown)) + offset
-            low, high = np.quantile(function, (0.05, 0.95), axis=1)
-            axis.vlines(at.ravel(), low.ravel(), high.ravel(), color=COLOURS[method], linewidth=0.7)
-            axis.plot(
-                at.ravel(), function.mean(1).ravel(), ".", color=COLOURS[method], markersize=3, label=method
-            )
-        axis.plot(np.arange(len(shown)), data.y_test[shown], "_", color="#888888", markersize=22, zorder=0)
-        axis.set_xlabel("test rows, in the order of their targets (grey)")
-        axis.set_ylabel("predicted function, by member")
-        axis.set_xticks([])
-        axis.legend(frameon=False)
-        path = folder / f"ensembles_{data.name.split()[0]}.png"
-        figure.savefig(path, dpi=200)
-    plt.close(figure)
+    from numpyro_bnn import plots
+
+    axis = plots.member_intervals(fits, ylabel="predicted function, by member")
+    axis.set_xlabel("test rows, in the order of their targets")
+    path = folder / f"ensembles_{data.name.split()[0]}.png"
+    axis.figure.savefig(path, dpi=200)
+    plt.close(axis.figure)
     return path
 
 

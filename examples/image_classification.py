@@ -275,28 +275,17 @@ def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Pa
     """Both scores that come from the weights, for known and foreign images."""
     import matplotlib.pyplot as plt
 
-    groups = {"known": known, **foreign}
+    from numpyro_bnn import plots
+
     labels = {
         "mutual information": "mutual information of label and weights [nats]",
         "logits": "relative variance of the logits",
     }
     figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        found = {group: drawn.doubt[name] for group, drawn in groups.items()}
-        if name == "logits":
-            axis.set_xscale("log")
-            found = {group: values[values > 0] for group, values in found.items()}
-            ends = [f([f(values) for values in found.values()]) for f in (np.min, np.max)]
-            edges = np.geomspace(*ends, 41)
-        else:
-            axis.set_yscale("log")
-            edges = np.linspace(0.0, max(values.max() for values in found.values()), 41)
-        for group, values in found.items():
-            share = np.full(len(values), 1 / len(values))
-            axis.hist(values, edges, weights=share, histtype="step", linewidth=1.5, label=group)
-        axis.set_xlabel(label)
-    axes[0].set_ylabel("share of images")
-    axes[0].legend()
+        scores = {group: drawn.doubt[name] for group, drawn in foreign.items()}
+        plots.ood_histograms(known.doubt[name], scores, log=name == "logits", xlabel=label, ax=axis)
+    axes[0].set_yscale("log")
     figure.savefig(path, dpi=200)
     plt.close(figure)
     return path

@@ -346,30 +346,28 @@ def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from numpyro_bnn import plots
+
     labels = {
         "log norm": "log norm of a unit",
         "log ratio": r"log $|w_{in}|/|w_{out}|$",
         "log s": "log scale",
     }
     names = [name for name in labels if name in next(iter(traces.values()))]
-    settings = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
+    low, high = EXACT_INTERVAL
+    exact = {} if net == "relu" else {"log s": (low, EXACT_MEAN, high)}
+    size = (7.0, 0.5 + 1.25 * len(names))
+    options = {"sharex": True, "sharey": "row", "layout": "constrained"}
+    settings = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(settings):
-        size = (7.0, 0.5 + 1.15 * len(names))
-        options = {"sharex": True, "sharey": "row", "layout": "constrained"}
         figure, axes = plt.subplots(len(names), len(traces), figsize=size, squeeze=False, **options)
-        for row, name in zip(axes, names, strict=True):
-            for axis, way in zip(row, traces, strict=True):
-                if name == "log s" and net != "relu":
-                    axis.axhspan(*EXACT_INTERVAL, color="#DDDDDD", linewidth=0)
-                    axis.axhline(EXACT_MEAN, color="black", linewidth=0.6)
-                    if axis is row[0]:
-                        axis.text(0, EXACT_INTERVAL[0], "exact, 90 %", fontsize=7, va="top")
-                for chain, colour in zip(traces[way][name][:2, :, 0], ("#0072B2", "#D55E00"), strict=False):
-                    axis.plot(chain, color=colour, linewidth=0.5)
-            row[0].set_ylabel(labels[name])
-        for axis, way in zip(axes[0], traces, strict=True):
-            axis.set_title(way)
-        figure.supxlabel("draw", fontsize=8)
+        for place, (way, values) in enumerate(traces.items()):
+            column, shown = axes[:, place], labels if place == 0 else dict.fromkeys(labels, "")
+            chains = {name: values[name][:2] for name in names}
+            plots.orbit_traces(chains, exact=exact, labels=shown, ax=column)
+            column[0].set_title(f"{way}\n{column[0].get_title(loc='left')}", loc="left", fontsize=7)
+        if exact:
+            axes[-1, 0].text(0, low, " exact, 90 %", fontsize=7, va="bottom")
         figure.savefig(path, dpi=200)
     plt.close(figure)
     return path

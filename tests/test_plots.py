@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_bnn import _arviz, metrics, plots
-from numpyro_bnn.plots.calibrated import binomial_band
+from numpyro_bnn.plots._binomial import binomial_band
 from numpyro_bnn.results import to_inference_data
 
 pytestmark = pytest.mark.core
@@ -249,7 +249,7 @@ def test_calibration_of_classes_holds_the_reliability_curve(classified):
     filled = table.counts > 0
     np.testing.assert_allclose(shares.patches[-1].get_data().values, table.counts / labels.size)
     np.testing.assert_allclose(curve.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
-    assert curve.get_title(loc="left") == f"ECE {100 * table.ece:.1f} %"
+    assert curve.get_legend().get_title().get_text() == f"ECE {100 * table.ece:.1f} %"
     (bands,) = curve.collections
     for segment, size, mean in zip(
         bands.get_segments(), table.counts[filled], table.confidence[filled], strict=True

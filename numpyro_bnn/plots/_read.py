@@ -1,6 +1,6 @@
 """What the figures read from results, whichever ArviZ holds them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +11,19 @@ from numpyro_bnn._errors import argument_error, unknown_name
 
 __all__ = [
     "Drawn",
+    "chains_first",
+    "class_probabilities",
+    "count",
     "input_values",
+    "is_results",
     "label",
+    "one_output",
     "point_name",
+    "posterior",
     "predicted",
     "shares",
     "site_name",
+    "spread",
     "targets",
     "training_points",
 ]
@@ -134,12 +141,82 @@ def training_points(idata: Any, site: str, name: str | None) -> tuple[NDArray, N
     return np.asarray(inputs[name]).ravel(), np.asarray(observed[site]).ravel()
 
 
+def count(call: str, argument: str, got: Any) -> None:
+    """Check a number of bins or lines."""
+    if not isinstance(got, (int, np.integer)) or got < 1:
+        raise argument_error(call, argument, got, "Pass a whole number, at least 1.")
+
+
 def shares(call: str, argument: str, levels: Iterable[float]) -> list[float]:
     """Check probabilities inside intervals."""
     found = [float(level) for level in levels]
     if not found or not all(0 < level < 1 for level in found):
         raise argument_error(call, argument, f"{found}", "Pass probabilities between 0 and 1, e.g. 0.9.")
     return found
+
+
+def one_output(call: str, function: NDArray[np.float64], output: int) -> NDArray[np.float64]:
+    """The function (C, S, N) of one class or output."""
+    if function.ndim == 3:
+        return function
+    flat = function.reshape(*function.shape[:3], -1)
+    if not -flat.shape[3] <= output < flat.shape[3]:
+        raise argument_error(
+            call, "output", output, f"The function has {flat.shape[3]}: pass 0..{flat.shape[3] - 1}."
+        )
+    return flat[..., output]
+
+
+def class_probabilities(call: str, drawn: Drawn) -> NDArray[np.float64]:
+    """Draws (C, S, N, K) of class probabilities; of a label 0 or 1 its mean is the probability of 1."""
+    if drawn.classes and drawn.function is not None:
+        return drawn.function
+    mean = drawn.function
+    drawn_labels = drawn.y is None or bool(np.isin(drawn.y, (0.0, 1.0)).all())
+    if mean is None or mean.ndim != 3 or not drawn_labels or mean.min() < 0 or mean.max() > 1:
+        raise argument_error(
+            call,
+            "site",
+            f"{drawn.site!r}, no class label",
+            "Class probabilities are needed: pass a classifier.",
+        )
+    return np.stack([1 - mean, mean], axis=-1)
+
+
+def is_results(given: Any) -> bool:
+    """Whether it is what ``to_inference_data`` gives, in either ArviZ, rather than a dictionary or an array."""
+    try:
+        _arviz.group_names(given)
+    except TypeError:
+        return False
+    return True
+
+
+def posterior(call: str, idata: Any) -> Any:
+    """The group of draws of parameters."""
+    names = _arviz.group_names(idata)
+    if "posterior" not in names:
+        raise argument_error(
+            call, "idata", f"the groups {names}, without posterior", "Pass what `to_inference_data` gives."
+        )
+    return _arviz.group(idata, "posterior")
+
+
+def chains_first(data: Any, name: str) -> NDArray[np.float64]:
+    """Draws (C, S, ...) of one variable."""
+    return np.asarray(data[name].transpose("chain", "draw", ...), dtype=np.float64)
+
+
+def spread(call: str, points: int | Sequence[int], size: int) -> list[int]:
+    """Indices of the points to draw."""
+    if isinstance(points, (int, np.integer)):
+        if points < 1:
+            raise argument_error(call, "points", points, "Pass at least 1, or indices.")
+        return sorted({int(i) for i in np.linspace(0, size - 1, min(int(points), size)).round()})
+    chosen = [int(i) for i in points]
+    if not chosen or not all(0 <= i < size for i in chosen):
+        raise argument_error(call, "points", chosen, f"Pass indices between 0 and {size - 1}.")
+    return chosen
 
 
 def point_name(idata: Any, drawn: Drawn, point: int) -> str:
@@ -175,7 +252,7 @@ def _draws(data: Any, name: str) -> NDArray[np.float64] | None:
     """Draws (C, S, N, ...), or None where there is no such variable."""
     if name not in data:
         return None
-    return np.asarray(data[name].transpose("chain", "draw", ...), dtype=np.float64)
+    return chains_first(data, name)
 
 
 def _target(call: str, idata: Any, group: str, site: str, target: str | None) -> Any:

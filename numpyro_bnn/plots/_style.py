@@ -8,7 +8,20 @@ import numpy as np
 
 from numpyro_bnn._errors import argument_error
 
-__all__ = ["COLUMN", "CYCLE", "DATA", "FUNCTION", "MISSED", "OBSERVATION", "axes", "pyplot", "styled"]
+__all__ = [
+    "COLUMN",
+    "CYCLE",
+    "DATA",
+    "FUNCTION",
+    "MISSED",
+    "OBSERVATION",
+    "PALE",
+    "axes",
+    "chain_colour",
+    "log_ticks",
+    "pyplot",
+    "styled",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,6 +33,8 @@ COLUMN = 3.4
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 FUNCTION, MISSED = CYCLE[0], CYCLE[1]
 OBSERVATION, DATA = "#808080", "#000000"
+# For what stands behind the figure.
+PALE = "#E4E4E4"
 
 SETTINGS = {
     "font.size": 8,
@@ -44,6 +59,11 @@ SETTINGS = {
 }
 
 
+def chain_colour(chain: int) -> str:
+    """The colour of a chain, a member or a variable by its number."""
+    return CYCLE[chain % len(CYCLE)]
+
+
 def pyplot() -> Any:
     """Matplotlib's ``pyplot``, imported when a figure is drawn.
 
@@ -56,6 +76,18 @@ def pyplot() -> Any:
             'numpyro_bnn.plots needs Matplotlib, which is not installed: pip install "numpyro_bnn[plots]"'
         ) from cause
     return plt
+
+
+def log_ticks(axis: Any) -> None:
+    """A logarithmic ``axis.xaxis`` or ``axis.yaxis``, with plain numbers where it spans less than two decades."""
+    from matplotlib import ticker
+
+    (getattr(axis.axes, f"set_{axis.axis_name}scale"))("log")
+    axis.set_minor_formatter(ticker.NullFormatter())
+    low, high = axis.get_view_interval()
+    if high < 100 * low:
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
 
 
 def styled(function: Callable[P, T]) -> Callable[P, T]:

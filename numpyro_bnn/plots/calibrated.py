@@ -8,13 +8,12 @@ from numpy.typing import NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._errors import argument_error
 from numpyro_bnn.plots import _read, _style
+from numpyro_bnn.plots._binomial import SPREAD, binomial_band, reliability_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["binomial_band", "calibration"]
-
-SPREAD = "95 % if calibrated"
+__all__ = ["calibration"]
 
 
 @_style.styled
@@ -54,8 +53,7 @@ def calibration(
     """
     call = "plots.calibration"
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
-    if not isinstance(bins, (int, np.integer)) or bins < 1:
-        raise argument_error(call, "bins", bins, "Pass a whole number of bins, e.g. 10.")
+    _read.count(call, "bins", bins)
     observed = _read.targets(drawn)
     if drawn.classes:
         if drawn.function is None:
@@ -72,17 +70,6 @@ def calibration(
     _pit_panel(axes[0], metrics.pit(draws, observed, seed), bins)
     _interval_panel(axes[1], draws, observed)
     return axes
-
-
-def binomial_band(count: int, share: float, level: float = 0.95) -> tuple[float, float]:
-    """Central interval of the share of ``count`` independent points that are in, each with chance ``share``."""
-    k = np.arange(1, count + 1)
-    log_odds = np.log(share) - np.log1p(-share)
-    log_mass = np.concatenate([[0.0], np.cumsum(np.log((count - k + 1) / k) + log_odds)])
-    mass = np.exp(log_mass - log_mass.max())
-    cumulative = np.cumsum(mass / mass.sum())
-    low, high = np.searchsorted(cumulative, [(1 - level) / 2, (1 + level) / 2])
-    return float(low / count), float(high / count)
 
 
 def _pit_panel(axis: "Axes", values: NDArray[np.float64], bins: int) -> None:
@@ -111,20 +98,8 @@ def _interval_panel(axis: "Axes", draws: NDArray[np.float64], observed: NDArray[
 
 def _class_panels(axes: "NDArray[Any]", table: metrics.Reliability) -> None:
     width = np.diff(table.edges)
-    filled = table.counts > 0
     share = table.counts / table.counts.sum()
     axes[0].bar(table.edges[:-1], share, width, align="edge", color=_style.FUNCTION, alpha=0.45, linewidth=0)
     axes[0].stairs(share, table.edges, color=_style.FUNCTION, linewidth=0.8)
     axes[0].set(xlabel="confidence", ylabel="share of points", xlim=(0, 1))
-    confidence, accuracy, counts = table.confidence[filled], table.accuracy[filled], table.counts[filled]
-    # A confidence of exactly 1 (or 0) leaves no room for chance.
-    bands = [binomial_band(n, np.clip(p, 1e-12, 1 - 1e-12)) for n, p in zip(counts, confidence, strict=True)]
-    low, high = np.transpose(bands)
-    axes[1].vlines(confidence, low, high, color="0.8", linewidth=4, label=SPREAD)
-    axes[1].plot([0, 1], [0, 1], color=_style.DATA, linewidth=0.6)
-    axes[1].plot(
-        confidence, accuracy, color=_style.FUNCTION, marker="o", markersize=3, label="most probable class"
-    )
-    axes[1].set(xlabel="confidence", ylabel="share of right labels", xlim=(0, 1), ylim=(0, 1.02))
-    axes[1].set_title(f"ECE {100 * table.ece:.1f} %", loc="left")
-    axes[1].legend(loc="upper left", borderaxespad=0.2)
+    reliability_curve(axes[1], table)

@@ -1,4 +1,4 @@
-"""Results to try figures with: a model whose posterior is known in closed form."""
+"""Results to try figures with, of which it is known what they should show; nothing is fitted."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
 
-__all__ = ["example_results"]
+__all__ = ["example_classes", "example_results"]
 
 SIGMA = 0.15
 SAMPLE = ("chain", "draw", "data")
@@ -50,6 +50,40 @@ def example_results(num_points: int = 120, num_chains: int = 4, num_samples: int
     groups["observed_data"] = _arviz.dataset({"y": (data, y)})
     groups["constant_data"] = _arviz.dataset({"x": (data, x)})
     groups["predictions_constant_data"] = _arviz.dataset({"x": (data, x_new), "y": (data, y_new)})
+    return _arviz.inference_data(groups)
+
+
+def example_classes(num_points: int = 500, num_classes: int = 3, spread: float = 1.0, seed: int = 0) -> Any:
+    r"""Results like those of ``to_inference_data``, of a classifier that is calibrated by construction.
+
+    .. math:: l_s = m + \sigma e_s, \quad m \sim N(0, 4), \quad e_s \sim N(0, 1), \quad s = 0, 1, ..., S
+
+    Labels are drawn with the logits :math:`l_0`, which no draw knows; :math:`l_1, ..., l_S` are the draws, in two
+    chains of 100.
+
+    :param num_points: test points N.
+    :param num_classes: classes K.
+    :param spread: :math:`\sigma`, how far the draws disagree; take more of it for foreign points.
+    :param seed: seed of everything.
+    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
+
+    **Example**
+
+    >>> dict(example_classes()["predictions"]["y_probs"].sizes)
+    {'chain': 2, 'draw': 100, 'data': 500, 'y_probs_dim_1': 3}
+    """
+    rng = np.random.default_rng(seed)
+    middle = 2.0 * rng.normal(size=(num_points, num_classes))
+    logits = middle + spread * rng.normal(size=(1 + 200, num_points, num_classes))
+    # The largest of logits with Gumbel noise is a draw of the label.
+    labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=-1)
+    odds = np.exp(logits[1:])
+    probs = (odds / odds.sum(axis=-1, keepdims=True)).reshape(2, 100, num_points, num_classes)
+    drawn = {"y": (SAMPLE, labels[1:].reshape(2, 100, num_points))}
+    groups = {
+        "predictions": _arviz.dataset({**drawn, "y_probs": ((*SAMPLE, "y_probs_dim_1"), probs)}),
+        "predictions_constant_data": _arviz.dataset({"y": (("data",), labels[0])}),
+    }
     return _arviz.inference_data(groups)
 
 

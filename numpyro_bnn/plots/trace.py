@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import metrics
@@ -49,15 +48,16 @@ def function_trace(
     drawn = _read.predicted(call, idata, site, group)
     if drawn.function is None:
         raise argument_error(call, "site", repr(drawn.site), "The draws of its mean are needed.")
-    function = _one_output(call, drawn.function, output)
-    chosen = _points(call, points, function.shape[2])
+    function = _read.one_output(call, drawn.function, output)
+    chosen = _read.spread(call, points, function.shape[2])
     found = metrics.function_space(function[:, :, chosen])
     height = 0.4 + 0.95 * len(chosen)
     axes = _style.axes(call, ax, (len(chosen), 1), (_style.COLUMN, height), sharex=True)
     for place, (axis, point) in enumerate(zip(axes, chosen, strict=True)):
         for chain, values in enumerate(function[:, :, point]):
-            colour = _style.CYCLE[chain % len(_style.CYCLE)]
-            axis.plot(values, color=colour, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
+            axis.plot(
+                values, color=_style.chain_colour(chain), linewidth=0.5, alpha=0.8, label=f"chain {chain}"
+            )
         sizes = f"ESS {found.ess_bulk[place]:.0f} bulk, {found.ess_tail[place]:.0f} tail"
         axis.set_title(
             f"{_read.point_name(idata, drawn, point)}: R-hat {found.rhat[place]:.2f}, {sizes}",
@@ -71,27 +71,3 @@ def function_trace(
     axes[len(axes) // 2].set_ylabel(ylabel or what)
     axes[-1].set_xlabel("draw")
     return axes
-
-
-def _one_output(call: str, function: NDArray[np.float64], output: int) -> NDArray[np.float64]:
-    """The function (C, S, N) of one class or output."""
-    if function.ndim == 3:
-        return function
-    flat = function.reshape(*function.shape[:3], -1)
-    if not -flat.shape[3] <= output < flat.shape[3]:
-        raise argument_error(
-            call, "output", output, f"The function has {flat.shape[3]}: pass 0..{flat.shape[3] - 1}."
-        )
-    return flat[..., output]
-
-
-def _points(call: str, points: int | Sequence[int], size: int) -> list[int]:
-    """Indices of the points to draw."""
-    if isinstance(points, (int, np.integer)):
-        if points < 1:
-            raise argument_error(call, "points", points, "Pass at least 1, or indices.")
-        return sorted({int(i) for i in np.linspace(0, size - 1, min(int(points), size)).round()})
-    chosen = [int(i) for i in points]
-    if not chosen or not all(0 <= i < size for i in chosen):
-        raise argument_error(call, "points", chosen, f"Pass indices between 0 and {size - 1}.")
-    return chosen
