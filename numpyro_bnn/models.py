@@ -20,6 +20,8 @@ __all__ = ["classification", "regression"]
 
 Model = Callable[..., None]
 
+_LEAST_SD = 1e-6
+
 
 def regression(
     net: Layer,
@@ -33,7 +35,7 @@ def regression(
     (N, K) for a network with K > 1 outputs; integer targets are taken as numbers. Standardise both first.
 
     :param net: specification with one output per target; with ``heteroscedastic`` with two, mean and
-        sd = softplus(second output).
+        sd = 1e-6 + softplus(second output): in float32 a softplus below -104 is 0.
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
     :param heteroscedastic: let the network give the noise of each data point; there is no ``sigma`` then.
@@ -66,7 +68,8 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(jnp.asarray(x)[index])
         mean = out[..., :targets]
-        sd = jax.nn.softplus(out[..., targets:]) if heteroscedastic else jnp.broadcast_to(sigma, mean.shape)
+        sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
+        sd = sd if heteroscedastic else jnp.broadcast_to(sigma, mean.shape)
         likelihood = (
             dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
         )

@@ -266,9 +266,9 @@ def test_refresh_renews_what_is_cached_of_the_target(sampler):
         np.testing.assert_array_equal(memory.momentum, old.momentum)
     if isinstance(sampler.dynamics, Microcanonical | MicrocanonicalMetropolis):
         np.testing.assert_array_equal(memory.direction, old.direction)
-    if isinstance(sampler.dynamics, MALA | HMC | GGMC | MicrocanonicalMetropolis):
+    if isinstance(sampler.dynamics, MALA | GGMC | MicrocanonicalMetropolis):
         np.testing.assert_allclose(memory.potential, full_potential(moved.position), rtol=1e-5)
-    if isinstance(sampler.dynamics, MALA | HMC):
+    if isinstance(sampler.dynamics, MALA):
         np.testing.assert_allclose(memory.gradient, jax.grad(full_potential)(moved.position), rtol=1e-5)
     if isinstance(sampler.dynamics, BAOAB | OBABO | NoseHoover):
         assert np.abs(np.asarray(memory.gradient - old.gradient)).min() > 1
@@ -294,7 +294,7 @@ def test_statistics_are_means_of_what_happened():
 
 @pytest.mark.parametrize(
     ("name", "gradients"),
-    [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("HMC", 4), ("GGMC", 6), ("GGMC1", 4), ("MCLMC", 2)],
+    [("SGLD", 1), ("thermostat", 2), ("MALA", 1), ("HMC", 5), ("GGMC", 6), ("GGMC1", 4), ("MCLMC", 2)],
 )
 def test_gradients_are_counted(name, gradients):
     state = run(SAMPLERS[name], start(SAMPLERS[name]), 5)

@@ -19,8 +19,9 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import random
+from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
-from numpyro.infer import NUTS, Gibbs
+from numpyro.infer import NUTS, Gibbs, init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_bnn as bnn
@@ -43,6 +44,7 @@ def model(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> Non
     numpyro.sample("y", dist.Normal(mean, precision**-0.5), obs=y)
 
 
+SMALL = 0.2
 WAYS = {
     "nuts": "NUTS, not centred",
     "gibbs-nuts": "Gibbs, NUTS",
@@ -53,11 +55,12 @@ WAYS = {
 
 
 def kernel_of(way: str, args: argparse.Namespace) -> MCMCKernel:
+    nuts = partial(NUTS, model, max_tree_depth=args.max_tree_depth)
     if way == "nuts":
-        return NUTS(model, max_tree_depth=args.max_tree_depth)
-    hmc = partial(infer.PersistentHMC, model, num_steps=args.num_steps)
+        return nuts(init_strategy=partial(init_to_uniform, radius=SMALL))
+    hmc = partial(infer.PersistentHMC, model, num_steps=args.num_steps, warm_start=0.0)
     weights = {
-        "gibbs-nuts": partial(NUTS, model, max_tree_depth=args.max_tree_depth),
+        "gibbs-nuts": nuts,
         "one-size": partial(hmc, preconditioner=None),
         "by-group": hmc,
         "persistent": partial(
@@ -65,6 +68,23 @@ def kernel_of(way: str, args: argparse.Namespace) -> MCMCKernel:
         ),
     }[way]()
     return Gibbs([(infer.PrecisionGibbs(model), _precisions), (weights, None)])
+
+
+def start_of(way: str, key: jax.Array, x: jax.Array) -> dict[str, jax.Array] | None:
+    """Small weights for the block of a Gibbs sampler, which takes draws of the prior otherwise.
+
+    From those the first precision of the noise is so low, and the weights so free, that units saturate for good.
+    """
+    if way == "nuts":
+        return None  # its `init_strategy` says it
+    sites = handlers.trace(handlers.seed(model, key)).get_trace(x)
+    weights = {n: s["value"] for n, s in sites.items() if n.startswith("net/") and s["type"] == "sample"}
+    weights = {name: value for name, value in weights.items() if not name.endswith("precision")}
+    keys = random.split(key, len(weights))
+    return {
+        name: random.uniform(key, value.shape, minval=-SMALL, maxval=SMALL)
+        for key, (name, value) in zip(keys, weights.items(), strict=True)
+    }
 
 
 def _precisions(trace: dict[str, Any]) -> list[str]:
@@ -84,7 +104,9 @@ def measure(way: str, args: argparse.Namespace, data: Any) -> dict[str, Any]:
     keys = random.split(random.key(args.seed), args.num_chains)
     lengths = args.num_warmup, args.num_samples
     call = ((x, y), {"centred": way != "nuts"})
-    chains = [sample_chain(kernel_of(way, args), call, key, lengths, keep) for key in keys]
+    chains = [
+        sample_chain(kernel_of(way, args), call, key, lengths, keep, start_of(way, key, x)) for key in keys
+    ]
     mean, noise = (np.stack([np.asarray(kept[i], np.float64) for kept, _ in chains]) for i in (0, 1))
     gradients = sum(_spent(np.asarray(kept[2])) for kept, _ in chains)
     ess = effective_sample_size(mean)

@@ -81,15 +81,21 @@ def repeated(step: Callable, state: Any, number: int) -> Callable:
 
 
 def sample_chain(
-    kernel: MCMCKernel, call: tuple[tuple, dict[str, Any]], key: Any, lengths: tuple[int, int], keep: Callable
+    kernel: MCMCKernel,
+    call: tuple[tuple, dict[str, Any]],
+    key: Any,
+    lengths: tuple[int, int],
+    keep: Callable,
+    start: Any = None,
 ) -> tuple[Any, dict[str, float]]:
     """One chain: what is kept of its draws, and seconds of both phases without compilation.
 
     :param call: arguments of the model, positional and by keyword.
     :param lengths: transitions of warm-up, and of sampling.
     :param keep: ``keep(state, draw)``, with the constrained values of the draw.
+    :param start: initial values, as ``init_params`` of a kernel.
     """
-    state = kernel.init(key, lengths[0], None, model_args=call[0], model_kwargs=call[1])
+    state = kernel.init(key, lengths[0], start, model_args=call[0], model_kwargs=call[1])
     constrain = kernel.postprocess_fn(*call)
 
     def step(state: Any, _: None) -> tuple[Any, Any]:

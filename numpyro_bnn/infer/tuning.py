@@ -106,11 +106,15 @@ def optimise(
 
 
 def steer_acceptance(kernel: "SGMCMCKernel", state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-    """Bring the acceptance of an exact kernel to its target in warm-up (Robbins-Monro on log eps)."""
+    """Bring the acceptance of an exact kernel to its target in warm-up (Robbins-Monro on log eps).
+
+    It begins anew in the middle: what the way to the typical set has taught is forgotten there.
+    """
     target = kernel.target_accept
     if target is None or not kernel.chooses_step_size or state.accept_prob is None:
         return state
-    age = jnp.maximum(i - kernel.warm_start_length, 0) + 1
+    begin, end = kernel.warm_start_length, kernel.num_warmup
+    age = jnp.where(i < (begin + end) // 2, jnp.maximum(i - begin, 0), i - (begin + end) // 2) + 1
     gain = 2.0 * age.astype(state.accept_prob.dtype) ** -0.6
     adapted = state.base_step_size * jnp.exp(gain * (state.accept_prob - target))
-    return state._replace(base_step_size=jnp.where(i < kernel.num_warmup, adapted, state.base_step_size))
+    return state._replace(base_step_size=jnp.where(i < end, adapted, state.base_step_size))

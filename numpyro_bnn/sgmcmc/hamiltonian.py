@@ -29,11 +29,9 @@ __all__ = ["HMC", "Phase"]
 
 
 class Phase(NamedTuple):
-    """Whitened momentum r, and potential and gradient at the position."""
+    """Whitened momentum r, (P,)."""
 
     momentum: jax.Array
-    potential: jax.Array
-    gradient: jax.Array
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class HMC(Dynamics):
     Reference: Horowitz (1991); Neal (2011), sections 5.3.3 (partial refreshment) and 5.3.2 (random step sizes).
 
     >>> HMC(10).evaluations
-    10
+    11
     """
 
     num_steps: int
@@ -85,7 +83,7 @@ class HMC(Dynamics):
 
     @property
     def evaluations(self) -> int:
-        return self.num_steps
+        return self.num_steps + 1
 
     def check(self, gradient: Gradient) -> None:
         if not isinstance(gradient.stream, Nothing):
@@ -97,21 +95,21 @@ class HMC(Dynamics):
             )
 
     def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Phase:
-        seen = environment.evaluate(position, draw.batch)
-        return Phase(jnp.sqrt(environment.temperature) * draw.noise[0], seen.potential, seen.gradient)
+        return Phase(jnp.sqrt(environment.temperature) * draw.noise[0])
 
     def step(self, environment: Environment, position: jax.Array, memory: Phase, draw: Draw) -> Move:
         temperature = environment.temperature
         rate = jnp.asarray(math.inf if self.momentum_decay == 1 else -math.log1p(-self.momentum_decay))
         start = refreshed(memory.momentum, draw.noise[0], rate, temperature)
-        here = Evaluation(position, memory.potential, memory.gradient, environment.adaptation)
+        # Statistics and adaptation see the start, which belongs to the chain whatever becomes of the trajectory.
+        here = environment.evaluate(position, draw.batch)
         # The second row of normals gives one uniform number.
         factor = 1 + self.jitter * (2 * norm.cdf(draw.noise[1, 0]) - 1)
         there, end = self._leapfrog(environment, here, start, factor * jnp.sqrt(environment.step_size), draw)
         error = there.potential - here.potential + 0.5 * (squared_norm(end) - squared_norm(start))
         accepted, probability = accept(-error / temperature, draw.uniform)
-        kept, momentum = select(accepted, (there, end), (here, self.after_rejection(start)))
-        return Move(kept.position, Phase(momentum, kept.potential, kept.gradient), kept, probability)
+        kept, momentum = select(accepted, (there.position, end), (position, self.after_rejection(start)))
+        return Move(kept, Phase(momentum), here, probability)
 
     def after_rejection(self, momentum: jax.Array) -> jax.Array:
         """Return the momentum with which a rejected trajectory goes on: minus the one it started with."""

@@ -300,7 +300,7 @@ class Curvature(Preconditioner):
     """
 
     known: jax.Array
-    decay: float = 0.95
+    decay: float = 0.99
 
     @property
     def adapts(self) -> bool:

@@ -1,0 +1,271 @@
+"""UCI regression sets with the standard splits: any method, any split, one line of JSON each.
+
+A run can be interrupted: what is in the file is not computed again, and further sets, splits, methods or heads are
+added to it. All networks have a hidden layer of 50 ReLU units (100 for protein) under hierarchical priors; heads are
+one noise for all (`homo`) or an output for it (`hetero`). With `--docs` the tables of a page are made from the file.
+
+    python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc nngp --splits 5
+    python -m examples.benchmarks.uci --methods none --docs docs/evidence.md
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from examples.benchmarks.shared import environment
+from examples.benchmarks.uci_table import PUBLISHED, tables
+from examples.shared import at_least, between_marks, writable_file
+
+HEADS = ("homo", "hetero")
+CHAINS = 8
+
+
+def model_of(data: Any, head: str) -> Callable:
+    import numpyro_bnn as bnn
+
+    width = 100 if data.name.startswith("protein") else 50
+    hetero = head == "hetero"
+    net = bnn.nn.MLP([width, 1 + hetero], "relu")
+    return bnn.models.regression(net, bnn.priors.Hierarchical(), heteroscedastic=hetero)
+
+
+# ----------------------------------------------------------------------------------------------------- methods
+
+
+def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws: int, **call: Any) -> Any:
+    """A finished ``MCMC`` of vectorized chains."""
+    from numpyro.infer import MCMC
+
+    warmup, draws = max(2, round(args.effort * warmup)), max(4, round(args.effort * draws))
+    options = {"num_chains": CHAINS, "chain_method": "vectorized", "progress_bar": False}
+    mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, **options)
+    mcmc.run(jax.random.key(args.seed), data.x_train, data.y_train, **call)
+    return mcmc
+
+
+def mclmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A deep ensemble, and microcanonical chains around its members, from one run."""
+    import optax
+
+    from numpyro_bnn import infer
+
+    steps = max(10, round(args.effort * 4000))
+    schedule = optax.cosine_decay_schedule(0.02, steps)
+    warm = infer.WarmStart(0.3, num_steps=steps, optimizer=optax.adam(schedule), held_out=0.1, spread=1.5)
+    kernel = infer.MCLMC(model_of(data, head), steps_per_draw=50, warm_start=warm)
+    mcmc = sample(kernel, data, args, 400, 500)
+    return {"deep ensemble": scored(mcmc, data, members=True), "MCLMC": scored(mcmc, data)}
+
+
+def nuts(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """NUTS on the non-centred model, with moves along the symmetries of the network after each transition."""
+    from numpyro.infer import NUTS
+
+    from numpyro_bnn import infer, symmetry
+
+    model = model_of(data, head)
+    found = symmetry.find(model, data.x_train, data.y_train)
+    kernel = infer.OrbitMoves(NUTS(model, max_tree_depth=8), found)
+    return {"NUTS + OrbitMoves": scored(sample(kernel, data, args, 400, 400), data)}
+
+
+def sghmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    from numpyro_bnn import infer
+
+    kernel = infer.SGHMC(model_of(data, head), steps_per_draw=100)
+    batch = min(64, len(data.y_train))
+    return {"SGHMC": scored(sample(kernel, data, args, 300, 300, batch_size=batch), data)}
+
+
+def variational(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Bayes by Backprop, and coupling flows on scales and output weights, which start where it ended."""
+    import optax
+    from numpyro.infer import SVI, init_to_value
+
+    import numpyro_bnn as bnn
+
+    model, call, steps = (
+        model_of(data, head),
+        (data.x_train, data.y_train),
+        max(10, round(args.effort * 10_000)),
+    )
+    found, start = {}, None
+    for name in ("AutoMeanField", "AutoCoupling"):
+        guide = bnn.guides.AutoMeanField(model)
+        if start is not None:
+            blocks = [("*_scale", "sigma", "net/Dense_1*") if head == "homo" else ("*_scale", "net/Dense_1*")]
+            options = {"init_loc_fn": init_to_value(values=start), "init_scale": 0.02}
+            guide = bnn.guides.AutoCoupling(model, blocks=blocks, **options)
+        rate = optax.cosine_decay_schedule(0.01 if start is None else 0.003, steps)
+        svi = SVI(model, guide, optax.adam(rate), bnn.guides.TraceLocalReparam_ELBO())
+        loop = {"progress_bar": False, "stable_update": True}
+        fit = bnn.guides.fit(svi, jax.random.key(args.seed), steps, *call, **loop)
+        found[name] = scored(fit, data, guide=guide, args=call, num_samples=1000)
+        start = guide.median(fit.params)
+    return found
+
+
+def adf(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Probabilistic backpropagation, 40 passes."""
+    from examples.probabilistic_backpropagation import model
+    from numpyro_bnn import guides
+
+    pbp, widths = guides.AutoADF(model), (100 if data.name.startswith("protein") else 50,)
+    epochs = max(1, round(args.effort * 40))
+    key, loop = jax.random.key(args.seed), {"num_epochs": epochs, "progress_bar": False}
+    fit = pbp.run(key, data.x_train, data.y_train, widths=widths, **loop)
+    return {"AutoADF": normal_scores(*pbp.predictive_moments(fit.params, data.x_test, widths=widths), data)}
+
+
+def nngp(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The Gaussian process of the infinitely wide network, its scales (one for each input) fitted."""
+    from numpyro_bnn import infinite, nn
+
+    net, call = nn.MLP([50, 1], "erf"), (data.x_train, data.y_train)
+    found = infinite.prior_fit(net, *call, ard=True, max_steps=max(2, round(args.effort * 100)))
+    gp = infinite.gp_regression(net, *call, noise_sd=found.noise_sd, prior=found.prior)
+    predicted = gp.predict(data.x_test, diagonal=True)
+    return {"NNGP": normal_scores(predicted.mean, predicted.covariance + found.noise_sd**2, data)}
+
+
+# Name -> what it does, and the heads it has.
+METHODS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "mclmc": (mclmc, HEADS),
+    "nuts": (nuts, HEADS),
+    "sghmc": (sghmc, HEADS),
+    "variational": (variational, HEADS),
+    "adf": (adf, HEADS[:1]),
+    "nngp": (nngp, HEADS[:1]),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ scores
+
+
+def scored(fit: Any, data: Any, **options: Any) -> dict[str, float]:
+    """Scores at the test points, in the units of the data."""
+    import numpyro_bnn as bnn
+
+    new = {"x": data.x_test, "y": data.y_test}
+    if "guide" not in options:
+        options |= {"log_likelihood": False, "posterior_predictive": False}
+    test = bnn.to_inference_data(fit, predictions=new, **options)["predictions"]
+    scale, mean = float(data.y_scaler.scale_factor), test["y_mean"]
+    return {
+        "rmse": scale * bnn.metrics.rmse(mean.mean(("chain", "draw")), data.y_test).value,
+        "log_likelihood": bnn.metrics.lppd(test["y_log_likelihood"]).value - float(np.log(scale)),
+        "coverage": bnn.metrics.interval_coverage(test["y"], data.y_test, level=0.9).coverage,
+    }
+
+
+def normal_scores(mean: Any, variance: Any, data: Any) -> dict[str, float]:
+    """The same of a normal predictive distribution."""
+    from scipy import stats
+
+    mean, sd = np.asarray(mean, np.float64), np.sqrt(np.asarray(variance, np.float64))
+    scale, errors = float(data.y_scaler.scale_factor), np.asarray(data.y_test) - mean
+    return {
+        "rmse": scale * float(np.sqrt(np.mean(errors**2))),
+        "log_likelihood": float(stats.norm.logpdf(errors, scale=sd).mean() - np.log(scale)),
+        "coverage": float(np.mean(np.abs(errors) < stats.norm.ppf(0.95) * sd)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ runner
+
+
+def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is asked for, splits outermost: an interrupted run has the same splits of all sets."""
+    return [
+        {"set": name, "split": split, "run": run, "head": head}
+        for split in range(args.splits)
+        for name in args.sets
+        for run in args.methods
+        for head in args.heads
+        if head in METHODS[run][1] and split < (5 if name == "protein" else 20)
+    ]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """What has been computed already; a line cut by an interruption is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One line for each method of a job."""
+    from numpyro_bnn import datasets
+
+    data = datasets.standardize(datasets.load_uci(job["set"], job["split"], args.data))
+    start = time.perf_counter()
+    found = METHODS[job["run"]][0](data, job["head"], args)
+    about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}
+    return [job | {"method": method} | scores | about for method, scores in found.items()]
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    args = parse(argv)
+    writable_file(args.output)
+    key = ("set", "split", "run", "head", "effort", "seed")
+    done = {tuple(line[name] for name in key) for line in lines_of(args.output)}
+    jobs = [job for job in plan(args) if (*job.values(), args.effort, args.seed) not in done]
+    bar = tqdm.tqdm(jobs, disable=not args.progress_bar)
+    with args.output.open("a") as file:
+        for job in bar:
+            bar.set_description(" ".join(map(str, job.values())))
+            lines = compute(job, args)
+            # With a line break in front, a line that was cut stays alone.
+            file.write("".join(f"{json.dumps(line | environment([]))}\n" for line in lines))
+            file.flush()
+    lines = lines_of(args.output)
+    for text in tables(lines).values():
+        print(f"\n{text}")
+    if args.docs is not None:
+        for name, text in tables(lines).items():
+            between_marks(args.docs, text, name)
+    return lines
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.uci",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sets, methods = list(PUBLISHED), [*METHODS, "none"]
+    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
+    parser.add_argument("--sets", nargs="+", choices=sets, default=sets, help="data sets")
+    parser.add_argument(
+        "--methods", nargs="+", choices=methods, default=list(METHODS), help="what to run; none: tables only"
+    )
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS), help="noise of the model")
+    parser.add_argument("--splits", type=int, default=20, help="the first so many splits")
+    parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps and draws")
+    parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
+    parser.add_argument("--output", type=Path, default=Path("output/uci.jsonl"), help="file that grows")
+    parser.add_argument("--docs", type=Path, help="page whose tables are to be replaced")
+    parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false")
+    args = parser.parse_args(argv)
+    args.methods = [name for name in args.methods if name != "none"]
+    at_least(parser, args, ("splits",))
+    if not args.effort > 0:
+        parser.error("--effort must be above 0")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Published figures on the UCI regression sets, and tables of ours beside them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from examples.benchmarks.shared import PBP
+
+__all__ = ["PUBLISHED", "tables"]
+
+# Test RMSE and log likelihood with standard errors, standard splits, 50 hidden units (protein: 100). Probabilistic
+# backpropagation: the C code of its authors; dropout run to convergence; deterministic variational inference with a
+# heteroscedastic head (log likelihood alone); deep ensembles, whose errors are standard deviations over splits.
+_OTHERS = {
+    "boston": ((2.904, 0.181), (-2.402, 0.043), (-2.41, 0.02), (3.28, 1.00), (-2.41, 0.25)),
+    "concrete": ((4.826, 0.165), (-2.937, 0.025), (-3.06, 0.01), (6.03, 0.58), (-3.06, 0.18)),
+    "energy": ((0.539, 0.014), (-1.212, 0.005), (-1.01, 0.06), (2.09, 0.29), (-1.38, 0.22)),
+    "kin8nm": ((0.079, 0.001), (1.136, 0.007), (1.13, 0.00), (0.09, 0.00), (1.20, 0.02)),
+    "naval": ((0.001, 0.000), (4.450, 0.002), (6.29, 0.04), (0.00, 0.00), (5.63, 0.05)),
+    "power": ((4.014, 0.038), (-2.808, 0.009), (-2.80, 0.00), (4.11, 0.17), (-2.79, 0.04)),
+    "protein": ((4.274, 0.023), (-2.871, 0.002), (-2.85, 0.01), (4.71, 0.06), (-2.83, 0.02)),
+    "wine": ((0.622, 0.008), (-0.928, 0.013), (-0.90, 0.01), (0.64, 0.04), (-0.94, 0.12)),
+    "yacht": ((0.666, 0.050), (-1.250, 0.016), (-0.47, 0.03), (1.58, 0.48), (-1.18, 0.21)),
+}
+COLUMNS = ("PBP", "MC dropout", "DVI", "deep ensembles")
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+    name: {
+        "PBP": {"rmse": PBP[name][0], "log_likelihood": PBP[name][1]},
+        "MC dropout": {"rmse": row[0], "log_likelihood": row[1]},
+        "DVI": {"rmse": None, "log_likelihood": row[2]},
+        "deep ensembles": {"rmse": row[3], "log_likelihood": row[4]},
+    }
+    for name, row in _OTHERS.items()
+}
+
+
+def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Markdown tables by name, from the lines of the runner; means over splits and their standard errors.
+
+    The best mean of a row is bold. Where methods have not seen the same splits their number stands beside the mean.
+    """
+    kept = list(lines)
+    return {f"uci_{score}": _table(kept, score) for score in ("log_likelihood", "rmse")}
+
+
+def _table(lines: list[dict[str, Any]], score: str) -> str:
+    values: dict[tuple[str, str], dict[int, float]] = {}
+    for line in lines:
+        at = values.setdefault((line["set"], f"{line['method']}, {line['head']}"), {})
+        at[line["split"]] = line[score]
+    methods = list(dict.fromkeys(method for _, method in values))
+    title = {"log_likelihood": "test log likelihood", "rmse": "test RMSE"}[score]
+    heads = [title, *methods, *(f"{name}, published" for name in COLUMNS)]
+    rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for name in (name for name in PUBLISHED if any(name == key[0] for key in values)):
+        rows.append(_row(name, {method: values.get((name, method), {}) for method in methods}, score))
+    return "\n".join(rows)
+
+
+def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> str:
+    cells: list[tuple[float, float, int] | None] = []
+    for by_split in ours.values():
+        found = np.array(list(by_split.values()))
+        spread = found.std(ddof=1) / len(found) ** 0.5 if len(found) > 1 else float("nan")
+        cells.append((found.mean(), spread, len(found)) if len(found) else None)
+    most = max((cell[2] for cell in cells if cell), default=0)
+    pairs = [PUBLISHED[name][column][score] for column in COLUMNS]
+    cells += [None if pair is None else (*pair, most) for pair in pairs]
+    sign = 1 if score == "log_likelihood" else -1
+    best = max(sign * cell[0] for cell in cells if cell)
+    return " | ".join([f"| {name}", *(_cell(cell, sign, best, most) for cell in cells)]) + " |"
+
+
+def _cell(cell: tuple[float, float, int] | None, sign: int, best: float, most: int) -> str:
+    if cell is None:
+        return "-"
+    mean, error, count = cell
+    digits = 4 if abs(mean) < 0.15 else 3
+    text = f"{mean:.{digits}f}"
+    text = f"**{text}**" if sign * mean == best else text
+    text += "" if np.isnan(error) else f" ± {error:.{digits}f}"
+    return text if count == most else f"{text} ({count})"
