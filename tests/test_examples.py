@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name != "shared.py"
+    if path.name not in ("shared.py", "uci_table.py")
 ]
 SHORT = {
     "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
@@ -59,6 +59,7 @@ SHORT = {
     " --num-steps 4 --max-tree-depth 2",
     "examples.benchmarks.horseshoe": "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 --nuts-draws 8"
     " --max-tree-depth 2",
+    "examples.benchmarks.uci": "--sets yacht --splits 1 --no-progress-bar",
     "examples.benchmarks.coupling_step": "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2"
     " --rows 3",
 }
@@ -428,7 +429,8 @@ def test_hierarchical_hmc(tmp_path):
     assert json.loads(path.read_text())["rows"] == report["rows"]
     assert [row["way"] for row in report["rows"]] == ["nuts", "persistent"]
     assert page.read_text().count("NUTS, not centred") == page.read_text().count("persistent momentum") == 1
-    assert report["rows"][1]["gradients"] == 2 * 8 * 4
+    # Four trajectories per draw of one leapfrog, and the gradient at their start.
+    assert report["rows"][1]["gradients"] == 2 * 8 * 4 * 2
     for row in report["rows"]:
         assert len(row["mean log precision by chain"]) == 2
 
@@ -661,6 +663,69 @@ def test_infinite_uci(tmp_path, data_folder):
     assert "old" not in written
     assert written.count("| yacht |") == 2
     assert "NNGP, erf, ARD" in written
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize(
+    ("run_name", "methods"),
+    [
+        ("mclmc", ["deep ensemble", "MCLMC"]),
+        ("nuts", ["NUTS + OrbitMoves"]),
+        ("sghmc", ["SGHMC"]),
+        ("variational", ["AutoMeanField", "AutoCoupling"]),
+    ],
+)
+def test_uci_samples_and_fits(tmp_path, data_folder, run_name, methods):
+    lines = run(
+        "examples.benchmarks.uci",
+        *("--data", data_folder, "--output", tmp_path / "uci.jsonl"),
+        *("--methods", run_name, "--heads", "hetero", "--effort", 0.01),
+    )
+    assert [line["method"] for line in lines] == methods
+    for line in lines:
+        assert line["rmse"] > 0
+        assert math.isfinite(line["log_likelihood"])
+        assert 0 <= line["coverage"] <= 1
+
+
+@pytest.mark.data
+@pytest.mark.usefixtures("compiled_quickly")
+def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
+    path, page = tmp_path / "new" / "uci.jsonl", tmp_path / "page.md"
+    marks = [
+        f"<!-- table of uci_{score}: begin -->\nold\n<!-- table of uci_{score}: end -->"
+        for score in ("rmse", "log_likelihood")
+    ]
+    page.write_text("\n".join(marks))
+    call = ("--data", data_folder, "--output", path, "--docs", page, "--effort", 0.05)
+    first = run("examples.benchmarks.uci", *call, "--methods", "adf")
+    assert [(line["method"], line["head"]) for line in first] == [("AutoADF", "homo")]
+    # A line that was cut is computed again; whole ones are not.
+    path.write_text(path.read_text() + '\n{"set": "yacht", "split": 0, "run": "nn')
+    second = run("examples.benchmarks.uci", *call, "--methods", "adf", "nngp")
+    assert second[0] == first[0]
+    assert [line["method"] for line in second] == ["AutoADF", "NNGP"]
+    assert len(path.read_text().splitlines()) >= 3
+    assert run("examples.benchmarks.uci", *call, "--methods", "none") == second
+    text = page.read_text()
+    assert "old" not in text
+    assert text.count("| yacht |") == 2
+    assert "-1.647 ± 0.022" in text
+
+
+def test_uci_tables_name_the_best_and_count_the_splits():
+    from examples.benchmarks.uci_table import tables
+
+    def line(method, split, value):
+        scores = {"rmse": 1.0, "log_likelihood": value}
+        return {"set": "yacht", "split": split, "method": method, "head": "homo", **scores}
+
+    text = tables([line("a", 0, -1.0), line("a", 1, -2.0), line("b", 0, 0.5)])["uci_log_likelihood"]
+    row = text.splitlines()[2]
+    # Of -1 and -2: mean -1.5, standard error 0.5; the method of one split says so.
+    assert row.startswith("| yacht | -1.500 ± 0.500 | **0.500** (1) | -1.647 ± 0.022 |")
 
 
 def test_infinite_kernel(tmp_path):

@@ -58,7 +58,7 @@ def mclmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 
     steps = max(10, round(args.effort * 4000))
     schedule = optax.cosine_decay_schedule(0.02, steps)
-    warm = infer.WarmStart(0.3, num_steps=steps, optimizer=optax.adam(schedule), held_out=0.1, spread=1.5)
+    warm = infer.WarmStart(0.3, num_steps=steps, optimizer=optax.adam(schedule), held_out=0.1, spread=0.5)
     kernel = infer.MCLMC(model_of(data, head), steps_per_draw=50, warm_start=warm)
     mcmc = sample(kernel, data, args, 400, 500)
     return {"deep ensemble": scored(mcmc, data, members=True), "MCLMC": scored(mcmc, data)}
@@ -225,10 +225,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     jobs = [job for job in plan(args) if (*job.values(), args.effort, args.seed) not in done]
     bar = tqdm.tqdm(jobs, disable=not args.progress_bar)
     with args.output.open("a") as file:
+        if not args.output.read_text().endswith("\n"):
+            file.write("\n")  # a line that was cut stays alone
         for job in bar:
             bar.set_description(" ".join(map(str, job.values())))
             lines = compute(job, args)
-            # With a line break in front, a line that was cut stays alone.
             file.write("".join(f"{json.dumps(line | environment([]))}\n" for line in lines))
             file.flush()
     lines = lines_of(args.output)
