@@ -41,8 +41,8 @@ def empirical_ntk(
 
     :param net: a specification without :class:`~numpyro_bnn.nn.BatchNorm`.
     :param params: its parameters, as ``net.init`` or a draw of the prior gives them.
-    :param x1: inputs (N1, *input_shape).
-    :param x2: inputs (N2, *input_shape); by default ``x1``.
+    :param x1: inputs ``(N1, *input_shape)``.
+    :param x2: inputs ``(N2, *input_shape)``; by default ``x1``.
     :param prior: as in :func:`nngp`; any with a variance.
     :param scales: values of its hyper-sites.
     :param full: all pairs of outputs, (N1, N2, K, K), rather than the mean over the outputs of T_kk.

@@ -38,9 +38,9 @@ def ntk_ensemble(
     eigenvalue of T.
 
     :param net: as for :func:`nngp`.
-    :param x: training inputs (N, *input_shape).
+    :param x: training inputs ``(N, *input_shape)``.
     :param y: targets (N,), or (N, K).
-    :param x_new: inputs (M, *input_shape).
+    :param x_new: inputs ``(M, *input_shape)``.
     :param time: t; infinity for networks trained to the end.
     :param prior: what the parameters are drawn from, as for :func:`nngp`.
     :param scales: values of the prior's hyper-sites.
