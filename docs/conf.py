@@ -26,6 +26,7 @@ html_theme = "furo"
 html_title = f"{project} {version}"
 html_math_renderer = "mathml"
 html_copy_source = False
+smartquotes = False  # a prime is no quotation mark
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -50,5 +51,13 @@ def is_generated_field(app, what, name, obj, skip, options):
     return True if inspect.isdatadescriptor(obj) and type(obj).__name__ == "_tuplegetter" else None
 
 
+def add_contents(app, what, name, obj, options, lines):
+    """Behind the description of a room, a line for each name that it offers."""
+    if what == "module":
+        names = [f"   {public}" for public in obj.__all__ if callable(getattr(obj, public))]
+        lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", add_contents)
     app.connect("autodoc-skip-member", is_generated_field)

@@ -26,15 +26,17 @@ RUNS = {
     "regression": "",
     "probabilistic_backpropagation": "",
     "variational": "--num-steps 5000 --num-warmup 500",
-    "infinite_width": "--widths 16 64 256 --networks 2000 --nuts-warmup 150 --nuts-samples 150",
-    "amortised": "--num-steps 5000",
-    "minibatch": "--num-samples 100 --steps-per-draw 100 --nuts-rows 300 --nuts-warmup 150 --num-chains 2",
-    "ensembles": "--sets energy --members 4 --optimizer-steps 1500 --num-warmup 150 --num-samples 150"
-    " --steps-per-draw 30 --nuts-warmup 150 --max-tree-depth 6",
-    "symmetries": "--nets bn --num-warmup 200 --num-samples 300 --max-tree-depth 7",
-    "neal": "--num-warmup 150 --num-samples 200 --num-chains 2 --max-tree-depth 8",
-    "two_modes": "--num-warmup 300 --num-samples 1000 --kept-draws 500 --num-chains 2",
-    "image_classification": "--num-epochs 1 --num-draws 20 --rounds 1 --test-images 2000",
+    "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100 --nuts-samples 100",
+    "amortised": "--num-steps 3000 --train-rows 5000 --point-steps 1000",
+    "minibatch": "--width 20 --num-samples 50 --steps-per-draw 50 --nuts-rows 200 --nuts-warmup 100 --num-chains 2"
+    " --test-rows 500",
+    "ensembles": "--sets energy --members 4 --optimizer-steps 1000 --num-warmup 100 --num-samples 100"
+    " --steps-per-draw 20 --nuts-warmup 100 --max-tree-depth 5",
+    "symmetries": "--nets bn --width 10 --num-warmup 100 --num-samples 150 --max-tree-depth 5",
+    "neal": "--num-warmup 60 --num-samples 100 --num-chains 2 --max-tree-depth 6",
+    "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 --num-moves 50"
+    " --max-tree-depth 5",
+    "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
 }
 
 

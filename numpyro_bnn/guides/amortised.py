@@ -41,12 +41,12 @@ Values = dict[str, jax.Array]
 
 
 class AutoAmortized(AutoGuide):
-    """Guide for models with a latent per data point: q(z_n | y_n) = N(mu(y_n), sigma(y_n)^2), both by a network.
+    r"""Guide for models with a latent per data point: q(z_n | y_n) = N(mu(y_n), sigma(y_n)^2), both by a network.
 
     For each row n of the data the *recognition network* gives features h_n = f(y_n), and linear heads the parameters
     of every latent site in the plate of the data, in unconstrained space:
 
-        mu_n = h_n W + a,    sigma_n = softplus(h_n V + c)
+    .. math:: \mu_n = h_n W + a, \qquad \sigma_n = \mathrm{softplus}(h_n V + c)
 
     The number of parameters does not grow with N, a step on B rows costs O(B), and new rows have a posterior without
     further learning. W and V start at zero, a and c at the centre and spread of the prior. Sites outside the plate

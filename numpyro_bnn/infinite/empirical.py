@@ -33,7 +33,8 @@ def empirical_ntk(
 ) -> Any:
     r"""Neural tangent kernel of a network with given parameters.
 
-        T_kl(x, x') = sum over parameters w of Var(w) df_k(x)/dw df_l(x')/dw,
+    .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial w}
+              \frac{\partial f_l(x')}{\partial w},
 
     with the variances of the prior, that is the sum over standardised parameters v = (w - mean) / sd. For parameters
     drawn from the prior :func:`ntk` is its limit as the width grows. Jacobians are made for a block of data points at

@@ -89,9 +89,12 @@ def ntk(
     r"""Neural tangent kernel of a network, as its hidden layers get infinitely wide.
 
     The parameters are v with w = mean + sd v, sd that of the prior: v ~ N(0, 1) (the NTK parametrisation; in w itself
-    the kernel would grow with the width). With T = sum over all v of df/dv df'/dv
+    the kernel would grow with the width). With T the sum over all v of df/dv df'/dv, a dense
+    layer makes of the kernel T of its inputs
 
-        T'(x, x') = K'(x, x') + s^2 T_in(x, x') behind a dense layer,    T E[phi'(u) phi'(u')] behind an activation,
+    .. math:: T'(x, x') = K'(x, x') + s^2 T(x, x'),
+
+    an activation phi, with derivative :math:`\dot\phi`, makes of it :math:`T(x, x')\, E[\dot\phi(u) \dot\phi(u')]`,
 
     and gradient descent on v is gradient descent on w with every step multiplied by the prior variance.
 
