@@ -26,12 +26,12 @@ RUNS = {
     "regression": "",
     "probabilistic_backpropagation": "",
     "variational": "--num-steps 5000 --num-warmup 500",
-    "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100 --nuts-samples 100",
+    "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100"
+    " --nuts-samples 100",
     "amortised": "--num-steps 3000 --train-rows 5000 --point-steps 1000",
     "minibatch": "--width 20 --num-samples 50 --steps-per-draw 50 --nuts-rows 200 --nuts-warmup 100 --num-chains 2"
     " --test-rows 500",
-    "ensembles": "--sets energy --members 4 --optimizer-steps 1000 --num-warmup 100 --num-samples 100"
-    " --steps-per-draw 20 --nuts-warmup 100 --max-tree-depth 5",
+    "ensembles": "--sets energy --members 4 --num-warmup 150 --num-samples 100 --nuts-warmup 200 --max-tree-depth 7",
     "symmetries": "--nets bn --width 10 --num-warmup 100 --num-samples 150 --max-tree-depth 5",
     "neal": "--num-warmup 60 --num-samples 100 --num-chains 2 --max-tree-depth 6",
     "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 --num-moves 50"
