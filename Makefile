@@ -54,7 +54,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m examples.benchmarks.adf_speed --output output/adf_speed.json
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs output/docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs output/docs
 
 docs-figures: $(VENV)/.examples
 	$(BIN)/python docs/make_examples.py
