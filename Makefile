@@ -6,7 +6,7 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lint bench clean
+.PHONY: help demo test unit lint bench docs docs-figures clean
 
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
@@ -14,6 +14,8 @@ help:
 	@echo "make unit   the test suite alone"
 	@echo "make lint   linter and type checker only"
 	@echo "make bench  speed ratios, written to output/*.json"
+	@echo "make docs   the documentation as a site, warnings are errors (output/docs/index.html)"
+	@echo "make docs-figures  run the examples again whose output and plots the site shows (an hour)"
 	@echo "make clean  remove the environment and everything generated"
 
 # One stamp per set of requirements: the environment is made anew when pyproject.toml changes.
@@ -25,6 +27,11 @@ $(VENV)/.examples: pyproject.toml
 $(VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@touch $@ $(VENV)/.examples $(VENV)/.docs
+
+$(VENV)/.docs: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,docs]"
 	@touch $@ $(VENV)/.examples
 
 demo: $(VENV)/.examples
@@ -45,6 +52,12 @@ bench: $(VENV)/.test
 	$(BIN)/python -m examples.benchmarks.sgld_step --output output/sgld_step.json
 	$(BIN)/python -m examples.benchmarks.orbit_moves --output output/orbit_moves.json
 	$(BIN)/python -m examples.benchmarks.adf_speed --output output/adf_speed.json
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs output/docs
+
+docs-figures: $(VENV)/.examples
+	$(BIN)/python docs/make_examples.py
 
 clean:
 	rm -rf .venv* output build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -31,7 +31,7 @@ def regression(
 ) -> Model:
     """Model of real targets with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
-    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x (N, *input_shape) and y (N,), or
+    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
     (N, K) for a network with K > 1 outputs; integer targets are taken as numbers. Standardise both first.
 
     :param net: specification with one output per target; with ``heteroscedastic`` with two, mean and
@@ -79,8 +79,8 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
 def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     """Model of class labels: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
 
-    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x (N, *input_shape) and integer labels
-    y (N,) in 0..K-1.
+    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and integer
+    labels y (N,) in 0..K-1.
 
     :param net: specification with K outputs.
     :param num_classes: K.

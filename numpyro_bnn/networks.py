@@ -35,7 +35,7 @@ class RandomNetwork:
     def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> jax.Array:
         """Evaluate the network on a batch.
 
-        :param x: inputs of shape (..., *input_shape).
+        :param x: inputs of shape ``(..., *input_shape)``.
         :param statistics: batch statistics to normalise with instead of those of ``x``;
             see :meth:`statistics`.
         """
@@ -64,7 +64,7 @@ def random_network(
     :param input_shape: shape of one data point, e.g. ``x.shape[1:]``.
     :param prior: a callable ``(name, shape) -> Distribution`` such as :class:`~numpyro_bnn.priors.Hierarchical`, a
         distribution for all parameters, or a dictionary of these by name pattern; ``priors.Normal()`` by default.
-    :return: a callable on batches (..., *input_shape).
+    :return: a callable on batches ``(..., *input_shape)``.
     :raises ValueError: inside a plate, for an input shape the network cannot take, for a parameter without prior.
     :raises TypeError: for a net or prior of another kind.
 

@@ -21,11 +21,13 @@ def _constant(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Scaler:
-    """The affine map z = (x - mean) / scale, one mean and scale per column.
+    r"""The affine map z = (x - mean) / scale, one mean and scale per column.
 
     A density or an error on standardised targets goes back to the units of the data by
 
-        log p(y) = log p(z) - sum log scale_factor        RMSE(y) = scale_factor RMSE(z)
+    .. math:: \log p(y) = \log p(z) - \sum \log c, \qquad \mathrm{RMSE}(y) = c\, \mathrm{RMSE}(z),
+
+    c the :attr:`scale_factor`.
 
     :param mean: (D,) float64, or () for targets shaped (N,).
     :param scale: standard deviations (divisor N), shaped like ``mean``; 1 for constant columns.

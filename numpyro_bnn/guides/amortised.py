@@ -41,12 +41,12 @@ Values = dict[str, jax.Array]
 
 
 class AutoAmortized(AutoGuide):
-    """Guide for models with a latent per data point: q(z_n | y_n) = N(mu(y_n), sigma(y_n)^2), both by a network.
+    r"""Guide for models with a latent per data point: q(z_n | y_n) = N(mu(y_n), sigma(y_n)^2), both by a network.
 
     For each row n of the data the *recognition network* gives features h_n = f(y_n), and linear heads the parameters
     of every latent site in the plate of the data, in unconstrained space:
 
-        mu_n = h_n W + a,    sigma_n = softplus(h_n V + c)
+    .. math:: \mu_n = h_n W + a, \qquad \sigma_n = \mathrm{softplus}(h_n V + c)
 
     The number of parameters does not grow with N, a step on B rows costs O(B), and new rows have a posterior without
     further learning. W and V start at zero, a and c at the centre and spread of the prior. Sites outside the plate
@@ -57,10 +57,11 @@ class AutoAmortized(AutoGuide):
 
     :param model: with latent sites in a plate over data points.
     :param inputs: what the network sees of the data: the name of an argument of the model that has one row per data
-        point, such as ``"y"``, or a function of the model's arguments that returns such an array (N, *input_shape).
+        point, such as ``"y"``, or a function of the model's arguments that returns such an array,
+        ``(N, *input_shape)``.
     :param network: a network of :mod:`numpyro_bnn.nn` that turns one row into features of any shape, by default two
-        dense layers of 64 units with tanh; or a callable from rows (B, *input_shape) to features (B, H) that declares
-        its own parameters, such as ``flax_module("encoder", module, ...)`` called inside it.
+        dense layers of 64 units with tanh; or a callable from rows ``(B, *input_shape)`` to features (B, H) that
+        declares its own parameters, such as ``flax_module("encoder", module, ...)`` called inside it.
     :param full_rank: let the local latents of one row correlate: N(mu_n, L_n L_n^T) over all of them, with the
         triangle of L_n from a head of its own.
     :param plate: name of the plate of the data points, needed where latent sites lie in several.
@@ -184,7 +185,7 @@ class AutoAmortized(AutoGuide):
         return value.reshape(rows, size)
 
     def _posterior(self, rows: jax.Array) -> Posterior:
-        """Declare the parameters and evaluate network and heads on rows (B, *input_shape)."""
+        """Declare the parameters and evaluate network and heads on rows ``(B, *input_shape)``."""
         features = self._features(rows)
         parts = []
         for site in self._sites:
@@ -225,7 +226,7 @@ class AutoAmortized(AutoGuide):
     # -- data ------------------------------------------------------------------------------------------
 
     def _rows(self, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        """(N, *input_shape), or (B, *input_shape) where the model is given its minibatch."""
+        """``(N, *input_shape)``, or ``(B, *input_shape)`` where the model is given its minibatch."""
         if callable(self.inputs):
             rows = self.inputs(*args, **kwargs)
         else:
@@ -272,7 +273,7 @@ class AutoAmortized(AutoGuide):
         :param params: of a fit.
         :param args: arguments of the model, with these or new data; without any, those of the first run.
         :param sample_shape: of the draws.
-        :return: local sites (*sample_shape, N, ...), other sites, and deterministic sites of the model.
+        :return: local sites ``(*sample_shape, N, ...)``, other sites, and deterministic sites of the model.
         """
         args, kwargs = self._or_first(args, kwargs)
         of_rest, of_local, of_model = jax.random.split(rng_key, 3)

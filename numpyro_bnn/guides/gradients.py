@@ -66,8 +66,8 @@ def gradient_variance(
     r"""Measure the variance of the gradient that SVI follows, at given parameters.
 
     The gradient g of the loss is taken with respect to the unconstrained parameters, as optimisers see them;
-    minibatches are drawn anew each time, so their noise is part of it. With T_s = |g_s - mean g|^2, the total
-    variance is the mean of T_s and its standard error that of a mean. Memory does not grow with the draws.
+    minibatches are drawn anew each time, so their noise is part of it. With :math:`T_s = |g_s - \bar g|^2`, the
+    total variance is the mean of T_s and its standard error that of a mean. Memory does not grow with the draws.
 
     :param loss: the estimator, e.g. :class:`~numpyro.infer.elbo.Trace_ELBO`.
     :param model: a NumPyro model.

@@ -33,7 +33,8 @@ def empirical_ntk(
 ) -> Any:
     r"""Neural tangent kernel of a network with given parameters.
 
-        T_kl(x, x') = sum over parameters w of Var(w) df_k(x)/dw df_l(x')/dw,
+    .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial w}
+              \frac{\partial f_l(x')}{\partial w},
 
     with the variances of the prior, that is the sum over standardised parameters v = (w - mean) / sd. For parameters
     drawn from the prior :func:`ntk` is its limit as the width grows. Jacobians are made for a block of data points at
@@ -41,8 +42,8 @@ def empirical_ntk(
 
     :param net: a specification without :class:`~numpyro_bnn.nn.BatchNorm`.
     :param params: its parameters, as ``net.init`` or a draw of the prior gives them.
-    :param x1: inputs (N1, *input_shape).
-    :param x2: inputs (N2, *input_shape); by default ``x1``.
+    :param x1: inputs ``(N1, *input_shape)``.
+    :param x2: inputs ``(N2, *input_shape)``; by default ``x1``.
     :param prior: as in :func:`nngp`; any with a variance.
     :param scales: values of its hyper-sites.
     :param full: all pairs of outputs, (N1, N2, K, K), rather than the mean over the outputs of T_kk.

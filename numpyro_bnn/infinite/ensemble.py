@@ -29,18 +29,20 @@ def ntk_ensemble(
     r"""Distribution of infinitely wide networks, drawn from the prior and trained for some time.
 
     Gradient flow dv/dt = -d/dv sum_n (f(x_n) - y_n)^2 / 2 on the standardised parameters of :func:`ntk`. With K the
-    NNGP kernel, T the tangent kernel and G = T* T^-1 (I - exp(-T t)),
+    NNGP kernel and T the tangent kernel,
 
-        mean = G y,    covariance = K** + G K G' - (G K*' + K* G').
+    .. math::
+        E[f_*] &= G y, \qquad G = T_* T^{-1} (I - e^{-T t}), \\
+        \mathrm{Cov}[f_*] &= K_{**} + G K G' - (G K_*' + K_* G').
 
     This is what an ensemble of such networks gives, not a Bayesian posterior. After full-batch steps with learning
     rate r on the standardised parameters t is r times their number, where r is small against 2 / the largest
     eigenvalue of T.
 
     :param net: as for :func:`nngp`.
-    :param x: training inputs (N, *input_shape).
+    :param x: training inputs ``(N, *input_shape)``.
     :param y: targets (N,), or (N, K).
-    :param x_new: inputs (M, *input_shape).
+    :param x_new: inputs ``(M, *input_shape)``.
     :param time: t; infinity for networks trained to the end.
     :param prior: what the parameters are drawn from, as for :func:`nngp`.
     :param scales: values of the prior's hyper-sites.

@@ -67,7 +67,7 @@ def prior_fit(
     so the scales are a cheap start for it: empirical Bayes for as many Cholesky factors as there are steps.
 
     :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are refused.
-    :param x: inputs (N, *input_shape); a few thousand at most.
+    :param x: inputs ``(N, *input_shape)``; a few thousand at most.
     :param y: targets (N,), or (N, K); centre them.
     :param prior: where the search begins, ``priors.Normal()`` by default; gains of normalisations stay as it says.
     :param scales: values of its hyper-sites.

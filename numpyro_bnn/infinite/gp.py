@@ -65,7 +65,7 @@ class GPRegression:
     def predict(self, x: Any = None, diagonal: bool = False) -> Prediction:
         """Mean and covariance of the function at other inputs.
 
-        :param x: (M, *input_shape); by default those of the data.
+        :param x: ``(M, *input_shape)``; by default those of the data.
         :param diagonal: variances only.
         :return: a :class:`Prediction`, in float64.
         :raises ValueError: for NaN and shapes unlike those of the data.
@@ -91,7 +91,7 @@ class GPRegression:
     def log_density(self, x: Any, y: Any) -> np.ndarray:
         """Log density of single new observations, noise included.
 
-        :param x: (M, *input_shape).
+        :param x: ``(M, *input_shape)``.
         :param y: (M,), or (M, K).
         :return: (M,), summed over outputs.
         """
@@ -104,8 +104,8 @@ class GPRegression:
         """Draws of the function, without noise.
 
         :param rng_key: key of the draws.
-        :param x: inputs (M, *input_shape); by default those of the data.
-        :return: (*sample_shape, M), or (*sample_shape, M, K).
+        :param x: inputs ``(M, *input_shape)``; by default those of the data.
+        :return: ``(*sample_shape, M)``, or ``(*sample_shape, M, K)``.
         """
         mean, covariance = self.predict(x)
         with jax.enable_x64(True):
@@ -128,13 +128,15 @@ def gp_regression(
 ) -> GPRegression:
     r"""Posterior of an infinitely wide Bayesian network with normal noise, exactly.
 
-        y = f(x) + noise_sd N(0, 1),  f ~ GP(0, K):  mean = K* A^-1 y,  covariance = K** - K* A^-1 K*',
-        log p(y) = -y' A^-1 y / 2 - log |A| / 2 - N log(2 pi) / 2,  A = K + noise_sd^2 I
+    .. math::
+        y &= f(x) + \sigma N(0, 1), \quad f \sim GP(0, K), \quad A = K + \sigma^2 I, \\
+        E[f_* \mid y] &= K_* A^{-1} y, \quad \mathrm{Cov}[f_* \mid y] = K_{**} - K_* A^{-1} K_*', \\
+        \log p(y) &= -\tfrac12 y' A^{-1} y - \tfrac12 \log |A| - \tfrac N2 \log 2\pi
 
-    with K of :func:`nngp`. Computed in float64; time grows with N^3, memory with N^2.
+    with K of :func:`nngp` and sigma the ``noise_sd``. Computed in float64; time grows with N^3, memory with N^2.
 
     :param net: as for :func:`nngp`.
-    :param x: inputs (N, *input_shape).
+    :param x: inputs ``(N, *input_shape)``.
     :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Their prior mean is 0: centre them.
     :param noise_sd: sd of the noise, in units of y.
     :param prior: as for :func:`nngp`; :func:`prior_fit` finds one.

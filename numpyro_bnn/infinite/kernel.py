@@ -44,15 +44,15 @@ def nngp(
     Each output is a Gaussian process, independent of the others, with E f(x) = 0 and E f(x) f(x') = K(x, x').
     Behind a dense layer with w ~ N(0, s^2 / fan_in), b ~ N(0, sigma^2)
 
-        K'(x, x') = s^2 E[f f'] + sigma^2,    s^2 E[f f'] = s^2 x . x' / D for the first layer,
+    .. math:: K'(x, x') = s^2 E[f f'] + \sigma^2, \qquad s^2 E[f f'] = s^2 x \cdot x' / D \text{ for the first layer,}
 
-    and behind an activation E[f f'] = E[phi(u) phi(u')] with (u, u') ~ N(0, [[K(x, x), K(x, x')], ...]): in closed
-    form for identity, relu, leaky_relu, erf and gelu, by quadrature in two dimensions for the others.
+    and behind an activation phi :math:`E[f f'] = E[\phi(u) \phi(u')]`, (u, u') normal with the covariances K: in
+    closed form for identity, relu, leaky_relu, erf and gelu, by quadrature in two dimensions for the others.
     The widths of the specification do not matter where the prior scales by fan-in.
 
     :param net: a specification whose output has one axis and comes from weights; see ``RULES`` for its layers.
-    :param x1: inputs (N1, *input_shape).
-    :param x2: inputs (N2, *input_shape); by default ``x1``, and then half the work is done.
+    :param x1: inputs ``(N1, *input_shape)``.
+    :param x2: inputs ``(N2, *input_shape)``; by default ``x1``, and then half the work is done.
     :param prior: as in :func:`~numpyro_bnn.random_network`; ``priors.Normal()`` by default. Weights behind the
         inputs, biases and gains must be normal, other weights need a variance only.
     :param scales: values of the prior's hyper-sites, e.g. ``{"Dense_0.kernel_scale": 0.7}``: a hierarchical prior
@@ -89,9 +89,12 @@ def ntk(
     r"""Neural tangent kernel of a network, as its hidden layers get infinitely wide.
 
     The parameters are v with w = mean + sd v, sd that of the prior: v ~ N(0, 1) (the NTK parametrisation; in w itself
-    the kernel would grow with the width). With T = sum over all v of df/dv df'/dv
+    the kernel would grow with the width). With T the sum over all v of df/dv df'/dv, a dense
+    layer makes of the kernel T of its inputs
 
-        T'(x, x') = K'(x, x') + s^2 T_in(x, x') behind a dense layer,    T E[phi'(u) phi'(u')] behind an activation,
+    .. math:: T'(x, x') = K'(x, x') + s^2 T(x, x'),
+
+    an activation phi, with derivative :math:`\dot\phi`, makes of it :math:`T(x, x')\, E[\dot\phi(u) \dot\phi(u')]`,
 
     and gradient descent on v is gradient descent on w with every step multiplied by the prior variance.
 

@@ -129,10 +129,10 @@ class Layer(ABC):
         """Evaluate the network.
 
         :param params: flat dictionary ``{path: array}`` as :meth:`param_shapes` lists it.
-        :param x: inputs of shape (..., *input_shape); integers (bytes of an image) become floats.
+        :param x: inputs of shape ``(..., *input_shape)``; integers (bytes of an image) become floats.
         :param statistics: batch statistics from :meth:`statistics`. Without them every
             :class:`~numpyro_bnn.nn.BatchNorm` normalises with the batch it is given.
-        :return: outputs of shape (..., *output_shape).
+        :return: outputs of shape ``(..., *output_shape)``.
         """
         return self.forward(Run(params, given=statistics), _as_inputs(x))
 

@@ -82,7 +82,7 @@ class _CholeskyFilter(Transform):
 class GPFilters(Prior):
     """Spatially correlated filters: for every pair of channels w[:, :, i, o] ~ N(0, (a^2 / fan_in) K).
 
-    K[p, p'] = k(|p - p'| / l) over the grid of the filter, shared by all channels. Every other parameter
+    ``K[p, p'] = k(|p - p'| / l)`` over the grid of the filter, shared by all channels. Every other parameter
     (dense kernels, biases, gains) gets ``other``.
 
     :param amplitude: a, a number, or a distribution on (0, inf) (then site ``<kernel>_amplitude``).

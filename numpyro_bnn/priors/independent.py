@@ -36,7 +36,9 @@ class Normal(Prior):
 
 @dataclass(frozen=True)
 class Laplace(Prior):
-    """Independent Laplace weights with sd ``sd / sqrt(fan_in)``: density (1/2b) exp(-|w|/b), b = sd / sqrt(2).
+    r"""Independent Laplace weights with sd ``sd / sqrt(fan_in)``.
+
+    .. math:: p(w) = \tfrac{1}{2b}\, e^{-|w| / b}, \qquad b = \mathrm{sd} / \sqrt{2\, \mathrm{fan\_in}}
 
     :param sd: sd of a weight times sqrt(fan_in), so that it means the same as in :class:`Normal`.
 

@@ -17,12 +17,12 @@ CHUNK_SIZE = 2**22
 
 
 class LOO(NamedTuple):
-    """Expected log predictive density of a model, each data point predicted from the others.
+    r"""Expected log predictive density of a model, each data point predicted from the others.
 
     :param elpd: sum over data points.
     :param se: its standard error over data points.
     :param p_loo: effective number of parameters: log density of the data less ``elpd``.
-    :param pointwise: log p(y_n | y_-n), (N,).
+    :param pointwise: :math:`\log p(y_n \mid y_{-n})`, (N,).
     :param pareto_k: k-hat of the importance weights of each data point, (N,).
     :param good_k: above it, min(1 - 1 / log10 S, 0.7), a data point's value is unreliable.
     """

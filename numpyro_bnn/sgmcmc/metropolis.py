@@ -59,7 +59,7 @@ class MALA(Dynamics):
               \quad r^* = r' + \tfrac h2 L' g(\theta^*), \\
               \log\alpha = -[U(\theta^*) - U(\theta) + (r^{*\prime} r^* - r'r) / 2] / T
 
-    Exact: it needs the gradient and potential of the full data (:class:`~numpyro_bnn.sgmcmc.gradients.Full`).
+    Exact: it needs the gradient and potential of the full data (:class:`Full`).
 
     Reference: Roberts and Tweedie (1996); Neal (2011), section 5.2.
 
@@ -117,7 +117,7 @@ class GGMC(Dynamics):
 
     :param full_potential_fn: ``full_potential_fn(position) -> U``, evaluated once per trajectory.
     :param num_steps: L.
-    :param friction: gamma >= 0 as for :class:`~numpyro_bnn.sgmcmc.underdamped.OBABO`.
+    :param friction: gamma >= 0 as for :class:`OBABO`.
     :raises ValueError: for a negative friction or L < 1.
 
     Reference: Garriga-Alonso and Fortuin (2021), section 3 and algorithm 1.

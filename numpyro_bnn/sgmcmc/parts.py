@@ -81,7 +81,7 @@ class Move(NamedTuple):
 
 
 class Gradient:
-    """Estimates the potential and its gradient from a minibatch; see :mod:`numpyro_bnn.sgmcmc.gradients`.
+    """Estimates the potential and its gradient from a minibatch, or from all the data (:class:`Full`).
 
     Attribute ``stream``: the source of minibatches.
 
@@ -122,7 +122,7 @@ class Gradient:
 
 
 class Preconditioner:
-    """A symmetric positive definite G = L L'; see :mod:`numpyro_bnn.sgmcmc.preconditioners`.
+    """A symmetric positive definite G = L L', the inverse of a mass matrix.
 
     >>> Preconditioner().adapts, Preconditioner().biased
     (False, False)

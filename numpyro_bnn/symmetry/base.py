@@ -42,12 +42,15 @@ def as_parts(call: str, argument: str, value: Any) -> tuple[Part, ...]:
 
 
 class Symmetry(ABC):
-    """Base of the symmetries: a group acting on constrained values of sites, one element per unit.
+    r"""Base of the symmetries: a group acting on constrained values of sites, one element per unit.
 
     A symmetry is a frozen dataclass that names sites. A group element is an array whose leading axis runs over the
     units U; :meth:`act` applies it, :meth:`log_det` gives log|det| of that map. Along the orbit of a point the
-    posterior is the prior: pi(g) ~ prior(g theta) |det D(g theta)| dg with the Haar measure dg, so moving there needs
-    neither data nor gradients.
+    posterior is the prior,
+
+    .. math:: \pi(g) \propto p(g\theta)\,|\det D(g\theta)|\,dg
+
+    with the Haar measure dg, so moving there needs neither data nor gradients.
 
     >>> from numpyro_bnn import symmetry
     >>> isinstance(symmetry.Scale([("net/Dense_0.kernel", 1)]), symmetry.Symmetry)

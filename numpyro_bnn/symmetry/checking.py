@@ -19,7 +19,10 @@ TOLERANCE = 1e-6
 
 
 class Invariance(NamedTuple):
-    """How well a symmetry holds: ``error`` = max |delta log p(y_n)| / (1 + |log p(y_n)|) over draws and elements."""
+    r"""How well a symmetry holds, over draws and group elements.
+
+    .. math:: \mathrm{error} = \max \frac{|\Delta \log p(y_n)|}{1 + |\log p(y_n)|}
+    """
 
     symmetry: Symmetry
     error: float

@@ -49,7 +49,7 @@ class Scale(Multiplicative):
     r"""Weights that feed a normalisation: w -> c w for every unit, channel or layer.
 
     Orbit conditional: density of c proportional to c^(d-1) p(c w) with d elements per unit; for w ~ N(0, s^2 I) the
-    radius is exact, |w| / s ~ chi_d. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
+    radius is exact, :math:`|w| / s \sim \chi_d`. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
 
     :param weights: sites or (site, axis) pairs; the axis runs over units that scale one by one (batch normalisation),
         without axis the whole site has one factor (layer normalisation).

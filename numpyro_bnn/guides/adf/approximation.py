@@ -122,7 +122,7 @@ class ADFPosterior(AutoNormal):
         sample_shape: tuple = (),
         **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Draws (*sample_shape, ...) of the latent and deterministic sites.
+        """Draws ``(*sample_shape, ...)`` of the latent and deterministic sites.
 
         :param rng_key: a key.
         :param params: of a run.

@@ -121,7 +121,8 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
     Where independent normal weights w_ij ~ N(m_ij, s_ij^2) meet activations x (B, D) in a matrix product, the output
     (B, H) is drawn:
 
-        y_bj = sum_i x_bi m_ij + sqrt(sum_i x_bi^2 s_ij^2) eps_bj,    eps_bj ~ N(0, 1).
+    .. math:: y_{bj} = \sum_i x_{bi} m_{ij} + \sqrt{\textstyle\sum_i x_{bi}^2 s_{ij}^2}\ \epsilon_{bj},
+              \qquad \epsilon_{bj} \sim N(0, 1).
 
     A bias, or any vector that is repeated over rows or looked up by them, is drawn for each row. The model may be any
     NumPyro function: its program is read, and each site whose guide is independent normals is followed to the place
@@ -177,7 +178,7 @@ class TraceFlipout_ELBO(_RowwiseELBO):
     With one draw of the perturbation ``s_ij eps_ij`` and, for each row b, random signs r_bi of the inputs and t_bj of
     the outputs, a product of activations x (B, D) and weights w_ij ~ N(m_ij, s_ij^2) gives (B, H)
 
-        y_bj = sum_i x_bi m_ij + t_bj sum_i x_bi r_bi s_ij eps_ij.
+    .. math:: y_{bj} = \sum_i x_{bi} m_{ij} + t_{bj} \sum_i x_{bi} r_{bi} s_{ij} \epsilon_{ij}.
 
     In a convolution a row is an image and the signs belong to channels: all positions of an image see the same
     weights. Since eps is symmetric, each row sees weights with the distribution of the guide, so the bound and its

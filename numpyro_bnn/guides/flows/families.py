@@ -103,7 +103,7 @@ class Coupling(_CouplingFamily):
 
     .. math:: \theta = \mu + \sigma \odot f_L \circ \dots \circ f_1(\epsilon), \qquad \epsilon \sim N(0, I),
 
-    with :class:`~numpyro_bnn.guides.flows.AffineCoupling` layers f that start as the identity. With hidden width h it
+    with affine coupling layers f that start as the identity. With hidden width h it
     has about L (3/2) h D parameters: linear in the D numbers of the block.
 
     Affine flows cannot change the tail class: tails stay Gaussian in unconstrained space (log-normal for positive
@@ -151,7 +151,7 @@ class Coupling(_CouplingFamily):
 class SplineCoupling(_CouplingFamily):
     r"""Rational-quadratic spline coupling flow: skewed, bimodal and kinked shapes in few layers.
 
-    Like :class:`Coupling`, with :class:`~numpyro_bnn.guides.flows.RationalQuadraticCoupling` layers: monotone splines
+    Like :class:`Coupling`, with rational-quadratic layers: monotone splines
     of K bins on [-interval, interval] in units of the base, then a scale and a shift. Linear tails outside keep the
     tail class. A block of one number gets one spline with constant parameters.
 

@@ -1,0 +1,96 @@
+"""Runs the scripts whose output and figures the site shows: docs/figures/<name>.txt and <name>*.png.
+
+One script after the other, in a folder of its own; what is printed is kept as it is, with the command in front and
+machine and versions behind. Figures are made small. Scripts that read a data folder find it by NUMPYRO_BNN_DATA.
+
+    python docs/make_examples.py                # all
+    python docs/make_examples.py regression     # some
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs" / "figures"
+WIDTH, COLOURS = 1100, 96  # of a figure on a page
+PACKAGES = ("numpyro_bnn", "jax", "numpyro", "arviz")
+
+# Script -> options. Empty: its defaults. Else small sizes, a few minutes each.
+RUNS = {
+    "regression": "",
+    "probabilistic_backpropagation": "",
+    "variational": "--num-steps 5000 --num-warmup 500",
+    "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100"
+    " --nuts-samples 100",
+    "amortised": "--num-steps 3000 --train-rows 5000 --point-steps 1000",
+    "minibatch": "--width 20 --num-samples 50 --steps-per-draw 50 --nuts-rows 200 --nuts-warmup 100 --num-chains 2"
+    " --test-rows 500",
+    "ensembles": "--sets energy --members 4 --num-warmup 150 --num-samples 100 --nuts-warmup 200 --max-tree-depth 7",
+    "symmetries": "--nets bn --width 10 --num-warmup 100 --num-samples 150 --max-tree-depth 5",
+    "neal": "--num-warmup 60 --num-samples 100 --num-chains 2 --max-tree-depth 6",
+    "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 --num-moves 50"
+    " --max-tree-depth 5",
+    "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
+}
+
+
+def command_of(name: str) -> str:
+    """What a reader types.
+
+    >>> command_of("regression")
+    'python -m examples.regression'
+    """
+    return f"python -m examples.{name} {RUNS[name]}".strip()
+
+
+def run(name: str, folder: str) -> tuple[str, float]:
+    """What the script prints, and the seconds it took."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    command = [sys.executable, *command_of(name).split()[1:]]
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout, time.perf_counter() - began
+
+
+def shrink(source: Path, target: Path) -> None:
+    """A figure of the width of a page, with few colours."""
+    from PIL import Image
+
+    image = Image.open(source).convert("RGB")
+    if image.width > WIDTH:
+        image = image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS)
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
+def make(name: str) -> None:
+    """Run one script, and keep what the page of it shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed, seconds = run(name, folder)
+        for old in FIGURES.glob(f"{name}*.png"):
+            old.unlink()
+        for figure in sorted((Path(folder) / "output").glob("*.png")):
+            shrink(figure, FIGURES / figure.name)
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    machine = f"{platform.system()}, {os.cpu_count()} cores, Python {platform.python_version()}; {versions}"
+    text = f"$ {command_of(name)}\n{printed.strip()}\n\n{seconds:.0f} seconds. {machine}.\n"
+    (FIGURES / f"{name}.txt").write_text(text)
+
+
+def main(names: list[str]) -> None:
+    unknown = sorted(set(names) - set(RUNS))
+    if unknown:
+        sys.exit(f"no script of these names: {', '.join(unknown)}. Known: {', '.join(RUNS)}.")
+    FIGURES.mkdir(exist_ok=True)
+    for name in names or RUNS:
+        print(command_of(name), flush=True)
+        make(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
