@@ -147,7 +147,14 @@ KERNELS: dict[str, KernelRow] = {
     "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
     "PersistentHMC": KernelRow(
-        partial(infer.PersistentHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT),
+        partial(
+            infer.PersistentHMC,
+            step_size=1e-3,
+            num_steps=3,
+            momentum_decay=0.5,
+            preconditioner="prior",
+            **_SHORT,
+        ),
         momentum=True,
         exact=True,
     ),

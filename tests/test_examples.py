@@ -55,8 +55,8 @@ SHORT = {
     " --networks mlp",
     "examples.benchmarks.orbit_moves": "--nets ReLU --rounds 1 --rows 64 --width 3 --sweeps 3 --refreshes 2"
     " --transitions 1 --tree-depth 2 --draws 1 --steps-per-draw 2 --batches 8",
-    "examples.benchmarks.hierarchical_hmc": "--ways nuts persistent --num-chains 2 --num-warmup 8 --num-samples 8"
-    " --num-steps 4 --max-tree-depth 2",
+    "examples.benchmarks.hierarchical_hmc": "--sets boston --ways by-group persistent --num-chains 2"
+    " --num-warmup 8 --num-samples 8 --num-steps 4",
     "examples.benchmarks.horseshoe": "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 --nuts-draws 8"
     " --max-tree-depth 2",
     "examples.benchmarks.uci": "--sets yacht --splits 1 --no-progress-bar",
@@ -427,8 +427,8 @@ def test_hierarchical_hmc(tmp_path):
     path = tmp_path / "new" / "hmc.json"
     report = run("examples.benchmarks.hierarchical_hmc", "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"] == report["rows"]
-    assert [row["way"] for row in report["rows"]] == ["nuts", "persistent"]
-    assert page.read_text().count("NUTS, not centred") == page.read_text().count("persistent momentum") == 1
+    assert [row["way"] for row in report["rows"]] == ["by-group", "persistent"]
+    assert page.read_text().count("steps by group") == page.read_text().count("persistent momentum") == 1
     # Four trajectories per draw of one leapfrog, and the gradient at their start.
     assert report["rows"][1]["gradients"] == 2 * 8 * 4 * 2
     for row in report["rows"]:

@@ -283,7 +283,7 @@ def test_bad_preconditioners_are_refused(preconditioner, message):
     ("kernel", "message"),
     [
         (infer.PSGLD(regression, 0.1), "num_warmup"),
-        (infer.PersistentHMC(regression, 0.1), "num_warmup"),
+        (infer.PersistentHMC(regression, 0.1, preconditioner="prior"), "num_warmup"),
         (infer.MALA(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
         (infer.AdjustedMCLMC(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
     ],

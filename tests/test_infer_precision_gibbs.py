@@ -220,12 +220,13 @@ def composite(model, **options):
 
 def persistent(model, **options):
     sites = ["u_precision", "v_precision", "precision"]
-    return Gibbs([(infer.PrecisionGibbs(model), sites), (infer.PersistentHMC(model, **options), None)])
+    weights = infer.PersistentHMC(model, preconditioner="prior", **options)
+    return Gibbs([(infer.PrecisionGibbs(model), sites), (weights, None)])
 
 
 def test_step_sizes_follow_the_scales_of_the_sweep():
     """With nothing learned G is the prior variance given the precisions that the other block holds."""
-    kernel = infer.PersistentHMC(conditioned(small_network), 0.1, num_steps=2)
+    kernel = infer.PersistentHMC(conditioned(small_network), 0.1, num_steps=2, preconditioner="prior")
     held = {"u_precision": jnp.float32(4.0), "v_precision": jnp.float32(100.0), "precision": jnp.float32(1.0)}
     call = (jnp.asarray(X), jnp.asarray(X[:, 0])), {CONDITIONED: held}
     state = kernel.init(random.key(0), 10, None, *call)
@@ -242,7 +243,7 @@ def test_prior_scales_that_the_same_kernel_draws_are_refused():
     with pytest.raises(
         ValueError, match=r"prior variance of 'u' depends on \['u_precision'\].*PrecisionGibbs"
     ):
-        infer.PersistentHMC(small_network).init(random.key(0), 10, None, *call)
+        infer.PersistentHMC(small_network, preconditioner="prior").init(random.key(0), 10, None, *call)
 
 
 def test_sites_without_a_prior_variance_have_a_learned_scale():

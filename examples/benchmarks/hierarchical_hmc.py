@@ -1,15 +1,19 @@
-"""Ways to move the weights of a hierarchical network, per gradient: NUTS, and long trajectories with steps by group.
+"""Ways to move the weights of a hierarchical network, per gradient: NUTS, and long trajectories.
 
-Neal's regression `rdata`, a network 1-8-1 whose groups of weights have a precision each. NUTS over everything where
-nothing is centred; Gibbs draws of the precisions with NUTS or `PersistentHMC` for the weights. Effective draws of the
-function at the training inputs per 100,000 gradients, after warm-up. Writes JSON.
+Networks whose groups of weights have a precision each, on boston and on Neal's regression `rdata`. NUTS over
+everything where nothing is centred; Gibbs draws of the precisions with NUTS or `PersistentHMC` for the weights, with
+one step size or one by group, with and without a momentum that persists. Effective draws of the function at the
+training inputs per 100,000 gradients, after warm-up. Writes JSON.
 
     python -m examples.benchmarks.hierarchical_hmc --data FOLDER --output output/hierarchical_hmc.json
 """
 
 import argparse
 import json
+import os
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,38 +35,48 @@ from examples.shared import at_least, between_marks, writable_file
 from numpyro_bnn import infer, priors
 
 
-def model(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
-    """1 8 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100, noise 0.05:0.5."""
+def rdata(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+    """Neal's 1 8 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100, noise 0.05:0.5."""
     prior = {
         "Dense_0.*": priors.GammaPrecision(0.05, 0.5, fan_in_scaling=False, centered=centred),
         "Dense_1.kernel": priors.GammaPrecision(0.05, 0.5, centered=centred),
         "Dense_1.bias": priors.Normal(bias_scale=100.0),
     }
-    f = bnn.random_network("net", bnn.nn.MLP([8, 1], "tanh"), x.shape[1:], prior)
-    precision = numpyro.sample("precision", dist.Gamma(0.25, 0.25 * 0.05**2))
+    observe(x, y, 8, prior, dist.Gamma(0.25, 0.25 * 0.05**2))
+
+
+def boston(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+    """13 20 1, precisions of lighter tails."""
+    observe(x, y, 20, priors.GammaPrecision(0.5, 1.0, centered=centred), dist.Gamma(1.0, 0.1))
+
+
+def observe(x: jax.Array, y: jax.Array | None, width: int, prior: Any, noise: dist.Distribution) -> None:
+    f = bnn.random_network("net", bnn.nn.MLP([width, 1], "tanh"), x.shape[1:], prior)
+    precision = numpyro.sample("precision", noise)
     mean = numpyro.deterministic("mean", f(x)[..., 0])
     numpyro.sample("y", dist.Normal(mean, precision**-0.5), obs=y)
 
 
+MODELS = {"boston": boston, "rdata": rdata}
 SMALL = 0.2
 WAYS = {
     "nuts": "NUTS, not centred",
     "gibbs-nuts": "Gibbs, NUTS",
-    "one-size": "Gibbs, long trajectories, one step size",
+    "long": "Gibbs, long trajectories",
     "by-group": "Gibbs, long trajectories, steps by group",
-    "persistent": "Gibbs, trajectories of a quarter, steps by group, persistent momentum",
+    "persistent": "Gibbs, trajectories of a quarter, persistent momentum",
 }
 
 
-def kernel_of(way: str, args: argparse.Namespace) -> MCMCKernel:
+def kernel_of(way: str, model: Callable, args: argparse.Namespace) -> MCMCKernel:
     nuts = partial(NUTS, model, max_tree_depth=args.max_tree_depth)
     if way == "nuts":
         return nuts(init_strategy=partial(init_to_uniform, radius=SMALL))
     hmc = partial(infer.PersistentHMC, model, num_steps=args.num_steps, warm_start=0.0)
     weights = {
         "gibbs-nuts": nuts,
-        "one-size": partial(hmc, preconditioner=None),
-        "by-group": hmc,
+        "long": hmc,
+        "by-group": partial(hmc, preconditioner="prior"),
         "persistent": partial(
             hmc, num_steps=max(1, args.num_steps // 4), steps_per_draw=4, momentum_decay=args.momentum_decay
         ),
@@ -70,7 +84,7 @@ def kernel_of(way: str, args: argparse.Namespace) -> MCMCKernel:
     return Gibbs([(infer.PrecisionGibbs(model), _precisions), (weights, None)])
 
 
-def start_of(way: str, key: jax.Array, x: jax.Array) -> dict[str, jax.Array] | None:
+def start_of(way: str, model: Callable, key: jax.Array, x: jax.Array) -> dict[str, jax.Array] | None:
     """Small weights for the block of a Gibbs sampler, which takes draws of the prior otherwise.
 
     From those the first precision of the noise is so low, and the weights so free, that units saturate for good.
@@ -98,20 +112,35 @@ def keep(state: Any, draw: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, 
     return draw["mean"], jnp.log(draw["precision"]), gradients
 
 
-def measure(way: str, args: argparse.Namespace, data: Any) -> dict[str, Any]:
-    # float32 inputs: the precisions span ten orders of magnitude, the data do not.
-    x, y = jnp.asarray(data.x_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
+def load(name: str, args: argparse.Namespace) -> tuple[jax.Array, jax.Array]:
+    """Training rows, in float32: precisions may span ten orders of magnitude, the data do not."""
+    from numpyro_bnn import datasets
+
+    if name == "rdata":
+        data = load_data("rdata", args)
+    elif args.data is None and not os.environ.get("NUMPYRO_BNN_DATA"):
+        print("no data folder: the diabetes set of scikit-learn in the place of boston")
+        data = datasets.standardize(datasets.load_sklearn("diabetes"))
+    else:
+        data = datasets.standardize(datasets.load_uci(name, 0, args.data))
+    return jnp.asarray(data.x_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
+
+
+def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    model, (x, y) = MODELS[name], load(name, args)
     keys = random.split(random.key(args.seed), args.num_chains)
     lengths = args.num_warmup, args.num_samples
     call = ((x, y), {"centred": way != "nuts"})
     chains = [
-        sample_chain(kernel_of(way, args), call, key, lengths, keep, start_of(way, key, x)) for key in keys
+        sample_chain(kernel_of(way, model, args), call, key, lengths, keep, start_of(way, model, key, x))
+        for key in keys
     ]
     mean, noise = (np.stack([np.asarray(kept[i], np.float64) for kept, _ in chains]) for i in (0, 1))
     gradients = sum(_spent(np.asarray(kept[2])) for kept, _ in chains)
     ess = effective_sample_size(mean)
     seconds = sum(cost["sampling"] for _, cost in chains)
     return {
+        "set": name,
         "way": way,
         "gradients": gradients,
         "seconds": seconds,
@@ -130,13 +159,18 @@ def _spent(counts: np.ndarray) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| ESS per 100,000 gradients | function, median | least | noise | largest R-hat | us per gradient |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| set | ESS per 100,000 gradients | function, median | least | noise | largest R-hat | us per gradient |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         per = 1e5 / row["gradients"]
         ess = (row["function"]["median"], row["function"]["least"], row["noise"])
-        cells = [WAYS[row["way"]], *(f"{per * value:.1f}" for value in ess), f"{row['largest r_hat']:.2f}"]
+        cells = [
+            row["set"],
+            WAYS[row["way"]],
+            *(f"{per * value:.1f}" for value in ess),
+            f"{row['largest r_hat']:.2f}",
+        ]
         lines.append(f"| {' | '.join(cells)} | {1e6 * row['seconds'] / row['gradients']:.1f} |")
     return "\n".join(lines)
 
@@ -147,9 +181,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", type=Path, default=None, help="data folder with extra/neal_fbm.npz")
+    parser.add_argument(
+        "--data", type=Path, default=None, help="folder of the data; otherwise NUMPYRO_BNN_DATA"
+    )
     parser.add_argument("--output", type=Path, default=Path("output/hierarchical_hmc.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to hold the figures")
+    parser.add_argument("--sets", nargs="+", choices=MODELS, default=list(MODELS), help="data sets")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare")
     parser.add_argument("--num-chains", type=int, default=4, help="chains of each way, one after the other")
     parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of each chain")
@@ -167,10 +204,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    data = load_data("rdata", args)
     rows = []
-    for way in args.ways:
-        rows.append(measure(way, args, data))
+    for name, way in product(args.sets, args.ways):
+        rows.append(measure(name, way, args))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         # What is measured is not lost if a later way is interrupted.
         report = {"rows": rows, **environment([]), "options": vars(args)}

@@ -15,8 +15,8 @@ __all__ = ["PersistentHMC"]
 class PersistentHMC(SGMCMCKernel):
     r"""Hamiltonian Monte Carlo as Neal ran it: long trajectories, a momentum that may persist, steps sized by group.
 
-    A step is a trajectory of ``num_steps`` leapfrogs, whose momentum is
-    :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`. With the default preconditioner, as a block
+    A step is a trajectory of ``num_steps`` leapfrogs, of random step size, whose momentum is
+    :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`. With ``preconditioner="prior"``, as a block
     of ``numpyro.infer.Gibbs`` beside :class:`~numpyro_bnn.infer.PrecisionGibbs`, every sweep has its own step sizes:
 
     .. math:: G_i = 1 / (1 / \mathrm{Var}[z_i \mid \text{held sites}] + c_i)
@@ -31,7 +31,7 @@ class PersistentHMC(SGMCMCKernel):
     :param num_steps: L, leapfrogs per trajectory.
     :param momentum_decay: share of the momentum that a trajectory forgets, in [0, 1]; 1 is plain HMC.
     :param jitter: leapfrog steps of a trajectory are h times a uniform number in [1 - jitter, 1 + jitter].
-    :param preconditioner: ``"prior"`` as above, or as for all kernels.
+    :param preconditioner: ``"prior"`` as above, or as for all kernels: one step size for all by default.
     :raises ValueError: for numbers out of range; on initialisation, where a prior variance depends on a site that
         this kernel draws.
 
@@ -56,7 +56,7 @@ class PersistentHMC(SGMCMCKernel):
         momentum_decay: float = 1.0,
         jitter: float = 0.1,
         steps_per_draw: int = 1,
-        preconditioner: Any = "prior",
+        preconditioner: Any = None,
         **options: Any,
     ) -> None:
         if options.get("gradient", "minibatch") != "minibatch":

@@ -28,7 +28,8 @@ def orbit_traces(
     Along an orbit the posterior is the prior, and moves along it mix at once; a gradient sampler drifts there.
 
     :param coordinates: name -> (C, S) or (C, S, U) draws, e.g. ``symmetry.orbit_coordinates(idata["posterior"],
-        symmetries)``: log norms, log |w_in| / |w_out|, log scales; or other summaries, as ``symmetry.invariants``.
+        symmetries)``: log norms, ``log(|w_in| / |w_out|)``, log scales; or other summaries, as
+        ``symmetry.invariants``.
     :param names: which of them, in this order; by default all.
     :param unit: index of the hidden unit, where a coordinate has several.
     :param exact: name -> (low, middle, high), an interval and the mean that are known: a grey band with a line.
