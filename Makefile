@@ -44,8 +44,9 @@ lint: $(VENV)/.test
 
 test: lint unit
 
+# Workers begin with halves of the tests, so that what a file sets up is set up once, and take from each other at the end.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="data sets")
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), help="networks")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="samplers")
+    parser.add_argument(
+        "--methods", nargs="*", choices=METHODS, default=list(METHODS), help="samplers; none: step costs"
+    )
     parser.add_argument("--gradients", type=int, default=250_000, help="per chain, half of them warm-up")
     parser.add_argument("--draws", type=int, default=500, help="kept per chain, about")
     parser.add_argument("--num-chains", type=int, default=2, help="one after the other")
@@ -245,15 +248,18 @@ def print_report(report: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    cases = [(name, net) for name in args.sets for net in args.nets]
-    report = {
-        "step_costs": {f"{args.sets[0]}, {net}": step_costs(net, args.sets[0], args) for net in args.nets},
-        "cases": {f"{name}, {net}": compare(name, net, args) for name, net in cases},
-        **environment([]),
-        "options": vars(args),
-    }
+    report: dict[str, Any] = {"step_costs": {}, "cases": {}, **environment([]), "options": vars(args)}
+
+    def save(part: str, name: str, found: Any) -> None:
+        # What is measured is not lost if a later case is interrupted.
+        report[part][name] = found
+        args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+
+    for net in args.nets:
+        save("step_costs", f"{args.sets[0]}, {net}", step_costs(net, args.sets[0], args))
+    for name, net in product(args.sets if args.methods else [], args.nets):
+        save("cases", f"{name}, {net}", compare(name, net, args))
     print_report(report)
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
     return report
 
 
