@@ -85,6 +85,17 @@ def test_heads_and_batch_sizes_that_do_not_fit_are_refused():
         bnn.models.classification(NET, 1)
 
 
+@pytest.mark.parametrize("height", [-1e4, 0.0, 3.0])
+def test_noise_of_each_row_is_positive_for_any_output(height):
+    """In float32 a softplus below -104 is 0, which would be no scale: samplers and optimisers do get there."""
+    model = bnn.models.regression(bnn.nn.MLP([2]), heteroscedastic=True)
+    weights = {"net/Dense_0.kernel": jnp.zeros((X.shape[1], 2)), "net/Dense_0.bias": jnp.array([0.5, height])}
+    trace = handlers.trace(handlers.seed(handlers.substitute(model, data=weights), 0)).get_trace(X, Y)
+    fn = trace["y"]["fn"]
+    np.testing.assert_allclose(fn.scale, 1e-6 + np.logaddexp(0, height), rtol=1e-5)
+    assert np.isfinite(fn.log_prob(Y)).all()
+
+
 @pytest.mark.slow
 def test_nuts_on_a_neal_style_network_mixes_in_function_space():
     """One input, tanh, Gamma precisions on every weight group: R-hat of the function below 1.02 from 4 chains."""
