@@ -696,7 +696,7 @@ def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     path, page = tmp_path / "new" / "uci.jsonl", tmp_path / "page.md"
     marks = [
         f"<!-- table of uci_{score}: begin -->\nold\n<!-- table of uci_{score}: end -->"
-        for score in ("rmse", "log_likelihood")
+        for score in ("rmse", "log_likelihood", "cost")
     ]
     page.write_text("\n".join(marks))
     call = ("--data", data_folder, "--output", path, "--docs", page, "--effort", 0.05)
@@ -719,11 +719,22 @@ def test_uci_tables_name_the_best_and_count_the_splits():
     from examples.benchmarks.uci_table import tables
 
     def line(method, split, value):
-        scores = {"rmse": 1.0, "log_likelihood": value}
+        scores = {
+            "rmse": 1.0,
+            "log_likelihood": value,
+            "coverage": 0.9,
+            "seconds": 3.0,
+            "seed": 0,
+            "effort": 1.0,
+        }
+        scores |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
         return {"set": "yacht", "split": split, "method": method, "head": "homo", **scores}
 
     text = tables([line("a", 0, -1.0), line("a", 1, -2.0), line("b", 0, 0.5)])["uci_log_likelihood"]
     row = text.splitlines()[2]
+    cost = tables([line("a", 0, -1.0), line("a", 1, -2.0)])["uci_cost"]
+    assert "| a, homo | 2 | 0.900 | 3 |" in cost
+    assert "Machine: 2 cores, cpu. jax 1. Seed 0, effort 1.0." in cost
     # Of -1 and -2: mean -1.5, standard error 0.5; the method of one split says so.
     assert row.startswith("| yacht | -1.500 ± 0.500 | **0.500** (1) | -1.647 ± 0.022 |")
 

@@ -41,7 +41,30 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
     The best mean of a row is bold. Where methods have not seen the same splits their number stands beside the mean.
     """
     kept = list(lines)
-    return {f"uci_{score}": _table(kept, score) for score in ("log_likelihood", "rmse")}
+    scores = {f"uci_{score}": _table(kept, score) for score in ("log_likelihood", "rmse")}
+    return scores | {"uci_cost": _cost(kept)}
+
+
+def _cost(lines: list[dict[str, Any]]) -> str:
+    """Coverage and seconds of each method, and what machine, versions, seeds and efforts the figures are of."""
+    rows = [
+        "| method | splits | coverage of 90 % intervals | seconds per split |",
+        "| --- | --- | --- | --- |",
+    ]
+    for method, head in dict.fromkeys((line["method"], line["head"]) for line in lines):
+        own = [line for line in lines if (line["method"], line["head"]) == (method, head)]
+        coverage, seconds = (np.mean([line[name] for line in own]) for name in ("coverage", "seconds"))
+        rows.append(f"| {method}, {head} | {len(own)} | {coverage:.3f} | {seconds:.0f} |")
+
+    def one(name: str) -> str:
+        return ", ".join(sorted({str(line[name]) for line in lines}))
+
+    machines = {f"{line['machine']['cores']} cores, {line['machine']['device']}" for line in lines}
+    versions = {", ".join(f"{k} {v}" for k, v in line["versions"].items()) for line in lines}
+    return "\n".join(rows) + (
+        f"\n\nMachine: {'; '.join(sorted(machines))}. {'; '.join(sorted(versions))}."
+        f" Seed {one('seed')}, effort {one('effort')}. Methods of one run share its seconds."
+    )
 
 
 def _table(lines: list[dict[str, Any]], score: str) -> str:
