@@ -210,7 +210,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         rows.append(measure(name, way, args))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         # What is measured is not lost if a later way is interrupted.
-        report = {"rows": rows, **environment([]), "options": vars(args)}
+        options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+        report = {"rows": rows, **environment([]), "options": options}
         args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
     if args.docs:
         between_marks(args.docs, table(rows), "hierarchical_hmc")
