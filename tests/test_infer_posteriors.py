@@ -433,7 +433,12 @@ def location_scale(y, batch_size=None):
     ("kernel", "batch_size"),
     [
         (infer.MALA(location_scale, 0.02, steps_per_draw=40, warm_start=0.0), None),
-        (infer.PersistentHMC(location_scale, 0.3, num_steps=3, momentum_decay=0.5, warm_start=0.0), None),
+        (
+            infer.PersistentHMC(
+                location_scale, 0.05, num_steps=4, momentum_decay=0.5, steps_per_draw=8, warm_start=0.0
+            ),
+            None,
+        ),
         (infer.GGMC(location_scale, 4e-3, num_steps=3, steps_per_draw=30, warm_start=0.0), 10),
         (
             infer.AdjustedMCLMC(
