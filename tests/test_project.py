@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 import pytest
 
+from numpyro_bnn.moments import registry
+
 pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,11 +283,15 @@ def test_missing_examples_are_seen():
 
 @pytest.fixture
 def shown_code(tmp_path, monkeypatch):
-    """Where examples run: an empty folder, no window, and JAX's settings as they were."""
+    """Where examples run: an empty folder, no window, and settings of JAX and rules of moments as they were."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     before = dict(jax.config.values)
+    rules = dict(registry.RULES)
     yield
+    # An example that registers a rule shows how; other tests in this process go on with the package's own.
+    registry.RULES.clear()
+    registry.RULES.update(rules)
     after = dict(jax.config.values)
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
