@@ -68,8 +68,10 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(jnp.asarray(x)[index])
         mean = out[..., :targets]
-        sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
-        sd = sd if heteroscedastic else jnp.broadcast_to(sigma, mean.shape)
+        if heteroscedastic:
+            sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
+        else:
+            sd = jnp.broadcast_to(sigma, mean.shape)
         likelihood = (
             dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
         )

@@ -36,6 +36,18 @@ def compiled_programs_of_one_module():
 
 
 @pytest.fixture
+def closed_figures():
+    """No figure outlives its test, and none changes the settings of Matplotlib."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    before = dict(mpl.rcParams)
+    yield
+    plt.close("all")
+    assert dict(mpl.rcParams) == before
+
+
+@pytest.fixture
 def x64():
     """Run a test in float64."""
     with jax.enable_x64(True):

@@ -4,7 +4,6 @@ import inspect
 import sys
 
 import jax
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import numpyro
@@ -18,19 +17,10 @@ from numpyro_bnn import _arviz, metrics, plots
 from numpyro_bnn.plots._binomial import binomial_band
 from numpyro_bnn.results import to_inference_data
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("closed_figures")]
 
 FIGURES = [plots.predictive_band, plots.predicted_vs_observed, plots.calibration, plots.function_trace]
 SAMPLE = ("chain", "draw", "data")
-
-
-@pytest.fixture(autouse=True)
-def closed_figures():
-    """No figure outlives its test, and none changes the settings of Matplotlib."""
-    before = dict(mpl.rcParams)
-    yield
-    plt.close("all")
-    assert dict(mpl.rcParams) == before
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import re
 import sys
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -13,19 +12,10 @@ from matplotlib.colors import to_hex, to_rgb
 from numpyro_bnn import _arviz, metrics, nn, plots, symmetry
 from numpyro_bnn.plots import _style
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("closed_figures")]
 
 SAMPLE = ("chain", "draw")
 NET = nn.MLP([3, 1], "tanh")
-
-
-@pytest.fixture(autouse=True)
-def closed_figures():
-    """No figure outlives its test, and none changes the settings of Matplotlib."""
-    before = dict(mpl.rcParams)
-    yield
-    plt.close("all")
-    assert dict(mpl.rcParams) == before
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,33 @@ from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.momentum import check_momentum_decay, friction_of
 
-__all__ = ["GGMC", "MALA"]
+__all__ = ["GGMC", "MALA", "AllDataKernel"]
 
 
-class MALA(SGMCMCKernel):
+class AllDataKernel(SGMCMCKernel):
+    """Base of exact kernels whose gradients use all the data.
+
+    >>> issubclass(MALA, AllDataKernel)
+    True
+    """
+
+    exact = True
+
+    def _check_arguments(self) -> None:
+        if self._gradient != "minibatch":
+            raise argument_error(
+                self._call, "gradient", self._gradient, "It uses the full gradient: leave it."
+            )
+        super()._check_arguments()
+
+    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
+        return sgmcmc.Full(full)
+
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+        return 1 / curvature
+
+
+class MALA(AllDataKernel):
     r"""Metropolis-adjusted Langevin algorithm: one leapfrog step from a fresh momentum, then accept or stay.
 
     .. math:: \theta^* = \theta + \tfrac\epsilon2 G g(\theta) + \sqrt{\epsilon T}\,L\,\xi
@@ -30,26 +53,15 @@ class MALA(SGMCMCKernel):
     'accept_prob'
     """
 
-    exact = True
     target_accept = 0.574
 
     def __init__(
         self, model: Callable, step_size: Any = None, *, steps_per_draw: int = 10, **options: Any
     ) -> None:
-        if options.get("gradient", "minibatch") != "minibatch":
-            raise argument_error(
-                "infer.MALA", "gradient", options["gradient"], "It uses the full gradient: leave it."
-            )
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
         return sgmcmc.MALA()
-
-    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
-        return sgmcmc.Full(full)
-
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
-        return 1 / curvature
 
 
 class GGMC(SGMCMCKernel):

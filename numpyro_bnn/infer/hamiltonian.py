@@ -3,17 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.infer.base import SGMCMCKernel
+from numpyro_bnn.infer.exact import AllDataKernel
 
 __all__ = ["PersistentHMC"]
 
 
-class PersistentHMC(SGMCMCKernel):
-    r"""Hamiltonian Monte Carlo as Neal ran it: long trajectories, a momentum that may persist, steps sized by group.
+class PersistentHMC(AllDataKernel):
+    r"""Hamiltonian Monte Carlo in long trajectories; momentum may persist, and step sizes follow groups of sites.
 
     A step is a trajectory of ``num_steps`` leapfrogs, of random step size, whose momentum is
     :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`. With ``preconditioner="prior"``, as a block
@@ -37,13 +34,12 @@ class PersistentHMC(SGMCMCKernel):
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts trajectories.
 
-    Reference: Neal (1996), section 3.5.2, for step sizes by group; Horowitz (1991) for persistence.
+    Reference: Neal (1996), chapter 3, for step sizes by group; Horowitz (1991) for persistence.
 
     >>> PersistentHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
     True
     """
 
-    exact = True
     target_accept = 0.8
     preconditioners: tuple[str, ...] = ("prior",)
 
@@ -59,10 +55,6 @@ class PersistentHMC(SGMCMCKernel):
         preconditioner: Any = None,
         **options: Any,
     ) -> None:
-        if options.get("gradient", "minibatch") != "minibatch":
-            raise argument_error(
-                "infer.PersistentHMC", "gradient", options["gradient"], "It uses the full gradient: leave it."
-            )
         self._num_steps, self._momentum_decay, self._jitter = num_steps, momentum_decay, jitter
         super().__init__(
             model, step_size, steps_per_draw=steps_per_draw, preconditioner=preconditioner, **options
@@ -75,11 +67,5 @@ class PersistentHMC(SGMCMCKernel):
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
         return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
 
-    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
-        return sgmcmc.Full(full)
-
     def usual_steps(self, sampler: sgmcmc.Sampler) -> int:
         return self._steps_per_draw * self._num_steps
-
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
-        return 1 / curvature

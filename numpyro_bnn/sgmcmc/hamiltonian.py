@@ -10,8 +10,7 @@ from jax import lax
 from jax.scipy.stats import norm
 
 from numpyro_bnn._errors import argument_error
-from numpyro_bnn.sgmcmc.metropolis import accept, select
-from numpyro_bnn.sgmcmc.minibatches import Nothing
+from numpyro_bnn.sgmcmc.metropolis import accept, check_all_data, select
 from numpyro_bnn.sgmcmc.parts import (
     Draw,
     Dynamics,
@@ -55,7 +54,7 @@ class HMC(Dynamics):
     :param jitter: in [0, 1).
     :raises ValueError: for numbers outside these ranges.
 
-    Reference: Horowitz (1991); Neal (2011), sections 5.3.3 (partial refreshment) and 5.3.2 (random step sizes).
+    Reference: Horowitz (1991); Neal (2011), on partial refreshment and random step sizes.
 
     >>> HMC(10).evaluations
     11
@@ -86,13 +85,7 @@ class HMC(Dynamics):
         return self.num_steps + 1
 
     def check(self, gradient: Gradient) -> None:
-        if not isinstance(gradient.stream, Nothing):
-            raise argument_error(
-                "sgmcmc.HMC",
-                "gradient",
-                type(gradient).__name__,
-                "Pass `Full`; `GGMC` is exact with minibatches.",
-            )
+        check_all_data("sgmcmc.HMC", gradient)
 
     def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Phase:
         return Phase(jnp.sqrt(environment.temperature) * draw.noise[0])

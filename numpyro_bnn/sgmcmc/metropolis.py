@@ -49,6 +49,18 @@ def select(accepted: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
 
 
+def check_all_data(
+    call: str, gradient: Gradient, instead: str = "Pass `Full`; `GGMC` is exact with minibatches."
+) -> None:
+    """Refuse gradients from minibatches, under which a test with their potential would not be exact.
+
+    >>> from numpyro_bnn.sgmcmc import Full
+    >>> check_all_data("sgmcmc.MALA", Full(lambda q: q @ q))
+    """
+    if not isinstance(gradient.stream, Nothing):
+        raise argument_error(call, "gradient", type(gradient).__name__, instead)
+
+
 @dataclass(frozen=True)
 class MALA(Dynamics):
     r"""Metropolis-adjusted Langevin: one leapfrog step from a fresh momentum, then accept or stay.
@@ -70,13 +82,7 @@ class MALA(Dynamics):
     exact = True
 
     def check(self, gradient: Gradient) -> None:
-        if not isinstance(gradient.stream, Nothing):
-            raise argument_error(
-                "sgmcmc.MALA",
-                "gradient",
-                type(gradient).__name__,
-                "Pass `Full`; `GGMC` is exact with minibatches.",
-            )
+        check_all_data("sgmcmc.MALA", gradient)
 
     def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Evaluation:
         return environment.evaluate(position, draw.batch)

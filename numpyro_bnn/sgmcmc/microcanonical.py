@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn._errors import argument_error, unknown_name
-from numpyro_bnn.sgmcmc.metropolis import accept, select
-from numpyro_bnn.sgmcmc.minibatches import Nothing
+from numpyro_bnn.sgmcmc.metropolis import accept, check_all_data, select
 from numpyro_bnn.sgmcmc.parts import (
     Draw,
     Dynamics,
@@ -233,13 +232,8 @@ class MicrocanonicalMetropolis(_Microcanonical):
     exact = True
 
     def check(self, gradient: Gradient) -> None:
-        if not isinstance(gradient.stream, Nothing):
-            raise argument_error(
-                "sgmcmc.MicrocanonicalMetropolis",
-                "gradient",
-                type(gradient).__name__,
-                "Pass `Full`: its test needs the potential of all the data.",
-            )
+        instead = "Pass `Full`: its test needs the potential of all the data."
+        check_all_data("sgmcmc.MicrocanonicalMetropolis", gradient, instead)
 
     def num_steps(self, memory: Direction, step_size: jax.Array) -> jax.Array:
         """Steps of the trajectory that comes next: 2 length / step_size times an even sequence on (0, 1)."""

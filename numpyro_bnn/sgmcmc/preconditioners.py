@@ -290,7 +290,7 @@ class Curvature(Preconditioner):
     never negative. ``known`` may change between transitions, as prior precisions do between sweeps of ``Gibbs``.
 
     :param known: at least 0, (P,). Where it is 0 the curvature is all learned, and 1 before the first gradient.
-    :param decay: of the running mean, in [0, 1).
+    :param decay: of the running mean, in [0, 1]; 1 keeps the mean of all.
 
     >>> import jax.numpy as jnp
     >>> G = Curvature(jnp.array([4.0, 1.0]), decay=0.0)
@@ -327,7 +327,7 @@ class Curvature(Preconditioner):
         return v * self._root(state)
 
     def transpose(self, state: CurvatureState, v: jax.Array) -> jax.Array:
-        return v * self._root(state)
+        return self.root(state, v)
 
     def whiten(self, state: CurvatureState, v: jax.Array) -> jax.Array:
         return v / self._root(state)
