@@ -28,6 +28,8 @@ SHORT = {
     " --steps-per-draw 4 --nuts-warmup 6 --max-tree-depth 2",
     "examples.benchmarks.microcanonical": "--sets energy --nets 1x20 --methods MCLMC AdjustedMCLMC --gradients 1200"
     " --draws 12 --num-chains 2 --rounds 1 --steps 4",
+    "examples.benchmarks.function_agreement": "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4"
+    " --max-tree-depth 3",
     "examples.symmetries": "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples 8"
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
@@ -131,6 +133,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.symmetries", ["--num-chains", "1"]),
         ("examples.ensembles", ["--members", "1"]),
         ("examples.benchmarks.microcanonical", ["--gradients", "10"]),
+        ("examples.benchmarks.function_agreement", ["--num-chains", "2"]),
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
@@ -245,6 +248,31 @@ def test_microcanonical(tmp_path):
     # Not much more arithmetic than two gradients.
     assert costs["flops"]["step, mclachlan"] < 2.5 * costs["flops"]["gradient"]
     assert set(costs["ratios"]) > {"mclachlan / bare gradient"}
+
+
+def test_function_agreement(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- table of function_agreement: begin -->\n<!-- table of function_agreement: end -->\n"
+    )
+    output = tmp_path / "out.json"
+    (row,) = run("examples.benchmarks.function_agreement", "--output", output, "--docs", page)
+    assert json.loads(output.read_text())["rows"] == [row]
+    assert "| energy, 1x20 | MCLMC |" in page.read_text()
+    assert all(math.isfinite(value) for value in row["agreement"].values())
+
+
+def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
+    """Chains of autocorrelated normal draws: the root mean square of t is what Welch's t has, a shift raises it."""
+    from examples.benchmarks.function_agreement import compare
+
+    rng = np.random.default_rng(0)
+    level = rng.normal(size=(2, 8, 1, 2000))  # chains that have not mixed
+    first, second = level + rng.normal(size=(2, 8, 50, 2000))
+    same = compare(first, second)
+    assert same["rms t, mean"] == pytest.approx(same["expected rms t"], rel=0.06)
+    assert same["share beyond 95 %, mean"] == pytest.approx(0.05, abs=0.02)
+    assert compare(first + 2.0, second)["rms t, mean"] > 3
 
 
 def test_gradient_cost(tmp_path):

@@ -129,8 +129,9 @@ def check_export(mcmc, row, algorithm):
         ("GGMC", jax.vmap, False),
         ("MCLMC", "parallel", True),
         ("AdjustedMCLMC", "sequential", False),
+        ("SGLD", infer.parallel_vectorized, False),
     ],
-    ids=["sequential", "parallel", "vmap", "parallel MCLMC", "sequential AdjustedMCLMC"],
+    ids=["sequential", "parallel", "vmap", "parallel MCLMC", "sequential AdjustedMCLMC", "shared out"],
 )
 def test_other_chain_methods(name, method, bar):
     """Typed keys, with and without progress bar; `test_states_keep_their_types` traces all rows under `vmap`."""
@@ -138,10 +139,43 @@ def test_other_chain_methods(name, method, bar):
     mcmc.run(jax.random.key(3), X, **CALL, extra_fields=["~z.precision"])
     assert set(mcmc.get_samples()) == {"w", "sigma"}
     assert_same_chain(second(mcmc), name)
-    if method == "parallel":  # what the kernel keeps must not belong to the first compiled program
+    # What the kernel keeps must not belong to the first compiled program.
+    if method in ("parallel", infer.parallel_vectorized):
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(mcmc.last_state.rng_key, X, **CALL, extra_fields=["~z.precision"])
         assert_same_chain(second(mcmc), name, start=DRAWS, stop=2 * DRAWS)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_chains_shared_out_to_devices():
+    """Two chains for each of two devices; the export knows no difference."""
+    assert jax.local_device_count() == 2
+    runs = {}
+    for method in (jax.vmap, infer.parallel_vectorized):
+        mcmc = mcmc_of(infer.SGLD(model, 1e-3), method, 4, progress_bar=False)
+        mcmc.run(jax.random.key(3), X, **CALL)
+        idata = numpyro_bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)
+        assert idata.attrs["chain_method"] == method.__name__
+        assert mcmc.get_samples()["w"].devices() == {jax.local_devices()[0]}
+        runs[method.__name__] = idata["posterior"]["w"].to_numpy()
+    assert runs["vmap"].shape == (4, DRAWS, 2)
+    np.testing.assert_allclose(runs["parallel_vectorized"], runs["vmap"], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_chains", [6, 3])
+def test_shared_out_programs_are_compiled_once(num_chains):
+    """Three chains are no even share of two devices: all of them are on one."""
+    traced = []
+
+    def double(tree):
+        traced.append(1)
+        return {"x": 2.0 * tree["x"]}
+
+    mapped = infer.parallel_vectorized(double)
+    for shift in (0.0, 1.0):
+        x = jnp.arange(1.0 * num_chains)[:, None] + shift
+        np.testing.assert_array_equal(mapped({"x": x})["x"], 2.0 * x)
+    assert len(traced) == (1 if num_chains == 6 else 2)
 
 
 @pytest.mark.parametrize("row", rows(KERNELS, "test_states_keep_their_types"))

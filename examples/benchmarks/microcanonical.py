@@ -3,9 +3,13 @@
 ReLU networks with one learned scale per layer on UCI sets. Every method gets a number of gradients per chain, half of
 it for warm-up; then each is given again as many seconds as the slowest of them took, by resuming it. Effective sample
 sizes are those of the predicted function at the test rows (bulk), per gradient and per second of sampling. Also the
-cost of a step beside that of its bare gradients, and of vectorised chains beside one. Writes JSON.
+cost of a step beside that of its bare gradients, and of vectorised chains beside one: on one device, and shared out
+to as many as there are cores. Writes JSON.
 
     python -m examples.benchmarks.microcanonical --data FOLDER --output output/microcanonical.json
+
+Where chains sit in different functions, the effective size of all together says no more than that: beside it stands
+the sum of those of single chains, which says how fast each moves where it is.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS, init_to_uniform
@@ -137,14 +142,18 @@ def sample(method: str, net: str, data: Any, args: argparse.Namespace) -> dict[s
     def found() -> dict[str, Any]:
         function = np.concatenate(parts, axis=1)
         mixing = metrics.function_space(function)
+        within = sum(metrics.function_space(chain[None]).ess_bulk for chain in function)
         return {
             "median_ess": float(np.median(mixing.ess_bulk)),
+            "median_ess_within": float(np.median(within)),
+            "min_ess_within": float(within.min()),
             "min_ess": float(mixing.ess_bulk.min()),
             "median_rhat": float(np.median(mixing.rhat)),
             "draws": int(function.shape[1]),
             "gradients": gradients,
             "seconds": seconds,
             "median_ess_per_second": float(np.median(mixing.ess_bulk)) / seconds,
+            "median_ess_within_per_second": float(np.median(within)) / seconds,
             "median_ess_per_1000_gradients": 1000 * float(np.median(mixing.ess_bulk)) / gradients,
             "mean": function.mean((0, 1)).tolist(),
             "sd": function.std((0, 1)).tolist(),
@@ -214,14 +223,19 @@ def step_costs(net: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
         parts[integrator] = part, number
     part, number = parts["mclachlan"]
     states = jax.vmap(part.init, (None, 0))(position, jax.random.split(jax.random.key(2), 8))
-    many = jax.jit(jax.vmap(partial(part.run, num_steps=number))).lower(states).compile()
-    calls["eight chains"] = partial(many, states), 8 * number * part.dynamics.evaluations
+    several = partial(part.run, num_steps=number)
+    many = jax.jit(jax.vmap(several)).lower(states).compile()
+    spread = infer.parallel_vectorized(several)
+    for name, call in {"eight chains": many, "eight chains, all devices": spread}.items():
+        jax.block_until_ready(call(states))
+        calls[name] = partial(call, states), 8 * number * part.dynamics.evaluations
     times = wall_clock(interleave(calls, args.rounds))
     ratios = {
         f"{name} / bare gradient": median_ratio(times, name, "bare gradient")
         for name in ("mclachlan", "leapfrog")
     }
-    ratios["eight chains / one, per gradient and chain"] = median_ratio(times, "eight chains", "mclachlan")
+    for name in ("eight chains", "eight chains, all devices"):
+        ratios[f"{name} / one, per gradient and chain"] = median_ratio(times, name, "mclachlan")
     micro = {name: float(np.median(values)) for name, values in times.items()}
     return {"microseconds_per_gradient": micro, "ratios": ratios, "flops": flops, "parameters": position.size}
 
@@ -248,7 +262,11 @@ def print_report(report: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    report: dict[str, Any] = {"step_costs": {}, "cases": {}, **environment([]), "options": vars(args)}
+    # Before JAX is first used; of no effect where it has been.
+    numpyro.set_host_device_count(os.cpu_count() or 1)
+    options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    report: dict[str, Any] = {"step_costs": {}, "cases": {}, **environment([]), "options": options}
+    report["devices"] = jax.local_device_count()
 
     def save(part: str, name: str, found: Any) -> None:
         # What is measured is not lost if a later case is interrupted.

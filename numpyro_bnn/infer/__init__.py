@@ -5,6 +5,7 @@ from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.block import BlockState
 from numpyro_bnn.infer.collapse import collapse
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
+from numpyro_bnn.infer.devices import parallel_vectorized
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
 from numpyro_bnn.infer.hamiltonian import PersistentHMC
@@ -45,6 +46,7 @@ __all__ = [
     "WarmStart",
     "SGMCMCKernel",
     "SGMCMCState",
+    "parallel_vectorized",
     "schedules",
     "temperature_band",
 ]

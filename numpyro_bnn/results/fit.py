@@ -75,7 +75,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
         "num_samples": mcmc.num_samples,
         "num_chains": mcmc.num_chains,
         "thinning": mcmc.thinning,
-        "chain_method": str(mcmc.chain_method),
+        "chain_method": getattr(mcmc.chain_method, "__name__", mcmc.chain_method),
         "last_rng_key": key_text(mcmc.last_state.rng_key),
     }
     # A model that hides its data from the sampler names the one that shows them.

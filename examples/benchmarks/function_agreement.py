@@ -1,0 +1,151 @@
+"""Do samplers agree on the predicted function? Means and standard deviations of long runs, chains as replicates.
+
+Every method runs the same number of chains from random starts, with as many gradients each. For a test input, the
+means (or the logarithms of the standard deviations) of its C chains are C independent values whose spread holds all
+Monte Carlo error, also that of chains that have not mixed; two methods are compared by Welch's t over them. Where
+both have the same law, the root mean square of t is near 1 (sqrt(df / (df - 2)), and inputs are not independent).
+Writes JSON, and a table into a page.
+
+    python -m examples.benchmarks.function_agreement --data FOLDER --docs docs/microcanonical.md
+"""
+
+import argparse
+import json
+import os
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+from numpyro.infer import MCMC
+from scipy import stats
+
+from examples.benchmarks.microcanonical import METHODS, NETS, SETS, functions_of, load, sampler
+from examples.benchmarks.shared import environment
+from examples.shared import at_least, between_marks, writable_file
+from numpyro_bnn import infer, metrics
+
+REFERENCE = "NUTS non-centred"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.function_agreement",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    others = [name for name in METHODS if name != REFERENCE]
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="data sets")
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=["1x20"], help="networks")
+    parser.add_argument("--methods", nargs="+", choices=others, default=others[1:], help="beside NUTS")
+    parser.add_argument("--gradients", type=int, default=500_000, help="per chain, half of them warm-up")
+    parser.add_argument("--draws", type=int, default=500, help="kept per chain, about")
+    parser.add_argument("--num-chains", type=int, default=8, help="independent replicates")
+    parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samplers")
+    parser.add_argument("--data", type=Path, default=None, help="folder of the UCI sets")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output/function_agreement.json"), help="JSON file"
+    )
+    parser.add_argument("--docs", type=Path, help="page whose table is to hold the figures")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ("num_chains",), 3)
+    at_least(parser, args, ("draws",), 4)
+    at_least(parser, args, ("gradients",), 200)
+    at_least(parser, args, ("max_tree_depth",))
+    return args
+
+
+def draws_of(method: str, net: str, data: Any, args: argparse.Namespace) -> tuple[np.ndarray, dict[str, Any]]:
+    """Draws (C, S, N) of the function at the test rows, and what the kernel says of itself."""
+    kernel, warmup, draws = sampler(method, net, args)
+    key = jax.random.fold_in(jax.random.key(args.seed), METHODS.index(method))
+    mcmc = MCMC(
+        kernel,
+        num_warmup=warmup,
+        num_samples=draws,
+        num_chains=args.num_chains,
+        chain_method=infer.parallel_vectorized,
+        progress_bar=False,
+    )
+    mcmc.run(key, data.x_train, data.y_train)
+    about = kernel.describe(mcmc.last_state) if hasattr(kernel, "describe") else {}
+    return functions_of(mcmc, data), about
+
+
+def welch(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Welch's t and its degrees of freedom, for values (C, N) of two methods."""
+    parts = [values.var(0, ddof=1) / len(values) for values in (a, b)]
+    total = parts[0] + parts[1]
+    freedom = total**2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (a, b), strict=True))
+    return (a.mean(0) - b.mean(0)) / np.sqrt(total), freedom
+
+
+def compare(draws: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    """Agreement of two samples (C, S, N) of the function."""
+    found = {}
+    for name, summary in {"mean": np.mean, "log sd": lambda f, axis: np.log(np.std(f, axis))}.items():
+        t, freedom = welch(summary(draws, axis=1), summary(reference, axis=1))
+        found[f"rms t, {name}"] = float(np.sqrt(np.mean(t**2)))
+        found[f"share beyond 95 %, {name}"] = float(np.mean(2 * stats.t.sf(np.abs(t), freedom) < 0.05))
+    sd = reference.std((0, 1))
+    gap = np.abs(draws.mean((0, 1)) - reference.mean((0, 1)))
+    found["expected rms t"] = float(np.sqrt(np.median(freedom) / max(np.median(freedom) - 2, 1)))
+    found["distance of means in sds"] = float(np.median(gap / sd))
+    found["ratio of sds"] = float(np.median(draws.std((0, 1)) / sd))
+    return found
+
+
+def mixing(draws: np.ndarray) -> dict[str, float]:
+    rhat = metrics.function_space(draws).rhat
+    return {"median R-hat": float(np.median(rhat)), "largest R-hat": float(rhat.max())}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| posterior | sampler | RMS t of means | of log sds | expected | distance of means (sd) | ratio of sds "
+        "| median R-hat (NUTS) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        both = f"{row['mixing']['median R-hat']:.2f} ({row['mixing of NUTS']['median R-hat']:.2f})"
+        figures = (
+            "rms t, mean",
+            "rms t, log sd",
+            "expected rms t",
+            "distance of means in sds",
+            "ratio of sds",
+        )
+        cells = " | ".join(f"{row['agreement'][name]:.2f}" for name in figures)
+        lines.append(f"| {row['set']}, {row['net']} | {row['method']} | {cells} | {both} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    args = parse(argv)
+    writable_file(args.output)
+    # Before JAX is first used; of no effect where it has been.
+    numpyro.set_host_device_count(os.cpu_count() or 1)
+    rows: list[dict[str, Any]] = []
+    options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    for name, net in product(args.sets, args.nets):
+        data = load(name, args.data)
+        reference, _ = draws_of(REFERENCE, net, data, args)
+        for method in args.methods:
+            draws, about = draws_of(method, net, data, args)
+            row = {"set": name, "net": net, "method": method, "agreement": compare(draws, reference)}
+            row |= {"mixing": mixing(draws), "mixing of NUTS": mixing(reference), "about": about}
+            rows.append(row)
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            # What is measured is not lost if a later case is interrupted.
+            report = {"rows": rows, **environment([]), "options": options}
+            args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    if args.docs:
+        between_marks(args.docs, table(rows), "function_agreement")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
