@@ -6,7 +6,7 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lint bench docs docs-figures clean
+.PHONY: help demo test unit lint bench docs docs-figures evidence clean
 
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench  speed ratios, written to output/*.json"
 	@echo "make docs   the documentation as a site, warnings are errors (output/docs/index.html)"
 	@echo "make docs-figures  run the examples again whose output and plots the site shows (an hour)"
+	@echo "make evidence DATA=FOLDER  every table of the docs, measured again (hours; goes on where it was)"
 	@echo "make clean  remove the environment and everything generated"
 
 # One stamp per set of requirements: the environment is made anew when pyproject.toml changes.
@@ -59,6 +60,9 @@ docs: $(VENV)/.docs
 
 docs-figures: $(VENV)/.examples
 	$(BIN)/python docs/make_examples.py
+
+evidence: $(VENV)/.test
+	$(BIN)/python -m examples.benchmarks all $(if $(DATA),--data $(DATA))
 
 clean:
 	rm -rf .venv* output build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

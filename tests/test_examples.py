@@ -3,6 +3,8 @@
 import importlib
 import json
 import math
+import re
+import subprocess
 from pathlib import Path
 
 import jax
@@ -18,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("shared.py", "uci_table.py")
+    if path.name not in ("shared.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
     "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
@@ -724,7 +726,7 @@ def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     path, page = tmp_path / "new" / "uci.jsonl", tmp_path / "page.md"
     marks = [
         f"<!-- table of uci_{score}: begin -->\nold\n<!-- table of uci_{score}: end -->"
-        for score in ("rmse", "log_likelihood", "cost")
+        for score in ("rmse", "log_likelihood", "cost", "summary")
     ]
     page.write_text("\n".join(marks))
     call = ("--data", data_folder, "--output", path, "--docs", page, "--effort", 0.05)
@@ -739,7 +741,7 @@ def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     assert run("examples.benchmarks.uci", *call, "--methods", "none") == second
     text = page.read_text()
     assert "old" not in text
-    assert text.count("| yacht |") == 2
+    assert text.count("| yacht |") == 3
     assert "-1.647 ± 0.022" in text
 
 
@@ -765,6 +767,72 @@ def test_uci_tables_name_the_best_and_count_the_splits():
     assert "Machine: 2 cores, cpu. jax 1. Seed 0, effort 1.0." in cost
     # Of -1 and -2: mean -1.5, standard error 0.5; the method of one split says so.
     assert row.startswith("| yacht | -1.500 ± 0.500 | **0.500** (1) | -1.647 ± 0.022 |")
+
+
+def test_uci_summary_takes_the_best_of_the_methods_with_most_splits():
+    from examples.benchmarks.uci_table import tables
+
+    about = {"rmse": 1.0, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0, "head": "homo"}
+    about |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    values = [
+        *(("yacht", "a", split, -0.4 - 0.2 * split) for split in (0, 1)),
+        ("yacht", "b", 0, 0.5),  # one split of two: not compared
+        ("wine", "NNGP", 0, 2.0),  # knows its test rows
+        ("wine", "a", 0, -1.2),
+    ]
+    names = ("set", "method", "split", "log_likelihood")
+    text = tables([dict(zip(names, row, strict=True)) | about for row in values])["uci_summary"]
+    wine, yacht = text.splitlines()[2:]
+    assert yacht.startswith("| yacht | -0.500 ± 0.100 | a, homo | 2 | -1.647 ± 0.022 |")
+    assert "**-0.470** ± 0.030" in yacht
+    assert wine.startswith("| wine | -1.200 | a, homo | 1 |")
+
+
+def test_one_door_to_all_measurements(capsys, tmp_path):
+    """Every benchmark has a name there, every option is one of its script, every table of a page is made by one."""
+    from examples.benchmarks.__main__ import MEASUREMENTS, command, main
+
+    modules = {f"examples.{found.module}" for found in MEASUREMENTS.values()}
+    assert {script for script in SCRIPTS if "benchmarks" in script} <= modules
+    for name, found in MEASUREMENTS.items():
+        words = command(name, tmp_path, str(tmp_path))
+        assert words[2] == f"examples.{found.module}"
+        importlib.import_module(words[2]).parse(words[3:])
+    assert main([]) == 0
+    assert set(MEASUREMENTS) <= set(capsys.readouterr().out.split())
+    assert main(["no-such"]) == 2
+    assert "there are" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["uci", "--splits", "0"])
+    assert stopped.value.code == 2
+
+    pages = [FOLDER.parent / "README.md", *(FOLDER.parent / "docs").glob("*.md")]
+    tables = {name for page in pages for name in re.findall("table of (.*): begin", page.read_text())}
+    sources = "".join(path.read_text() for path in FOLDER.rglob("*.py"))
+    assert len(tables) > 10
+    assert all(f'"{name}"' in sources or (name.startswith("uci_") and name[4:] in sources) for name in tables)
+
+
+def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
+    from examples.benchmarks import __main__ as door
+
+    ran = []
+
+    def pretend(words, check):
+        assert not check
+        ran.append(words[2])
+        return subprocess.CompletedProcess(words, int(words[2].endswith("horseshoe")))
+
+    monkeypatch.setattr(door.subprocess, "run", pretend)
+    call = ["all", "--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert door.main(call)  # one has failed
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: horseshoe"
+    assert len(ran) == len(door.MEASUREMENTS)
+    ran.clear()
+    door.main(call)
+    assert ran == ["examples.benchmarks.horseshoe", "examples.benchmarks.uci"]
+    with pytest.raises(SystemExit):
+        door.main(["all", "--output", str(tmp_path / "other")])
 
 
 def test_infinite_kernel(tmp_path):

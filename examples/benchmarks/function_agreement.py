@@ -54,7 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     at_least(parser, args, ("num_chains",), 3)
     at_least(parser, args, ("draws",), 4)
     at_least(parser, args, ("gradients",), 200)
-    at_least(parser, args, ("max_tree_depth",))
+    at_least(parser, args, ("max_tree_depth",), 2)
     return args
 
 

@@ -88,7 +88,7 @@ def compare(n: int, widths: tuple[int, ...], repeats: int, calls: int, steps: in
     return row
 
 
-def main(argv: list[str] | None = None) -> list[dict]:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("output/gradient_cost.json"), help="JSON file")
     parser.add_argument("--repeats", type=int, default=31, help="interleaved repeats; the median counts")
@@ -96,6 +96,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--steps", type=int, default=50, help="leapfrog steps per trajectory")
     args = parser.parse_args(argv)
     at_least(parser, args, ("repeats", "calls", "steps"))
+    return args
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    args = parse(argv)
     writable_file(args.output)
     sizes = [(455, (50, 1)), (455, (50, 50, 1)), (5000, (50, 50, 1))]
     rows = [compare(n, widths, args.repeats, args.calls, args.steps) for n, widths in sizes]

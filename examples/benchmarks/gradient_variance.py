@@ -137,7 +137,7 @@ def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int
     }
 
 
-def main(argv: list[str] | None = None) -> dict:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--output", type=Path, default=Path("output/gradient_variance.json"), help="JSON file"
@@ -157,6 +157,11 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
     at_least(parser, args, ("draws",), 2)
     at_least(parser, args, ("steps", "rounds", "calls", "width", "channels"))
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict:
+    args = parse(argv)
     writable_file(args.output)
     variances = []
     for batch_size in args.batch_sizes:

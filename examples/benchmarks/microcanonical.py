@@ -33,7 +33,7 @@ from numpyro.infer.util import initialize_model
 
 from examples.benchmarks.shared import environment, interleave, median_ratio, wall_clock
 from examples.ensembles import made_data
-from examples.shared import at_least, writable_file
+from examples.shared import at_least, between_marks, writable_file
 from numpyro_bnn import datasets, infer, metrics, models, nn, priors, sgmcmc, to_inference_data
 
 NETS = {"1x20": [20, 1], "2x16": [16, 16, 1]}
@@ -55,14 +55,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gradients", type=int, default=250_000, help="per chain, half of them warm-up")
     parser.add_argument("--draws", type=int, default=500, help="kept per chain, about")
     parser.add_argument("--num-chains", type=int, default=2, help="one after the other")
-    parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
+    parser.add_argument(
+        "--max-tree-depth", type=int, default=8, help="of NUTS; bounds the adjusted trajectories likewise"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="interleaved repeats of the step costs")
     parser.add_argument("--steps", type=int, default=1000, help="gradients per repeat")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samplers")
     parser.add_argument("--data", type=Path, default=None, help="folder of the UCI sets")
     parser.add_argument("--output", type=Path, default=Path("output/microcanonical.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose tables are to hold the figures")
     args = parser.parse_args(argv)
-    at_least(parser, args, ("num_chains", "max_tree_depth", "rounds"))
+    at_least(parser, args, ("num_chains", "rounds"))
+    at_least(parser, args, ("max_tree_depth",), 2)
     at_least(parser, args, ("steps",), 2)
     at_least(parser, args, ("draws",), 4)
     at_least(parser, args, ("gradients",), 200)
@@ -93,9 +97,10 @@ def sampler(method: str, net: str, args: argparse.Namespace) -> tuple[Any, int, 
     if method == "MCLMC":
         each = max(half // (2 * args.draws), 1)
         return infer.MCLMC(model_of(net), steps_per_draw=each), args.draws, args.draws
-    # Trajectories of near a hundred gradients; their number is what is found out.
-    transitions = max(half // 200, 4)
-    return infer.AdjustedMCLMC(model_of(net), steps_per_draw=1), transitions, transitions
+    # Bounded like the trees of NUTS; two gradients a step.
+    most = 2 ** (args.max_tree_depth - 1) - 1
+    transitions = max(half // (2 * most), 4)
+    return infer.AdjustedMCLMC(model_of(net), max_steps=most, steps_per_draw=1), transitions, transitions
 
 
 def gradients_of(mcmc: MCMC) -> int:
@@ -246,17 +251,25 @@ def _flops(compiled: Any) -> float | None:
     return (analysis or {}).get("flops")
 
 
-def print_report(report: dict[str, Any]) -> None:
-    print(f"\n{'':36}{'ESS':>8}{'least':>7}{'ESS/s':>9}{'per 1000 g':>12}{'ESS/s, equal time':>19}")
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Markdown tables by name: mixing of each sampler, and what a step costs."""
+    mixing = [
+        "| posterior | sampler | ESS, median | least | within chains, median | least | median R-hat "
+        "| ESS/s | within/s | at equal seconds: ESS/s | within/s |",
+        "|" + " --- |" * 11,
+    ]
     for case, methods in report["cases"].items():
         for method, found in methods.items():
             g, s = found["equal_gradients"], found["equal_seconds"]
-            print(
-                f"{case + ', ' + method:36}{g['median_ess']:8.0f}{g['min_ess']:7.0f}{g['median_ess_per_second']:9.2f}"
-                f"{g['median_ess_per_1000_gradients']:12.3f}{s['median_ess_per_second']:19.2f}"
-            )
+            sizes = ("median_ess", "min_ess", "median_ess_within", "min_ess_within")
+            rates = ("median_ess_per_second", "median_ess_within_per_second")
+            cells = [f"{g[name]:.0f}" for name in sizes] + [f"{g['median_rhat']:.2f}"]
+            cells += [f"{part[name]:.2f}" for part in (g, s) for name in rates]
+            mixing.append(" | ".join([f"| {case}", method, *cells]) + " |")
+    cost = ["| network | ratio of times per gradient | |", "| --- | --- | --- |"]
     for case, costs in report["step_costs"].items():
-        print(case, {name: round(ratio, 3) for name, ratio in costs["ratios"].items()})
+        cost += [f"| {case} | {name} | {ratio:.2f} |" for name, ratio in costs["ratios"].items()]
+    return {"microcanonical": "\n".join(mixing), "microcanonical_cost": "\n".join(cost)}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -277,7 +290,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         save("step_costs", f"{args.sets[0]}, {net}", step_costs(net, args.sets[0], args))
     for name, net in product(args.sets if args.methods else [], args.nets):
         save("cases", f"{name}, {net}", compare(name, net, args))
-    print_report(report)
+    for name, text in tables(report).items():
+        print(f"\n{text}")
+        if args.docs is not None and (args.methods or name == "microcanonical_cost"):
+            between_marks(args.docs, text, name)
     return report
 
 

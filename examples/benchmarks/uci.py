@@ -244,9 +244,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     lines = lines_of(args.output)
     for text in tables(lines).values():
         print(f"\n{text}")
-    if args.docs is not None:
+    for page in args.docs:
         for name, text in tables(lines).items():
-            between_marks(args.docs, text, name)
+            if f"table of {name}: begin" in page.read_text():
+                between_marks(page, text, name)
     return lines
 
 
@@ -267,7 +268,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps and draws")
     parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
     parser.add_argument("--output", type=Path, default=Path("output/uci.jsonl"), help="file that grows")
-    parser.add_argument("--docs", type=Path, help="page whose tables are to be replaced")
+    parser.add_argument(
+        "--docs", type=Path, nargs="+", default=[], help="pages whose tables are to be replaced"
+    )
     parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false")
     args = parser.parse_args(argv)
     args.methods = [name for name in args.methods if name != "none"]

@@ -24,6 +24,8 @@ _OTHERS = {
     "yacht": ((0.666, 0.050), (-1.250, 0.016), (-0.47, 0.03), (1.58, 0.48), (-1.18, 0.21)),
 }
 COLUMNS = ("PBP", "MC dropout", "DVI", "deep ensembles")
+# On wine a third of the test rows also stands among the training rows: a process that learns no noise knows these.
+NOT_COUNTED = {("wine", "NNGP")}
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     name: {
         "PBP": {"rmse": PBP[name][0], "log_likelihood": PBP[name][1]},
@@ -42,7 +44,33 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
     """
     kept = list(lines)
     scores = {f"uci_{score}": _table(kept, score) for score in ("log_likelihood", "rmse")}
-    return scores | {"uci_cost": _cost(kept)}
+    return scores | {"uci_cost": _cost(kept), "uci_summary": _summary(kept)}
+
+
+def _summary(lines: list[dict[str, Any]]) -> str:
+    """For each set the best mean log likelihood of ours, of the methods with the most splits, and published ones."""
+    heads = ["test log likelihood", "ours", "method", "splits", *COLUMNS]
+    rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for name in PUBLISHED:
+        by_method: dict[str, dict[int, float]] = {}
+        for line in lines:
+            if line["set"] == name and (name, line["method"]) not in NOT_COUNTED:
+                at = by_method.setdefault(f"{line['method']}, {line['head']}", {})
+                at[line["split"]] = line["log_likelihood"]
+        if not by_method:
+            continue
+        most = max(map(len, by_method.values()))
+        method, found = max(
+            ((method, list(at.values())) for method, at in by_method.items() if len(at) == most),
+            key=lambda pair: float(np.mean(pair[1])),
+        )
+        spread = np.std(found, ddof=1) / most**0.5 if most > 1 else float("nan")
+        pairs = [(float(np.mean(found)), float(spread), most)]
+        pairs += [(*PUBLISHED[name][column]["log_likelihood"], most) for column in COLUMNS]
+        best = max(pair[0] for pair in pairs)
+        ours, *theirs = (_cell(pair, 1, best, most) for pair in pairs)
+        rows.append("| " + " | ".join([name, ours, method, str(most), *theirs]) + " |")
+    return "\n".join(rows)
 
 
 def _cost(lines: list[dict[str, Any]]) -> str:

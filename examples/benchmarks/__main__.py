@@ -1,0 +1,136 @@
+"""One door to all measurements: every figure of the docs, from one command.
+
+    python -m examples.benchmarks                                    what there is
+    python -m examples.benchmarks uci --sets boston --methods mclmc  one, with options of its own (--help)
+    python -m examples.benchmarks all --data FOLDER                  all, as the docs have them
+
+`all` takes hours. It can be interrupted: what has ended is marked by a file NAME.done and not run again, and the
+longest, `uci`, goes on within its file.
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from examples.shared import writable_folder
+
+
+class Measurement(NamedTuple):
+    """A script, and how the docs run it.
+
+    :param module: of `examples`.
+    :param output: option with the file or folder that is written, and its name.
+    :param options: further ones.
+    :param data: it reads the data folder.
+    :param continues: it knows itself what is left to do.
+    """
+
+    module: str
+    output: tuple[str, str]
+    options: str = ""
+    data: bool = True
+    continues: bool = False
+
+
+def _json(name: str, options: str = "", **more: bool) -> Measurement:
+    return Measurement(f"benchmarks.{name}", ("--output", f"{name}.json"), options, **more)
+
+
+# Short ones first.
+MEASUREMENTS = {
+    "gradient_cost": _json("gradient_cost", data=False),
+    "sgld_step": _json("sgld_step", data=False),
+    "orbit_moves": _json("orbit_moves", data=False),
+    "coupling_step": _json("coupling_step", data=False),
+    "gradient_variance": _json("gradient_variance", data=False),
+    "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
+    "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),
+    "horseshoe": _json("horseshoe", data=False),
+    "california": Measurement("probabilistic_backpropagation", ("--output", "california")),
+    "adf_uci": _json("adf_uci", "--docs docs/adf.md"),
+    "hierarchical_hmc": _json(
+        "hierarchical_hmc", "--docs docs/hierarchical.md --num-chains 2 --num-warmup 500 --num-samples 1000"
+    ),
+    "rdata": Measurement("two_modes", ("--output", "rdata"), "--docs docs/hierarchical.md"),
+    "microcanonical": _json("microcanonical", "--docs docs/microcanonical.md"),
+    "function_agreement": _json("function_agreement", "--docs docs/microcanonical.md"),
+    "infinite_uci": _json("infinite_uci", "--docs docs/infinite.md"),
+    "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
+    "fashion": Measurement("image_classification", ("--output", "fashion"), "--docs docs/guides.md"),
+    "uci": Measurement(
+        "benchmarks.uci", ("--output", "uci.jsonl"), "--docs docs/evidence.md README.md", continues=True
+    ),
+}
+
+
+def overview() -> str:
+    """A line for each measurement: its name and the first sentence of its script."""
+    width = max(map(len, MEASUREMENTS))
+    lines = []
+    for name, found in MEASUREMENTS.items():
+        about = importlib.import_module(f"examples.{found.module}").__doc__ or ""
+        lines.append(f"{name:{width}}  {about.strip().splitlines()[0]}")
+    return "\n".join(lines)
+
+
+def command(name: str, folder: Path, data: str | None) -> list[str]:
+    """What `all` runs for a measurement."""
+    found = MEASUREMENTS[name]
+    option, output = found.output
+    words = ["-m", f"examples.{found.module}", option, str(folder / output), *found.options.split()]
+    return [sys.executable, *words, *(["--data", data] if found.data and data else [])]
+
+
+def run_all(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks all", description="All of them, as the docs have them."
+    )
+    parser.add_argument("--data", default=os.environ.get("NUMPYRO_BNN_DATA"), help="folder of the data sets")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output/evidence"), help="folder of the JSON files"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
+    args = parser.parse_args(argv)
+    if args.data is None and not args.dry_run:
+        parser.error("--data: the docs' figures are of real data; name their folder, or set NUMPYRO_BNN_DATA")
+    folder, failed = writable_folder(args.output), []
+    for name, found in MEASUREMENTS.items():
+        words = command(name, folder, args.data)
+        mark = folder / f"{name}.done"
+        if mark.exists() and not found.continues:
+            print(f"{name}: done", flush=True)
+            continue
+        print(f"{name}: {' '.join(['python', *words[1:]])}", flush=True)
+        if args.dry_run:
+            continue
+        if subprocess.run(words, check=False).returncode:
+            failed.append(name)
+        else:
+            mark.touch()
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
+    return bool(failed)
+
+
+def main(argv: list[str] | None = None) -> object:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{__doc__}\n{overview()}")
+        return 0
+    name, *rest = argv
+    if name == "all":
+        return run_all(rest)
+    if name not in MEASUREMENTS:
+        names = ", ".join([*MEASUREMENTS, "all"])
+        print(f"examples.benchmarks: no measurement {name!r}; there are {names}", file=sys.stderr)
+        return 2
+    importlib.import_module(f"examples.{MEASUREMENTS[name].module}").main(rest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
