@@ -338,6 +338,27 @@ def test_divergence_is_reported_with_chain_and_step():
     assert kernel.get_diagnostics_str(single) == "2 steps of size 2.00e+06, DIVERGED at step 3"
 
 
+def test_a_run_whose_first_chain_diverged_is_exported_with_predictions():
+    """The other chains are not lost, although NumPyro refuses a normal distribution whose mean is NaN."""
+    x = jnp.arange(4.0)
+
+    def regression(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    kernel = infer.SGLD(regression, 1e7, temperature=0.0, steps_per_draw=20, warm_start=0.0)
+    mcmc = MCMC(
+        kernel, num_warmup=0, num_samples=2, num_chains=2, chain_method="vectorized", progress_bar=False
+    )
+    mcmc.run(jax.random.key(0), x, x * 0, init_params={"w": jnp.array([1.0, 0.0])})
+    with pytest.warns(UserWarning, match="diverged"):
+        idata = numpyro_bnn.to_inference_data(mcmc, predictions={"x": x[:3]})
+    mean = idata["predictions"]["y_mean"].to_numpy()
+    assert np.isnan(mean[0]).all() or np.isnan(mean[0][:, 1:]).all()
+    np.testing.assert_array_equal(mean[1], 0.0)
+
+
 def test_a_diverging_warm_start_is_reported():
     kernel = infer.SGLD(quadratic, 0.1, steps_per_draw=5, optimizer=_explode())
     mcmc = MCMC(kernel, num_warmup=4, num_samples=2, progress_bar=False)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 
 from numpyro_bnn import _programs
@@ -31,7 +32,9 @@ def site_trace(
         return draw.get(site["name"]) if site["type"] == "sample" else None
 
     inner = unobserved(model) if predict else model
-    return full_trace(inner, latent, args, kwargs, rng_key)
+    # A draw of a chain that diverged is NaN: parameters that are no numbers are no reason to lose the other chains.
+    with numpyro.validation_enabled(False):
+        return full_trace(inner, latent, args, kwargs, rng_key)
 
 
 def training_statistics(
