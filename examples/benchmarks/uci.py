@@ -50,7 +50,11 @@ def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws:
     from numpyro_bnn import infer
 
     warmup, draws = max(2, round(args.effort * warmup)), max(4, round(args.effort * draws))
-    options = {"num_chains": CHAINS, "chain_method": infer.parallel_vectorized, "progress_bar": False}
+    options = {
+        "num_chains": CHAINS // 2 if data.name in LARGE else CHAINS,
+        "chain_method": infer.parallel_vectorized,
+        "progress_bar": False,
+    }
     mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, **options)
     mcmc.run(jax.random.key(args.seed), data.x_train, data.y_train, **call)
     return mcmc
