@@ -99,18 +99,26 @@ def compare(draws: np.ndarray, reference: np.ndarray) -> dict[str, float]:
 
 
 def mixing(draws: np.ndarray) -> dict[str, float]:
-    rhat = metrics.function_space(draws).rhat
-    return {"median R-hat": float(np.median(rhat)), "largest R-hat": float(rhat.max())}
+    found = metrics.function_space(draws)
+    return {
+        "median R-hat": float(np.median(found.rhat)),
+        "largest R-hat": float(found.rhat.max()),
+        "median ESS": float(np.median(found.ess_bulk)),
+        "least ESS": float(found.ess_bulk.min()),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| posterior | sampler | RMS t of means | of log sds | expected | distance of means (sd) | ratio of sds "
-        "| median R-hat (NUTS) |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| median R-hat (NUTS) | median ESS (NUTS) |",
+        "|" + " --- |" * 9,
     ]
     for row in rows:
-        both = f"{row['mixing']['median R-hat']:.2f} ({row['mixing of NUTS']['median R-hat']:.2f})"
+        both = " | ".join(
+            f"{row['mixing'][name]:.{digits}f} ({row['mixing of NUTS'][name]:.{digits}f})"
+            for name, digits in (("median R-hat", 2), ("median ESS", 0))
+        )
         figures = (
             "rms t, mean",
             "rms t, log sd",
