@@ -274,6 +274,27 @@ def test_held_out_rows_stop_the_descent():
     assert (scores[-1] > scores[-18]).mean() < 1  # some chain was best early
 
 
+def test_one_huge_gradient_at_the_start_is_forgotten():
+    """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for 10,000s of steps."""
+
+    def beside_a_wall():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.factor("wall", -1e12 * jnp.maximum(w[0] - 1.98, 0.0))
+
+    def end_of(warm):
+        kernel = infer.SGLD(beside_a_wall, 1e-6, warm_start=warm, steps_per_draw=1)
+        start = {"w": jnp.array([2.0, 1.0])}
+        state = kernel.init(jax.random.key(0), 20, start, (), {})
+        sample = jax.jit(lambda s: kernel.sample(s, (), {}))
+        for _ in range(10):
+            state = sample(state)
+        return np.ravel(kernel.members(state, (), {})["w"])
+
+    np.testing.assert_allclose(end_of(infer.WarmStart(0.5, num_steps=1000)), 0.0, atol=0.02)
+    plain = end_of(infer.WarmStart(0.5, num_steps=1000, optimizer=optax.adam(0.01)))
+    assert plain[0] > 1.8
+
+
 def test_held_out_rows_on_minibatches():
     warm = infer.WarmStart(0.5, num_steps=400, held_out=0.1, optimizer=optax.adam(0.1))
     mcmc = run(infer.SGLD(regression, 1e-5, warm_start=warm, steps_per_draw=10), 20, 2, X, Y, batch_size=B)

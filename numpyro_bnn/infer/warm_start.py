@@ -42,7 +42,8 @@ class WarmStart:
 
     :param share: of the transitions of the warm-up, in [0, 1); 0 for none.
     :param num_steps: steps of the optimiser, in all; by default as many as that share would sample.
-    :param optimizer: optax transformation; Adam with learning rate 0.01 by default.
+    :param optimizer: optax transformation; by default Adam with learning rate 0.01, of gradients clipped to norm 1: at
+        a random start one may be a billion times larger than the others, and Adam's scale would not forget it.
     :param held_out: share of the rows that are kept from the optimiser, in [0, 1). Where it is not 0, a chain goes on
         from the transition whose end predicts them best: early stopping, judged afterwards. The same rows for all
         chains; sampling then uses all rows.
@@ -73,7 +74,8 @@ class WarmStart:
     @property
     def transformation(self) -> Any:
         """The optimiser."""
-        return optax.adam(0.01) if self.optimizer is None else self.optimizer
+        usual = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
+        return usual if self.optimizer is None else self.optimizer
 
     def steps_of(self, transitions: int, usual: int) -> int:
         """Steps per transition, where there are so many, and ``usual`` steps would be sampled in one."""
