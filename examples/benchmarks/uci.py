@@ -90,7 +90,8 @@ def nuts(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 def sghmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     from numpyro_bnn import infer
 
-    kernel = infer.SGHMC(model_of(data, head), steps_per_draw=100)
+    warm = infer.WarmStart(held_out=0.1, spread=0.5)
+    kernel = infer.SGHMC(model_of(data, head), steps_per_draw=100, warm_start=warm)
     batch = min(64, len(data.y_train))
     return {"SGHMC": scored(sample(kernel, data, args, 300, 300, batch_size=batch), data)}
 

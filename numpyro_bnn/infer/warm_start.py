@@ -42,8 +42,8 @@ class WarmStart:
 
     :param share: of the transitions of the warm-up, in [0, 1); 0 for none.
     :param num_steps: steps of the optimiser, in all; by default as many as that share would sample.
-    :param optimizer: optax transformation; by default Adam with learning rate 0.01, of gradients clipped to norm 1: at
-        a random start one may be a billion times larger than the others, and Adam's scale would not forget it.
+    :param optimizer: optax transformation; by default Adam with learning rate 0.01, of gradients clipped to norm 1:
+        at a random start one may be a billion times larger than the others, and Adam's scale would not forget it.
     :param held_out: share of the rows that are kept from the optimiser, in [0, 1). Where it is not 0, a chain goes on
         from the transition whose end predicts them best: early stopping, judged afterwards. The same rows for all
         chains; sampling then uses all rows.
