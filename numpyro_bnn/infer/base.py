@@ -52,8 +52,7 @@ class SGMCMCKernel(MCMCKernel):
         :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
     :param warm_start: share of the warm-up spent on optimisation, in [0, 1), 0 for none; or a
         :class:`~numpyro_bnn.infer.WarmStart` with more to choose.
-    :param optimizer: optax transformation of the warm start; by default that of
-        :class:`~numpyro_bnn.infer.WarmStart`.
+    :param optimizer: optax transformation of the warm start; by default that of ``WarmStart``.
     :param bias_tolerance: relative error of a posterior variance that ``step_size=None`` aims at.
     :param init_strategy: as for NumPyro's kernels.
 
