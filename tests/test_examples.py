@@ -252,6 +252,7 @@ def test_microcanonical(tmp_path):
     assert set(costs["ratios"]) > {"mclachlan / bare gradient"}
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_function_agreement(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
