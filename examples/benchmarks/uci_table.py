@@ -42,7 +42,8 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
     """Markdown tables by name, from the lines of the runner; means over splits and their standard errors.
 
-    The best mean of a row is bold. Where methods have not seen the same splits their number stands beside the mean.
+    The best mean of a row is bold. Where a method has seen fewer splits than others, their number stands beside its
+    mean, which is not compared.
     """
     kept = list(lines)
     scores = {f"uci_{score}": _table(kept, score) for score in ("log_likelihood", "rmse")}
@@ -143,7 +144,7 @@ def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> str:
     pairs = [PUBLISHED[name][column][score] for column in COLUMNS]
     cells += [None if pair is None else (*pair, most) for pair in pairs]
     sign = 1 if score == "log_likelihood" else -1
-    best = max(sign * cell[0] for cell in cells if cell)
+    best = max(sign * cell[0] for cell in cells if cell and cell[2] == most)
     return " | ".join([f"| {name}", *(_cell(cell, sign, best, most) for cell in cells)]) + " |"
 
 
@@ -153,6 +154,6 @@ def _cell(cell: tuple[float, float, int] | None, sign: int, best: float, most: i
     mean, error, count = cell
     digits = 4 if abs(mean) < 0.15 else 3
     text = f"{mean:.{digits}f}"
-    text = f"**{text}**" if sign * mean == best else text
+    text = f"**{text}**" if sign * mean == best and count == most else text
     text += "" if np.isnan(error) else f" ± {error:.{digits}f}"
     return text if count == most else f"{text} ({count})"
