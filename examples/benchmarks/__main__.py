@@ -23,21 +23,21 @@ class Measurement(NamedTuple):
     """A script, and how the docs run it.
 
     :param module: of `examples`.
-    :param output: option with the file or folder that is written, and its name.
+    :param output: name of the file or folder that is written.
     :param options: further ones.
     :param data: it reads the data folder.
     :param continues: it knows itself what is left to do.
     """
 
     module: str
-    output: tuple[str, str]
+    output: str
     options: str = ""
     data: bool = True
     continues: bool = False
 
 
 def _json(name: str, options: str = "", **more: bool) -> Measurement:
-    return Measurement(f"benchmarks.{name}", ("--output", f"{name}.json"), options, **more)
+    return Measurement(f"benchmarks.{name}", f"{name}.json", options, **more)
 
 
 # Short ones first.
@@ -50,20 +50,18 @@ MEASUREMENTS = {
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
     "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),
     "horseshoe": _json("horseshoe", data=False),
-    "california": Measurement("probabilistic_backpropagation", ("--output", "california")),
+    "california": Measurement("probabilistic_backpropagation", "california"),
     "adf_uci": _json("adf_uci", "--docs docs/adf.md"),
     "hierarchical_hmc": _json(
         "hierarchical_hmc", "--docs docs/hierarchical.md --num-chains 2 --num-warmup 500 --num-samples 1000"
     ),
-    "rdata": Measurement("two_modes", ("--output", "rdata"), "--docs docs/hierarchical.md"),
+    "rdata": Measurement("two_modes", "rdata", "--docs docs/hierarchical.md"),
     "microcanonical": _json("microcanonical", "--docs docs/microcanonical.md"),
     "function_agreement": _json("function_agreement", "--docs docs/microcanonical.md"),
     "infinite_uci": _json("infinite_uci", "--docs docs/infinite.md"),
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
-    "fashion": Measurement("image_classification", ("--output", "fashion"), "--docs docs/guides.md"),
-    "uci": Measurement(
-        "benchmarks.uci", ("--output", "uci.jsonl"), "--docs docs/evidence.md README.md", continues=True
-    ),
+    "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
+    "uci": Measurement("benchmarks.uci", "uci.jsonl", "--docs docs/evidence.md README.md", continues=True),
 }
 
 
@@ -80,8 +78,7 @@ def overview() -> str:
 def command(name: str, folder: Path, data: str | None) -> list[str]:
     """What `all` runs for a measurement."""
     found = MEASUREMENTS[name]
-    option, output = found.output
-    words = ["-m", f"examples.{found.module}", option, str(folder / output), *found.options.split()]
+    words = ["-m", f"examples.{found.module}", "--output", str(folder / found.output), *found.options.split()]
     return [sys.executable, *words, *(["--data", data] if found.data and data else [])]
 
 

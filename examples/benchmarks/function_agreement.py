@@ -10,20 +10,17 @@ Writes JSON, and a table into a page.
 """
 
 import argparse
-import json
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import numpyro
 from numpyro.infer import MCMC
 from scipy import stats
 
 from examples.benchmarks.microcanonical import METHODS, NETS, SETS, functions_of, load, sampler
-from examples.benchmarks.shared import environment
+from examples.benchmarks.shared import environment, one_device_per_core, options_of, write_report
 from examples.shared import at_least, between_marks, writable_file
 from numpyro_bnn import infer, metrics
 
@@ -134,10 +131,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse(argv)
     writable_file(args.output)
-    # Before JAX is first used; of no effect where it has been.
-    numpyro.set_host_device_count(os.cpu_count() or 1)
+    one_device_per_core()
     rows: list[dict[str, Any]] = []
-    options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     for name, net in product(args.sets, args.nets):
         data = load(name, args.data)
         reference, _ = draws_of(REFERENCE, net, data, args)
@@ -147,9 +142,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             row |= {"mixing": mixing(draws), "mixing of NUTS": mixing(reference), "about": about}
             rows.append(row)
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-            # What is measured is not lost if a later case is interrupted.
-            report = {"rows": rows, **environment([]), "options": options}
-            args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+            write_report(args.output, {"rows": rows, **environment([]), "options": options_of(args)})
     if args.docs:
         between_marks(args.docs, table(rows), "function_agreement")
     return rows

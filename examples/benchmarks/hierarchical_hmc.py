@@ -9,7 +9,6 @@ training inputs per 100,000 gradients, after warm-up. Writes JSON.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ from numpyro.infer import NUTS, Gibbs, init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import environment, sample_chain
+from examples.benchmarks.shared import environment, options_of, sample_chain, write_report
 from examples.neal import load_data
 from examples.shared import at_least, between_marks, writable_file
 from numpyro_bnn import infer, priors
@@ -209,10 +208,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name, way in product(args.sets, args.ways):
         rows.append(measure(name, way, args))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
-        # What is measured is not lost if a later way is interrupted.
-        options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        report = {"rows": rows, **environment([]), "options": options}
-        args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        report = {"rows": rows, **environment([]), "options": options_of(args)}
+        write_report(args.output, report)
     if args.docs:
         between_marks(args.docs, table(rows), "hierarchical_hmc")
     return report

@@ -13,7 +13,6 @@ the sum of those of single chains, which says how fast each moves where it is.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -25,13 +24,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS, init_to_uniform
 from numpyro.infer.util import initialize_model
 
-from examples.benchmarks.shared import environment, interleave, median_ratio, wall_clock
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    median_ratio,
+    one_device_per_core,
+    options_of,
+    wall_clock,
+    write_report,
+)
 from examples.ensembles import made_data
 from examples.shared import at_least, between_marks, writable_file
 from numpyro_bnn import datasets, infer, metrics, models, nn, priors, sgmcmc, to_inference_data
@@ -275,16 +281,13 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    # Before JAX is first used; of no effect where it has been.
-    numpyro.set_host_device_count(os.cpu_count() or 1)
-    options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-    report: dict[str, Any] = {"step_costs": {}, "cases": {}, **environment([]), "options": options}
+    one_device_per_core()
+    report: dict[str, Any] = {"step_costs": {}, "cases": {}, **environment([]), "options": options_of(args)}
     report["devices"] = jax.local_device_count()
 
     def save(part: str, name: str, found: Any) -> None:
-        # What is measured is not lost if a later case is interrupted.
         report[part][name] = found
-        args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        write_report(args.output, report)
 
     for net in args.nets:
         save("step_costs", f"{args.sets[0]}, {net}", step_costs(net, args.sets[0], args))

@@ -1,5 +1,7 @@
 """What the benchmarks share: timing contenders in turns, and what machine and versions the figures are of."""
 
+import argparse
+import json
 import os
 import platform
 import statistics
@@ -7,10 +9,12 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import numpyro
 from jax import lax
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -20,9 +24,12 @@ __all__ = [
     "interleave",
     "mean_and_error",
     "median_ratio",
+    "one_device_per_core",
+    "options_of",
     "repeated",
     "sample_chain",
     "wall_clock",
+    "write_report",
 ]
 
 # Probabilistic backpropagation on the standard splits of the UCI sets, 50 hidden units (100 for protein): test RMSE
@@ -110,6 +117,21 @@ def sample_chain(
         state, kept = jax.block_until_ready(run(state))
         seconds[phase] = time.perf_counter() - start
     return kept, seconds
+
+
+def one_device_per_core() -> None:
+    """Before JAX is first used; of no effect where it has been."""
+    numpyro.set_host_device_count(os.cpu_count() or 1)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a run, without paths: where files lay on this machine is of no interest elsewhere."""
+    return {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write all that has been measured so far: it is not lost if a later case is interrupted."""
+    path.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
 def environment(packages: Sequence[str]) -> dict[str, Any]:

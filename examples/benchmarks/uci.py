@@ -10,7 +10,6 @@ one noise for all (`homo`) or an output for it (`hetero`). With `--docs` the tab
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpyro
 import tqdm
 
-from examples.benchmarks.shared import environment
+from examples.benchmarks.shared import environment, one_device_per_core
 from examples.benchmarks.uci_table import PUBLISHED, tables
 from examples.shared import at_least, between_marks, writable_file
 
@@ -232,8 +230,7 @@ def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse(argv)
     writable_file(args.output)
-    # Before JAX is first used; of no effect where it has been.
-    numpyro.set_host_device_count(os.cpu_count() or 1)
+    one_device_per_core()
     key = ("set", "split", "run", "head", "effort", "seed")
     done = {tuple(line[name] for name in key) for line in lines_of(args.output)}
     jobs = [job for job in plan(args) if (*job.values(), args.effort, args.seed) not in done]
@@ -247,10 +244,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             file.write("".join(f"{json.dumps(line | environment([]))}\n" for line in lines))
             file.flush()
     lines = lines_of(args.output)
-    for text in tables(lines).values():
+    made = tables(lines)
+    for text in made.values():
         print(f"\n{text}")
     for page in args.docs:
-        for name, text in tables(lines).items():
+        for name, text in made.items():
             if f"table of {name}: begin" in page.read_text():
                 between_marks(page, text, name)
     return lines

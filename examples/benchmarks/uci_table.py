@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.benchmarks.shared import PBP
+from examples.benchmarks.shared import PBP, mean_and_error
 
 __all__ = ["PUBLISHED", "tables"]
 
@@ -72,7 +72,7 @@ def _summary(lines: list[dict[str, Any]]) -> str:
             ((method, at) for method, at in by_method.items() if len(at) == most),
             key=lambda pair: float(np.mean(list(pair[1].values()))),
         )
-        run = _mean_and_error(list(found.values()), most)
+        run = _summary_of(list(found.values()))
         estimate = _over_all(found, baseline[name]) if name in baseline else None
         published = [(*PUBLISHED[name][column]["log_likelihood"], most) for column in COLUMNS]
         best = max(cell[0] for cell in [estimate or run, *published])
@@ -90,13 +90,14 @@ def _by_split() -> dict[str, list[float]]:
 def _over_all(found: dict[int, float], baseline: list[float]) -> tuple[float, float, int]:
     """Mean over all splits of the baseline, plus the gain over it on those that have been run."""
     gains = [value - baseline[split] for split, value in found.items()]
-    gain, error, count = _mean_and_error(gains, len(gains))
+    gain, error, count = _summary_of(gains)
     return gain + float(np.mean(baseline)), error, count
 
 
-def _mean_and_error(values: list[float], count: int) -> tuple[float, float, int]:
-    error = float(np.std(values, ddof=1)) / count**0.5 if count > 1 else float("nan")
-    return float(np.mean(values)), error, count
+def _summary_of(values: list[float]) -> tuple[float, float, int]:
+    """Mean, standard error, and number; a single value has no error (NaN)."""
+    mean, error = mean_and_error(values)
+    return mean, error if len(values) > 1 else float("nan"), len(values)
 
 
 def _cost(lines: list[dict[str, Any]]) -> str:
@@ -139,7 +140,7 @@ def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> str:
     cells: list[tuple[float, float, int] | None] = []
     for by_split in ours.values():
         found = list(by_split.values())
-        cells.append(_mean_and_error(found, len(found)) if found else None)
+        cells.append(_summary_of(found) if found else None)
     most = max((cell[2] for cell in cells if cell), default=0)
     pairs = [PUBLISHED[name][column][score] for column in COLUMNS]
     cells += [None if pair is None else (*pair, most) for pair in pairs]
