@@ -23,8 +23,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.benchmarks.shared import environment, interleave, median_ratio, repeated, wall_clock
-from examples.shared import at_least, between_marks, writable_folder
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    median_ratio,
+    options_of,
+    repeated,
+    wall_clock,
+    write_report,
+)
+from examples.shared import at_least, between_marks, markdown, writable_folder
 
 CHUNK = 1000  # images per call of a prediction
 
@@ -335,13 +343,13 @@ def table(folder: Path) -> str:
     reports = [json.loads(path.read_text()) for path in paths if path.is_file()]
     names = [name for name in reports[0] if name.startswith(("accuracy", "log_score", "ece", "auroc"))]
     heads = ["network", "members", "epochs", *names, "step / plain step", "seconds per epoch", "seconds"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    rows = []
     for report in reports:
         cells = [report["net"], *(str(report["options"][name]) for name in ("members", "num_epochs"))]
         cells += [f"{report[name]:.3f}" for name in names] + [f"{report['step']['ratio']:.2f}"]
         cells += [f"{statistics.median(report['seconds']):.0f}", f"{sum(report['seconds']):.0f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown(heads, rows)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -366,10 +374,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(f"{name:36}{value:8.4f}")
     seconds = [second for learned in members for second in learned.seconds]
     print(f"{sum(seconds):.0f} s of training in all, {statistics.median(seconds):.1f} s per epoch")
-    options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     report = {"net": args.net, "weights": size, **scores, "step": ratio, "seconds": seconds}
     path = folder / f"image_classification_{args.net}.json"
-    path.write_text(json.dumps({**report, "options": options, **environment([])}, indent=1) + "\n")
+    write_report(path, {**report, "options": options_of(args), **environment([])})
     if args.docs is not None:
         between_marks(args.docs, table(folder), "image_classification")
     print("written: " + ", ".join(map(str, [path, *draw_plots(known, foreign, data, folder)])))

@@ -2,10 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["at_least", "between_marks", "writable_file", "writable_folder"]
+__all__ = ["at_least", "between_marks", "markdown", "writable_file", "writable_folder"]
 
 
 def at_least(
@@ -41,6 +42,12 @@ def writable_file(path: Path) -> Path:
     except OSError as error:
         sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
     return path
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def between_marks(page: Path, text: str, name: str) -> None:

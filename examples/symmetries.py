@@ -14,17 +14,15 @@ Runs on the diabetes data that ship with scikit-learn, or on a UCI set of a data
 import argparse
 import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from examples.benchmarks.shared import environment, options_of
 from examples.shared import at_least, writable_folder
 
 WAYS = ("centred", "non-centred", "moves", "quotient")
@@ -400,9 +398,8 @@ def settings_of(data: Any, args: argparse.Namespace) -> dict[str, Any]:
         "dataset": data.name,
         "num_train": len(data.y_train),
         "num_features": data.x_train.shape[1],
-        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
-        "versions": {name: version(name) for name in ("jax", "numpyro", "numpyro_bnn")},
-        "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
+        "settings": options_of(args),
+        **environment([]),
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from examples.neal import KERNEL, load_data, new_figure, save_figure
-from examples.shared import at_least, between_marks, writable_folder
+from examples.shared import at_least, between_marks, markdown, writable_folder
 
 # The file rlog.net of his ex-netgp after 50,000 iterations of 2,000 leapfrogs: average log probability of the test
 # targets and squared error, each with its standard error.
@@ -123,16 +123,18 @@ def scores_of_chains(
 
 def table(report: dict[str, Any]) -> str:
     """Markdown: a row for each chain, for all of them, and for Neal's run."""
-    lines = ["| | log probability | squared error | turns up |", "| --- | --- | --- | --- |"]
-    rows = {
+    found = {
         **report["test"],
         "Neal's run": {"log_probability": NEAL[0], "squared_error": NEAL[1], "turns_up": None},
     }
-    for name, row in rows.items():
-        scores = "{:.3f} ± {:.3f} | {:.4f} ± {:.4f}".format(*row["log_probability"], *row["squared_error"])
-        share = "-" if row["turns_up"] is None else f"{row['turns_up']:.2%}"
-        lines.append(f"| {name} | {scores} | {share} |")
-    return "\n".join(lines)
+    rows = []
+    for name, row in found.items():
+        scores = (
+            "{:.3f} ± {:.3f}".format(*row["log_probability"]),
+            "{:.4f} ± {:.4f}".format(*row["squared_error"]),
+        )
+        rows.append((name, *scores, "-" if row["turns_up"] is None else f"{row['turns_up']:.2%}"))
+    return markdown(("", "log probability", "squared error", "turns up"), rows)
 
 
 def draw_modes(x: np.ndarray, f: np.ndarray, left: np.ndarray, up: np.ndarray, data: Any, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every script of examples/ runs, tiny, and returns and writes what it says."""
 
 import importlib
+import inspect
 import json
 import math
 import re
@@ -35,6 +36,7 @@ SHORT = {
     "examples.symmetries": "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples 8"
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
+    "examples.benchmarks.compilation": "--kernels NUTS --rows 6 --width 1 --num-chains 1",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
@@ -278,16 +280,55 @@ def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
     assert compare(first + 2.0, second)["rms t, mean"] > 3
 
 
+def page_with(folder, *names):
+    """A page with places for tables."""
+    page = folder / "page.md"
+    page.write_text(
+        "".join(f"<!-- table of {name}: begin -->\n<!-- table of {name}: end -->\n" for name in names)
+    )
+    return page
+
+
 def test_gradient_cost(tmp_path):
-    path = tmp_path / "new" / "cost.json"
-    rows = run("examples.benchmarks.gradient_cost", "--output", path)
+    path, page = tmp_path / "new" / "cost.json", page_with(tmp_path, "gradient_cost")
+    rows = run("examples.benchmarks.gradient_cost", "--output", path, "--docs", page)
     assert [row["n"] for row in rows] == [455, 455, 5000]
     assert all(row["gradient_ratio"] > 0 and row["leapfrog_ratio"] > 0 for row in rows)
     # Counted by the compiler, not timed: our models do no more arithmetic than the hand-written ones.
     assert all(row["flops_ratio"] < 1.05 for row in rows)
     written = json.loads(path.read_text())
     assert written["rows"] == rows
-    assert set(written) == {"rows", "versions", "machine", "settings"}
+    assert set(written) == {"rows", "versions", "machine", "options"}
+    shown = page.read_text()
+    assert f"| 455 | 50, 50, 1 | {rows[1]['gradient_ratio']:.2f} |" in shown
+    assert f"jax {written['versions']['jax']}" in shown
+
+
+def test_compilation(tmp_path, monkeypatch, capsys):
+    """Processes are asked for with and without a cache, which one process fills before; what one prints is read."""
+    asked = []
+
+    def pretend(words, env, **kwargs):
+        asked.append((json.loads(words[-1]), env.get("JAX_COMPILATION_CACHE_DIR")))
+        return subprocess.CompletedProcess(words, 0, f"noise\n[{len(asked)}, 0.5]\n")
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    module = importlib.import_module("examples.benchmarks.compilation")
+    monkeypatch.setattr(module.subprocess, "run", pretend)
+    page = page_with(tmp_path, "compilation")
+    report = run("examples.benchmarks.compilation", "--output", tmp_path / "out.json", "--docs", page)
+    assert [row["first"] for row in report["rows"]] == [1, 2, 4, 6]
+    assert [row["data_as_arguments"] for row in report["rows"]] == [False, True] * 2
+    assert [job["seeds"] for job, _ in asked] == [[0, 1], [0, 1]] + 2 * [[0, 1], [2, 3]]
+    folders = [folder for _, folder in asked]
+    assert folders[:2] == [None, None]
+    assert folders[2] == folders[3] != folders[4] == folders[5]
+    assert "| NUTS | yes | no | 4.0 | 0.5 |" in page.read_text()
+    # What such a process does.
+    capsys.readouterr()
+    assert module.main(["--job", json.dumps(asked[0][0] | {"seeds": [0]})]) is None
+    (seconds,) = json.loads(capsys.readouterr().out)
+    assert seconds > 0
 
 
 @pytest.mark.usefixtures("compiled_quickly")
@@ -304,14 +345,14 @@ def test_gradient_variance(tmp_path):
     for part in written["steps"]:
         assert set(part["milliseconds"]) == {*row["ratio"], "deterministic"} - {"ten draws"}
         assert part["time_ratio"]["deterministic"] == part["flops_ratio"]["deterministic"] == 1
-    assert written["settings"]["width"] == 3
+    assert written["options"]["width"] == 3
 
 
 def test_sgld_step(tmp_path, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    path = tmp_path / "new" / "step.json"
-    report = run("examples.benchmarks.sgld_step", "--output", path)
+    path, page = tmp_path / "new" / "step.json", page_with(tmp_path, "sgld_step", "sgld_sizes")
+    report = run("examples.benchmarks.sgld_step", "--output", path, "--docs", page)
     written = json.loads(path.read_text())
     assert {part: written[part] for part in ("steps", "run", "sizes", "memory")} == {
         part: report[part] for part in ("steps", "run", "sizes", "memory")
@@ -319,13 +360,20 @@ def test_sgld_step(tmp_path, monkeypatch):
     assert {"bare SGD", "leafwise SGLD", "engine"} <= set(written["steps"]["wall_us"])
     for part, ratio in (
         ("steps", "engine / bare SGD"),
-        ("run", "MCMC / engine"),
-        ("sizes", "N=640 / 64"),
+        ("run", "MCMC(SGLD) / engine"),
+        ("sizes", "N=640 / N=64"),
     ):
         assert written[part]["wall_ratio"][ratio] > 0
         assert written[part]["processor_ratio"][ratio] > 0
     assert written["progress_bar"]
     assert written["options"]["steps"] == 20
+    shown, wall = page.read_text(), written["steps"]["wall_us"]
+    both = f"{wall['engine']:.1f} | {wall['bare SGD']:.1f}"
+    assert (
+        f"| engine / bare SGD | {both} | {written['steps']['wall_ratio']['engine / bare SGD']:.2f} |" in shown
+    )
+    sizes = written["sizes"]["wall_us"]
+    assert f"| 640 | {sizes['N=640']:.1f} | {sizes['N=640 epochs']:.1f} |" in shown
     assert written["versions"]["jax"]
     assert written["machine"]["cores"] >= 1
 
@@ -437,8 +485,8 @@ def test_variational_uci(tmp_path, data_folder, capsys):
 
 
 def test_coupling_step(tmp_path):
-    path = tmp_path / "new" / "coupling.json"
-    report = run("examples.benchmarks.coupling_step", "--output", path)
+    path, page = tmp_path / "new" / "coupling.json", page_with(tmp_path, "coupling_step")
+    report = run("examples.benchmarks.coupling_step", "--output", path, "--docs", page)
     written = json.loads(path.read_text())
     assert written["rows"] == report["rows"]
     (row,) = report["rows"]
@@ -446,6 +494,7 @@ def test_coupling_step(tmp_path):
     assert len(set(row["parameters"].values())) == 1  # the flows compared have the same size
     assert all(value > 0 for value in row["microseconds"].values())
     assert row["ratio"] is None or row["ratio"] > 0
+    assert f"| 12 | 1 | {row['microseconds']['AutoCoupling']:.0f} |" in page.read_text()
     module = importlib.import_module("examples.benchmarks.coupling_step")
     times = {"AutoCoupling": [2.0, 2.0, 9.0], "a": [4.0, 4.0, 4.0], "b": [5.0, 1.0, 5.0]}
     assert module.ratio_to_fastest(times) == 0.5
@@ -583,13 +632,15 @@ def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
 
 @pytest.mark.usefixtures("compiled_quickly")
 def test_orbit_moves(tmp_path):
-    path = tmp_path / "new" / "moves.json"
-    report = run("examples.benchmarks.orbit_moves", "--output", path)
+    path, page = tmp_path / "new" / "moves.json", page_with(tmp_path, "orbit_moves")
+    report = run("examples.benchmarks.orbit_moves", "--output", path, "--docs", page)
     written = json.loads(path.read_text())
     assert written["nets"] == report["nets"]
     part = written["nets"]["ReLU"]
     assert part["leapfrog_steps"] == 3  # full trees of depth 2
     ratios, times = part["ratios"], part["microseconds"]
+    own = ratios["sweep + refresh, NUTS / NUTS transition"]
+    assert f"| ReLU | sweep + refresh | NUTS transition | {own['median']:.4f} |" in page.read_text()
     parts = {name.partition(":")[0] for name in times}  # the method follows
     assert {"Rescale(net/Dense_0.kernel)", "Permutation(net/Dense_0.kernel)"} < parts
     assert {"sweep", "NUTS transition", "SGLD step, B=8"} < parts
@@ -814,6 +865,52 @@ def test_one_door_to_all_measurements(capsys, tmp_path):
     sources = "".join(path.read_text() for path in FOLDER.rglob("*.py"))
     assert len(tables) > 10
     assert all(f'"{name}"' in sources or (name.startswith("uci_") and name[4:] in sources) for name in tables)
+
+
+# Where the figures of a page lie, and what writes its tables; others are of files too large to be kept.
+KEPT = {
+    "adf_speed": "adf.md",
+    "adf_uci": "adf.md",
+    "coupling_step": "speed.md",
+    "function_agreement": "microcanonical.md",
+    "compilation": "speed.md",
+    "gradient_cost": "speed.md",
+    "hierarchical_hmc": "hierarchical.md",
+    "infinite_kernel": "infinite.md",
+    "infinite_uci": "infinite.md",
+    "microcanonical": "microcanonical.md",
+    "microcanonical_cost": "microcanonical.md",
+    "orbit_moves": "speed.md",
+    "sgld_step": "speed.md",
+    "uci": "evidence.md",
+    "variational_uci": "guides.md",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_tables_of_pages_are_those_of_their_files(name):
+    """Nothing is typed: file, table function and page agree, and what the figures are of stands below."""
+    from examples.benchmarks.shared import provenance
+
+    docs = FOLDER.parent / "docs"
+    script = "microcanonical" if name.startswith("microcanonical") else name
+    module = importlib.import_module(f"examples.benchmarks.{script}")
+    if name == "uci":
+        made = module.tables(module.lines_of(docs / "uci.jsonl"))
+    else:
+        report = json.loads((docs / f"{name}.json").read_text())
+        if hasattr(module, "tables"):
+            made = module.tables(report)
+        else:
+            first = next(iter(inspect.signature(module.table).parameters))
+            more = [module.nuts_of(docs / "variational_uci.json")] if name == "infinite_uci" else []
+            made = {name: module.table(report.get(first, report), *more)}
+        made = {table: f"{text}\n\n{provenance([report])}" for table, text in made.items()}
+    if script == "microcanonical":  # one script, two runs
+        made = {name: made[name]}
+    page = (docs / KEPT[name]).read_text()
+    for table, text in made.items():
+        assert f"<!-- table of {table}: begin -->\n{text}\n<!-- table of {table}: end -->" in page
 
 
 def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):

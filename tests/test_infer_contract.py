@@ -162,6 +162,18 @@ def test_chains_shared_out_to_devices():
     np.testing.assert_allclose(runs["parallel_vectorized"], runs["vmap"], rtol=2e-3, atol=1e-4)
 
 
+def test_data_as_arguments():
+    """`jit_model_args`: one program for all data of a shape; nothing of the first data stays in it."""
+    once = mcmc_of(KERNELS["MCLMC"].make(model), "vectorized", progress_bar=False, jit_model_args=True)
+    for y in (Y, 2.0 - 3.0 * Y):
+        each = mcmc_of(KERNELS["MCLMC"].make(model), "vectorized", progress_bar=False)
+        for mcmc in (once, each):
+            mcmc.run(jax.random.key(3), X, y)
+        expected = each.get_samples()["w"]
+        np.testing.assert_allclose(once.get_samples()["w"], expected, rtol=2e-3, atol=1e-4)
+    assert len(once._cache) == 1
+
+
 @pytest.mark.parametrize("num_chains", [6, 3])
 def test_shared_out_programs_are_compiled_once(num_chains):
     """Three chains are no even share of two devices: all of them are on one."""

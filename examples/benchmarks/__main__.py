@@ -42,10 +42,11 @@ def _json(name: str, options: str = "", **more: bool) -> Measurement:
 
 # Short ones first.
 MEASUREMENTS = {
-    "gradient_cost": _json("gradient_cost", data=False),
-    "sgld_step": _json("sgld_step", data=False),
-    "orbit_moves": _json("orbit_moves", data=False),
-    "coupling_step": _json("coupling_step", data=False),
+    "gradient_cost": _json("gradient_cost", "--docs docs/speed.md", data=False),
+    "sgld_step": _json("sgld_step", "--docs docs/speed.md", data=False),
+    "orbit_moves": _json("orbit_moves", "--docs docs/speed.md", data=False),
+    "coupling_step": _json("coupling_step", "--docs docs/speed.md", data=False),
+    "compilation": _json("compilation", "--docs docs/speed.md", data=False),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
     "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),

@@ -8,13 +8,10 @@ Ratios are medians of the ratios within a round. Writes JSON.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from examples.benchmarks.shared import interleave, median_ratio, wall_clock
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    median_ratio,
+    options_of,
+    put_table,
+    wall_clock,
+    write_report,
+)
 from examples.probabilistic_backpropagation import model
-from examples.shared import at_least, between_marks, writable_file
+from examples.shared import at_least, markdown, writable_file
 
 # Of the C code of the authors, one core of a machine like ours: microseconds per update and split.
 C_REFERENCE = {"boston": "9-12", "california": "175"}
@@ -158,20 +163,24 @@ def compare(x: np.ndarray, y: np.ndarray, layers: tuple[int, ...], rounds: int) 
 
 def table(report: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| data | runs at once | hidden layers | AutoADF | plain scan | AutoADF / plain | C code, one core |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = (
+        "data",
+        "runs at once",
+        "hidden layers",
+        "AutoADF",
+        "plain scan",
+        "AutoADF / plain",
+        "C code, one core",
+    )
+    rows = []
     for name in ("boston", "california"):
         found = report[name]
         times = [found["microseconds"][who] for who in ("AutoADF", "plain scan, float64")]
         ratio = found["ratio"]["AutoADF / plain scan, float64"]
-        lines.append(
-            f"| {name} | {found['runs']} | {', '.join(map(str, found['hidden_layers']))} | "
-            + " | ".join(f"{value:.1f}" for value in times)
-            + f" | {ratio:.2f} | {found['c_reference']} |"
-        )
-    return "\n".join(lines)
+        layers = ", ".join(map(str, found["hidden_layers"]))
+        shown = (*(f"{value:.1f}" for value in times), f"{ratio:.2f}")
+        rows.append((name, found["runs"], layers, *shown, found["c_reference"]))
+    return markdown(heads, rows)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -206,12 +215,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             print(f"  {who:22}{value:8.2f} us per update (least {least:.2f}); {seconds:.1f} s to compile")
         for label, value in report[name]["ratio"].items():
             print(f"  {label:36}{value:8.2f}")
-    report["versions"] = {name: version(name) for name in ("numpyro_bnn", "numpyro", "jax")}
-    report["machine"] = {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    report["options"] = {"rounds": args.rounds, "splits": args.splits, "rows": args.rows, "width": args.width}
-    args.output.write_text(json.dumps(report, indent=2) + "\n")
-    if args.docs is not None:
-        between_marks(args.docs, table(report), "adf_speed")
+    report |= {**environment([]), "options": options_of(args)}
+    report["machine"]["load"] = os.getloadavg()[0]
+    write_report(args.output, report)
+    put_table(args.docs, "adf_speed", table(report), report)
     return report
 
 

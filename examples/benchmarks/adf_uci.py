@@ -7,7 +7,6 @@ is plain NumPyro in the published parametrisation. Writes JSON; with ``--docs`` 
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.benchmarks.shared import PBP, environment
+from examples.benchmarks.shared import PBP, environment, options_of, put_table, write_report
 from examples.probabilistic_backpropagation import model
-from examples.shared import at_least, between_marks, writable_file
+from examples.shared import at_least, markdown, writable_file
 
 
 def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np.ndarray]:
@@ -89,17 +88,13 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| set | splits | test RMSE | reference | test log likelihood | reference | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = ("set", "splits", "test RMSE", "reference", "test log likelihood", "reference", "seconds")
+    lines = []
     for row in rows:
         digits = 4 if row["rmse"][0] < 0.5 else 3
         cells = [f"{m:.{d}f} ± {e:.{d}f}" for m, e, d in _columns(row, digits)]
-        lines.append(
-            f"| {row['set']} | {row['splits']} | " + " | ".join(cells) + f" | {row['seconds']:.0f} |"
-        )
-    return "\n".join(lines)
+        lines.append((row["set"], row["splits"], *cells, f"{row['seconds']:.0f}"))
+    return markdown(heads, lines)
 
 
 def _columns(row: dict[str, Any], digits: int) -> list[tuple[float, float, int]]:
@@ -132,15 +127,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     writable_file(args.output)
     report: dict[str, Any] = {
         "rows": [],
-        "settings": {"epochs": args.epochs, "width": args.width, "seed": args.seed},
+        "options": options_of(args),
         **environment([]),
     }
     for name in args.sets:
         report["rows"].append(learn_set(name, args))
         print(table(report["rows"][-1:]).split("\n")[-1], flush=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
-    if args.docs is not None:
-        between_marks(args.docs, table(report["rows"]), "adf_uci")
+        write_report(args.output, report)
+    put_table(args.docs, "adf_uci", table(report["rows"]), report)
     return report
 
 

@@ -9,7 +9,6 @@ load on the machine hits all alike; ratios are medians of the ratios within a ro
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,8 +23,16 @@ import optax
 from jax import lax, random
 from numpyro.infer import SVI, Trace_ELBO
 
-from examples.benchmarks.shared import environment, interleave, median_ratio, wall_clock
-from examples.shared import at_least, writable_file
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    median_ratio,
+    options_of,
+    put_table,
+    wall_clock,
+    write_report,
+)
+from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import guides
 
 FEATURES = 8
@@ -133,6 +140,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-flows", type=int, default=4, help="layers of the flows")
     parser.add_argument("--hidden", type=int, default=32, help="width of the conditioners")
     parser.add_argument("--rows", type=int, default=32, help="data points of the minibatch")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)
     at_least(parser, args, ("rounds", "steps", "num_flows", "hidden", "rows", "widths", "particles"))
     return args
@@ -145,6 +153,17 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"  {name:24}{value:10.1f} us{row['parameters'][name]:12,d} parameters")
 
 
+def table(report: dict[str, Any]) -> str:
+    """Times of both packages as a Markdown table; of flowjax those of its faster direction."""
+    heads = ("latent numbers", "draws per step", f"{OURS}, microseconds", "flowjax, microseconds", "ratio")
+    rows = []
+    for row in report["rows"]:
+        others = [value for name, value in row["microseconds"].items() if name != OURS]
+        theirs = (f"{min(others):.0f}", f"{row['ratio']:.2f}") if others else ("-", "-")
+        rows.append((row["latent"], row["particles"], f"{row['microseconds'][OURS]:.0f}", *theirs))
+    return markdown(heads, rows)
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
@@ -153,8 +172,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for num_particles in args.particles:
             rows.append(compare_steps(args, width, num_particles))
             print_row(rows[-1])
-    report = {"rows": rows, **environment(["flowjax", "equinox"]), "options": vars(args)}
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    report = {"rows": rows, **environment(["flowjax", "equinox"]), "options": options_of(args)}
+    write_report(args.output, report)
+    put_table(args.docs, "coupling_step", table(report), report)
     return report
 
 

@@ -20,8 +20,8 @@ from numpyro.infer import MCMC
 from scipy import stats
 
 from examples.benchmarks.microcanonical import METHODS, NETS, SETS, functions_of, load, sampler
-from examples.benchmarks.shared import environment, one_device_per_core, options_of, write_report
-from examples.shared import at_least, between_marks, writable_file
+from examples.benchmarks.shared import environment, one_device_per_core, options_of, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, metrics
 
 REFERENCE = "NUTS non-centred"
@@ -106,16 +106,14 @@ def mixing(draws: np.ndarray) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| posterior | sampler | RMS t of means | of log sds | expected | distance of means (sd) | ratio of sds "
-        "| median R-hat (NUTS) | median ESS (NUTS) |",
-        "|" + " --- |" * 9,
-    ]
+    heads = ["posterior", "sampler", "RMS t of means", "of log sds", "expected", "distance of means (sd)"]
+    heads += ["ratio of sds", "median R-hat (NUTS)", "median ESS (NUTS)"]
+    lines = []
     for row in rows:
-        both = " | ".join(
+        both = [
             f"{row['mixing'][name]:.{digits}f} ({row['mixing of NUTS'][name]:.{digits}f})"
             for name, digits in (("median R-hat", 2), ("median ESS", 0))
-        )
+        ]
         figures = (
             "rms t, mean",
             "rms t, log sd",
@@ -123,9 +121,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             "distance of means in sds",
             "ratio of sds",
         )
-        cells = " | ".join(f"{row['agreement'][name]:.2f}" for name in figures)
-        lines.append(f"| {row['set']}, {row['net']} | {row['method']} | {cells} | {both} |")
-    return "\n".join(lines)
+        cells = [f"{row['agreement'][name]:.2f}" for name in figures]
+        lines.append([f"{row['set']}, {row['net']}", row["method"], *cells, *both])
+    return markdown(heads, lines)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -133,6 +131,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     writable_file(args.output)
     one_device_per_core()
     rows: list[dict[str, Any]] = []
+    report = {"rows": rows, **environment([]), "options": options_of(args)}
     for name, net in product(args.sets, args.nets):
         data = load(name, args.data)
         reference, _ = draws_of(REFERENCE, net, data, args)
@@ -142,9 +141,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             row |= {"mixing": mixing(draws), "mixing of NUTS": mixing(reference), "about": about}
             rows.append(row)
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-            write_report(args.output, {"rows": rows, **environment([]), "options": options_of(args)})
-    if args.docs:
-        between_marks(args.docs, table(rows), "function_agreement")
+            write_report(args.output, report)
+    put_table(args.docs, "function_agreement", table(rows), report)
     return rows
 
 

@@ -7,11 +7,11 @@ and the floating-point operations and bytes XLA counts for the compiled gradient
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,17 @@ from jax import random
 from numpyro.infer.util import initialize_model
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import environment, interleave, median_ratio, repeated, wall_clock
-from examples.shared import at_least, writable_file
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    median_ratio,
+    options_of,
+    put_table,
+    repeated,
+    wall_clock,
+    write_report,
+)
+from examples.shared import at_least, markdown, writable_file
 
 
 def hand_written(x, y, widths):
@@ -88,12 +97,24 @@ def compare(n: int, widths: tuple[int, ...], repeats: int, calls: int, steps: in
     return row
 
 
+def table(report: dict[str, Any]) -> str:
+    """Ratios, ours over written by hand, as a Markdown table."""
+    heads = ("rows", "layers", "gradient", "leapfrog trajectory", "floating-point operations", "bytes")
+    names = ("gradient", "leapfrog", "flops", "bytes")
+    rows = [
+        (row["n"], ", ".join(map(str, row["widths"])), *(f"{row[f'{name}_ratio']:.2f}" for name in names))
+        for row in report["rows"]
+    ]
+    return markdown(heads, rows)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("output/gradient_cost.json"), help="JSON file")
     parser.add_argument("--repeats", type=int, default=31, help="interleaved repeats; the median counts")
     parser.add_argument("--calls", type=int, default=200, help="gradients per repeat")
     parser.add_argument("--steps", type=int, default=50, help="leapfrog steps per trajectory")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)
     at_least(parser, args, ("repeats", "calls", "steps"))
     return args
@@ -109,8 +130,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
             f"N={row['n']:5d} widths={row['widths']}  gradient {row['gradient_ratio']:.3f}"
             f"  leapfrog {row['leapfrog_ratio']:.3f}  flops {row['flops_ratio']:.3f}  bytes {row['bytes_ratio']:.3f}"
         )
-    report = {"rows": rows, **environment([]), "settings": vars(args)}
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    report = {"rows": rows, **environment([]), "options": options_of(args)}
+    write_report(args.output, report)
+    put_table(args.docs, "gradient_cost", table(report), report)
     return rows
 
 

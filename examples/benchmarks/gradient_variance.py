@@ -9,7 +9,6 @@ same network with ordinary weights, interleaved, in this run. Writes JSON.
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,15 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import environment, interleave, median_ratio, repeated, wall_clock
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    median_ratio,
+    options_of,
+    repeated,
+    wall_clock,
+    write_report,
+)
 from examples.shared import at_least, writable_file
 from numpyro_bnn import guides, nn
 
@@ -181,9 +188,9 @@ def main(argv: list[str] | None = None) -> dict:
         "variance": variances,
         "steps": steps,
         **environment([]),
-        "settings": vars(args),
+        "options": options_of(args),
     }
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    write_report(args.output, report)
     return report
 
 

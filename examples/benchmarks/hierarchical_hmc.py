@@ -28,9 +28,9 @@ from numpyro.infer import NUTS, Gibbs, init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import environment, options_of, sample_chain, write_report
+from examples.benchmarks.shared import environment, options_of, put_table, sample_chain, write_report
 from examples.neal import load_data
-from examples.shared import at_least, between_marks, writable_file
+from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, priors
 
 
@@ -158,10 +158,8 @@ def _spent(counts: np.ndarray, way: str) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| set | ESS per 100,000 gradients | function, median | least | noise | largest R-hat | us per gradient |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = ["set", "ESS per 100,000 gradients", "function, median", "least", "noise", "largest R-hat"]
+    lines = []
     for row in rows:
         per = 1e5 / row["gradients"]
         ess = (row["function"]["median"], row["function"]["least"], row["noise"])
@@ -171,8 +169,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             *(f"{per * value:.1f}" for value in ess),
             f"{row['largest r_hat']:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} | {1e6 * row['seconds'] / row['gradients']:.1f} |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{1e6 * row['seconds'] / row['gradients']:.1f}"])
+    return markdown([*heads, "us per gradient"], lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -210,8 +208,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         report = {"rows": rows, **environment([]), "options": options_of(args)}
         write_report(args.output, report)
-    if args.docs:
-        between_marks(args.docs, table(rows), "hierarchical_hmc")
+    put_table(args.docs, "hierarchical_hmc", table(rows), report)
     return report
 
 

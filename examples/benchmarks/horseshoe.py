@@ -9,7 +9,6 @@ sampling without compilation and warm-up. Writes JSON.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import NUTS, Gibbs
 from numpyro.infer.mcmc import MCMCKernel
 
-from examples.benchmarks.shared import environment, sample_chain
+from examples.benchmarks.shared import environment, options_of, sample_chain, write_report
 from examples.shared import at_least, writable_file
 from numpyro_bnn.infer import GaussianGibbs, PrecisionGibbs
 
@@ -176,9 +175,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "gibbs": summary(*sample(composite, (data, {}), args.sweeps, args)),
         "nuts": summary(*sample(nuts, (data, {"centred": False}), args.nuts_draws, args)),
     }
-    report = {**found, "comparison": compare(**found), **environment([]), "options": vars(args)}
+    report = {**found, "comparison": compare(**found), **environment([]), "options": options_of(args)}
     print_report(report)
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    write_report(args.output, report)
     return report
 
 

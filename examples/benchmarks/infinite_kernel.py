@@ -7,7 +7,6 @@ Runs in a process of its own; peak memory is that of the whole process, Python a
 """
 
 import argparse
-import json
 import resource
 import time
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.benchmarks.shared import environment
-from examples.shared import at_least, between_marks, writable_file
+from examples.benchmarks.shared import environment, options_of, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -53,14 +52,12 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| kernel | seconds, with compilation | seconds, again | CPU seconds | peak memory of the process, GiB |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    heads = ["kernel", "seconds, with compilation", "seconds, again", "CPU seconds"]
+    lines = []
     for row in rows:
         cells = [f"{row[name]:.1f}" for name in ("seconds", "again", "cpu")]
-        lines.append(f"| {row['kernel']} | " + " | ".join(cells) + f" | {row['peak_gib']:.2f} |")
-    return "\n".join(lines)
+        lines.append([row["kernel"], *cells, f"{row['peak_gib']:.2f}"])
+    return markdown([*heads, "peak memory of the process, GiB"], lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -87,12 +84,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     writable_file(args.output)
     report: dict[str, Any] = {
         "rows": compare(args),
-        "settings": {name: getattr(args, name) for name in ("points", "inputs", "depth", "block_size")},
+        "options": options_of(args),
         **environment([]),
     }
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
-    if args.docs is not None:
-        between_marks(args.docs, table(report["rows"]), "infinite_kernel")
+    write_report(args.output, report)
+    put_table(args.docs, "infinite_kernel", table(report["rows"]), report)
     return report
 
 

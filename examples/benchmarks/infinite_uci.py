@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.benchmarks.shared import PBP, environment, mean_and_error
-from examples.shared import at_least, between_marks, writable_file
+from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
 
 SETS = ("boston", "concrete", "energy", "yacht")
 # Test RMSE / log likelihood on these splits, 50 hidden units, as published.
@@ -99,20 +99,16 @@ def _table(rows: list[dict[str, Any]], nuts: dict[str, Any], name: str, which: i
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     titles = [f"NNGP, {variant.replace('-', ', ').replace('ard', 'ARD')}" for variant in variants]
     published = [method for method, by_set in PUBLISHED.items() if by_set["boston"][which] is not None]
-    lines = [
-        f"| test {name.replace('_', ' ').replace('rmse', 'RMSE')} | "
-        + " | ".join([*titles, "NUTS, 50 units", *published])
-        + " |",
-        "| --- " * (2 + len(titles) + len(published)) + "|",
-    ]
+    score = f"test {name.replace('_', ' ').replace('rmse', 'RMSE')}"
+    lines = []
     for dataset in dict.fromkeys(row["set"] for row in rows):
         found = {row["variant"]: row[name] for row in rows if row["set"] == dataset}
         found["NUTS"] = nuts.get(dataset, {}).get(name)
         measured = (found.get(column) for column in (*variants, "NUTS"))
         cells = ["" if pair is None else f"{pair[0]:.3f} ± {pair[1]:.3f}" for pair in measured]
         cells += [f"{PUBLISHED[method][dataset][which]:.3f}" for method in published]
-        lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([dataset, *cells])
+    return markdown([score, *titles, "NUTS, 50 units", *published], lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -141,7 +137,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     nuts_of(args.nuts)  # before the work starts
     report: dict[str, Any] = {
         "rows": [],
-        "settings": {"depth": args.depth, "max_steps": args.max_steps},
+        "options": options_of(args),
         **environment([]),
     }
     for name in args.sets:
@@ -149,9 +145,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             row = learn_set(name, variant, args)
             report["rows"].append(row)
             print(name, variant, row["rmse"], row["log_likelihood"], f"{row['seconds']:.0f} s", flush=True)
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
-    if args.docs is not None:
-        between_marks(args.docs, table(report["rows"], nuts_of(args.nuts)), "infinite_uci")
+            write_report(args.output, report)
+    put_table(args.docs, "infinite_uci", table(report["rows"], nuts_of(args.nuts)), report)
     return report
 
 

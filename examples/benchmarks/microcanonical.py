@@ -35,11 +35,12 @@ from examples.benchmarks.shared import (
     median_ratio,
     one_device_per_core,
     options_of,
+    put_table,
     wall_clock,
     write_report,
 )
 from examples.ensembles import made_data
-from examples.shared import at_least, between_marks, writable_file
+from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import datasets, infer, metrics, models, nn, priors, sgmcmc, to_inference_data
 
 NETS = {"1x20": [20, 1], "2x16": [16, 16, 1]}
@@ -259,11 +260,9 @@ def _flops(compiled: Any) -> float | None:
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Markdown tables by name: mixing of each sampler, and what a step costs."""
-    mixing = [
-        "| posterior | sampler | ESS, median | least | within chains, median | least | median R-hat "
-        "| ESS/s | within/s | at equal seconds: ESS/s | within/s |",
-        "|" + " --- |" * 11,
-    ]
+    heads = ["posterior", "sampler", "ESS, median", "least", "within chains, median", "least", "median R-hat"]
+    heads += ["ESS/s", "within/s", "at equal seconds: ESS/s", "within/s"]
+    mixing = []
     for case, methods in report["cases"].items():
         for method, found in methods.items():
             g, s = found["equal_gradients"], found["equal_seconds"]
@@ -271,11 +270,16 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
             rates = ("median_ess_per_second", "median_ess_within_per_second")
             cells = [f"{g[name]:.0f}" for name in sizes] + [f"{g['median_rhat']:.2f}"]
             cells += [f"{part[name]:.2f}" for part in (g, s) for name in rates]
-            mixing.append(" | ".join([f"| {case}", method, *cells]) + " |")
-    cost = ["| network | ratio of times per gradient | |", "| --- | --- | --- |"]
-    for case, costs in report["step_costs"].items():
-        cost += [f"| {case} | {name} | {ratio:.2f} |" for name, ratio in costs["ratios"].items()]
-    return {"microcanonical": "\n".join(mixing), "microcanonical_cost": "\n".join(cost)}
+            mixing.append([case, method, *cells])
+    cost = [
+        (case, name, f"{ratio:.2f}")
+        for case, costs in report["step_costs"].items()
+        for name, ratio in costs["ratios"].items()
+    ]
+    return {
+        "microcanonical": markdown(heads, mixing),
+        "microcanonical_cost": markdown(("network", "ratio of times per gradient", ""), cost),
+    }
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -295,8 +299,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         save("cases", f"{name}, {net}", compare(name, net, args))
     for name, text in tables(report).items():
         print(f"\n{text}")
-        if args.docs is not None and (args.methods or name == "microcanonical_cost"):
-            between_marks(args.docs, text, name)
+        if args.methods or name == "microcanonical_cost":
+            put_table(args.docs, name, text, report)
     return report
 
 

@@ -9,7 +9,6 @@ All in one process and in turn, so that load on the machine hits all alike; medi
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +20,8 @@ from jax import lax, random
 from numpyro.infer import NUTS
 
 from examples.benchmarks.sgld_step import settings
-from examples.benchmarks.shared import interleave
-from examples.shared import at_least, writable_file
+from examples.benchmarks.shared import interleave, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, models, nn, priors, symmetry
 
 NETS = {"ReLU": lambda width: nn.MLP([width, 1], "relu")}
@@ -193,6 +192,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=5, help="SGLD draws per repeat")
     parser.add_argument("--steps-per-draw", type=int, default=100, help="SGLD steps per draw")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 512], help="minibatch sizes of SGLD")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)
     at_least(parser, args, [name for name, value in vars(args).items() if isinstance(value, int)])
     if min(args.batches) < 2 or max(args.batches) > args.rows:
@@ -210,13 +210,25 @@ def print_report(report: dict[str, Any]) -> None:
             print(f"  {what:64}{ratio['median']:9.4f}{ratio['min']:9.4f}{ratio['limit']:7.2f}")
 
 
+def table(report: dict[str, Any]) -> str:
+    """What a draw costs more with moves, as a Markdown table."""
+    rows = []
+    for net, part in report["nets"].items():
+        for what, ratio in part["ratios"].items():
+            sweep, _, kernel = what.partition(" / ")
+            if sweep != "sweep, continuous":
+                rows.append((net, sweep.partition(", ")[0], kernel, f"{ratio['median']:.4f}"))
+    return markdown(("network", "what", "beside", "ratio"), rows)
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
     report = {"nets": {name: compare(name, args) for name in args.nets}, **settings(args)}
     report["network"] = {"features": FEATURES, "width": args.width, "step_size": STEP_SIZE}
     print_report(report)
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    write_report(args.output, report)
+    put_table(args.docs, "orbit_moves", table(report), report)
     return report
 
 

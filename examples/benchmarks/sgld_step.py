@@ -8,10 +8,9 @@ points, and what memory depends on. Writes JSON.
 """
 
 import argparse
-import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from numpyro import handlers
 from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
 
-from examples.benchmarks.shared import environment, interleave
-from examples.shared import at_least, writable_file
+from examples.benchmarks.shared import environment, interleave, options_of, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, sgmcmc
 
 FEATURES, WIDTH, BATCH, STEP_SIZE = 8, 50, 32, 1e-6
@@ -146,14 +145,16 @@ def sampler_run(x: jax.Array, y: jax.Array, num_steps: int, steps_per_draw: int)
 # --------------------------------------------------------------------------------------------------- measures
 
 
-def summary(times: dict[str, list[tuple[float, float]]], pairs: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def summary(times: dict[str, list[tuple[float, float]]], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Medians of times, and medians of the ratios within a round."""
     report: dict[str, Any] = {}
     for clock, name in enumerate(("wall", "processor")):
         report[f"{name}_us"] = {who: statistics.median(t[clock] for t in ts) for who, ts in times.items()}
         report[f"{name}_ratio"] = {
-            what: statistics.median(a[clock] / b[clock] for a, b in zip(times[p], times[q], strict=True))
-            for what, (p, q) in pairs.items()
+            f"{p} / {q}": statistics.median(
+                a[clock] / b[clock] for a, b in zip(times[p], times[q], strict=True)
+            )
+            for p, q in pairs
             if p in times and q in times
         }
     return report
@@ -172,12 +173,7 @@ def compare_steps(rounds: int, num_steps: int) -> dict[str, Any]:
         calls[name] = partial(compiled, start(), random.key(3)), num_steps
     loop, state = engine_loop(engine(x, y), num_steps)
     calls["engine"] = partial(loop, state), num_steps
-    pairs = {
-        "engine / bare SGD": ("engine", "bare SGD"),
-        "engine / BlackJAX": ("engine", "BlackJAX SGLD"),
-        "engine / leafwise": ("engine", "leafwise SGLD"),
-    }
-    return summary(interleave(calls, rounds), pairs)
+    return summary(interleave(calls, rounds), [("engine", name) for name in contenders])
 
 
 def compare_run(rounds: int, num_steps: int, steps_per_draw: int) -> dict[str, Any]:
@@ -188,17 +184,17 @@ def compare_run(rounds: int, num_steps: int, steps_per_draw: int) -> dict[str, A
         "engine": (partial(loop, state), num_steps),
         "MCMC(SGLD)": (sampler_run(x, y, num_steps, steps_per_draw), num_steps),
     }
-    return summary(interleave(calls, rounds), {"MCMC / engine": ("MCMC(SGLD)", "engine")})
+    return summary(interleave(calls, rounds), [("MCMC(SGLD)", "engine")])
 
 
 def compare_sizes(rounds: int, num_steps: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Time per step as the data grow."""
-    calls, pairs = {}, {}
+    calls, pairs = {}, []
     for label, stream in (("", sgmcmc.WithReplacement), (" epochs", sgmcmc.Epochs)):
         for size in sizes:
             loop, state = engine_loop(engine(*make_data(size), stream), num_steps)
             calls[f"N={size}{label}"] = partial(loop, state), num_steps
-            pairs[f"N={size} / {sizes[0]}{label}"] = f"N={size}{label}", f"N={sizes[0]}{label}"
+            pairs.append((f"N={size}{label}", f"N={sizes[0]}{label}"))
     return summary(interleave(calls, rounds), pairs)
 
 
@@ -237,6 +233,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="numbers of data points"
     )
+    parser.add_argument("--docs", type=Path, help="page whose tables are to be replaced")
     args = parser.parse_args(argv)
     at_least(parser, args, ("rounds", "steps", "run_rounds", "run_steps", "steps_per_draw"))
     if args.run_steps < args.steps_per_draw:
@@ -253,7 +250,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         **environment(["blackjax"]),
         "network": network,
         "progress_bar": bar,
-        "options": vars(args),
+        "options": options_of(args),
     }
 
 
@@ -270,6 +267,25 @@ def print_report(report: dict[str, Any]) -> None:
             print(f"  {name:28}{size:12,d} bytes")
 
 
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Markdown tables by name: a step beside others, and as the data grow."""
+    rows = []
+    for part in (report["steps"], report["run"]):
+        for pair, ratio in part["wall_ratio"].items():
+            times = (f"{part['wall_us'][name]:.1f}" for name in pair.split(" / "))
+            rows.append((pair, *times, f"{ratio:.2f}"))
+    times = report["sizes"]["wall_us"]
+    sizes = [
+        (f"{int(name[2:]):,d}", *(f"{times[name + order]:.1f}" for order in ("", " epochs")))
+        for name in times
+        if f"{name} epochs" in times
+    ]
+    return {
+        "sgld_step": markdown(("one step", "microseconds", "of the other", "ratio"), rows),
+        "sgld_sizes": markdown(("rows of data", "microseconds, drawn with replacement", "in epochs"), sizes),
+    }
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
@@ -281,7 +297,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **settings(args),
     }
     print_report(report)
-    args.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    write_report(args.output, report)
+    for name, text in tables(report).items():
+        put_table(args.docs, name, text, report)
     return report
 
 

@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpyro
 from jax import lax
 from numpyro.infer.mcmc import MCMCKernel
 
+from examples.shared import between_marks
+
 __all__ = [
     "PBP",
     "environment",
@@ -26,6 +29,8 @@ __all__ = [
     "median_ratio",
     "one_device_per_core",
     "options_of",
+    "provenance",
+    "put_table",
     "repeated",
     "sample_chain",
     "wall_clock",
@@ -148,6 +153,37 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
     }
     return {"machine": machine, "versions": versions}
+
+
+def provenance(reports: Iterable[Mapping[str, Any]]) -> str:
+    """What stands below a table: machines, versions and options that its figures are of."""
+    kept = list(reports)
+    machines = {f"{report['machine']['cores']} cores, {report['machine']['device']}" for report in kept}
+    versions = {
+        ", ".join(f"{name} {found or 'absent'}" for name, found in report["versions"].items())
+        for report in kept
+    }
+    text = f"Machine: {'; '.join(sorted(machines))}. {'; '.join(sorted(versions))}."
+    options = dict.fromkeys(_as_typed(report["options"]) for report in kept if "options" in report)
+    return text + (f" Options: {'; '.join(options)}." if options else "")
+
+
+def _as_typed(options: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+    """Options of one run, or of several."""
+    if not isinstance(options, Mapping):
+        return "; ".join(map(_as_typed, options))
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return f"`{shlex.join(words)}`"
+
+
+def put_table(page: Path | None, name: str, text: str, report: Mapping[str, Any]) -> None:
+    """Put a table into a page (none: nowhere), and below it what it is of."""
+    if page is not None:
+        between_marks(page, f"{text}\n\n{provenance([report])}", name)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -3,6 +3,8 @@
 A run can be interrupted: what is in the file is not computed again, and further sets, splits, methods or heads are
 added to it. All networks have a hidden layer of 50 ReLU units (100 for protein) under hierarchical priors; heads are
 one noise for all (`homo`) or an output for it (`hetero`). With `--docs` the tables of a page are made from the file.
+Half of the time of a small set is compilation; with JAX's cache on disk (the environment variable
+`JAX_COMPILATION_CACHE_DIR`) the splits of a set share it.
 
     python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc nngp --splits 5
     python -m examples.benchmarks.uci --methods none --docs docs/evidence.md
@@ -42,7 +44,12 @@ def model_of(data: Any, head: str) -> Callable:
 
 
 def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws: int, **call: Any) -> Any:
-    """A finished ``MCMC`` of chains that are vectorized, and shared out to all cores."""
+    """A finished ``MCMC`` of chains that are vectorized, and shared out to all cores.
+
+    Data are arguments of the compiled program: it is the same for all splits of a set, and found in JAX's cache.
+
+    :param call: arguments of the model after the data, by name.
+    """
     from numpyro.infer import MCMC
 
     from numpyro_bnn import infer
@@ -51,6 +58,7 @@ def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws:
     options = {
         "num_chains": CHAINS // 2 if data.name in LARGE else CHAINS,
         "chain_method": infer.parallel_vectorized,
+        "jit_model_args": not call,  # the size of a minibatch must be known to the compiler
         "progress_bar": False,
     }
     mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, **options)
@@ -238,7 +246,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     with args.output.open("a") as file:
         if not args.output.read_text().endswith("\n"):
             file.write("\n")  # a line that was cut stays alone
-        for job in bar:
+        for number, job in enumerate(bar):
+            if number % 20 == 19:
+                jax.clear_caches()  # or the programs of past jobs fill the memory
             bar.set_description(" ".join(map(str, job.values())))
             lines = compute(job, args)
             file.write("".join(f"{json.dumps(line | environment([]))}\n" for line in lines))

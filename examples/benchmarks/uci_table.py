@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.benchmarks.shared import PBP, mean_and_error
+from examples.benchmarks.shared import PBP, mean_and_error, provenance
+from examples.shared import markdown
 
 __all__ = ["PUBLISHED", "tables"]
 
@@ -57,7 +58,7 @@ def _summary(lines: list[dict[str, Any]]) -> str:
     estimated as that of probabilistic backpropagation, which has been run on all, and the mean gain over it.
     """
     heads = ["test log likelihood", "ours", "method", "splits", "estimated for 20", *COLUMNS]
-    rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    rows = []
     baseline = _by_split()
     for name in PUBLISHED:
         by_method: dict[str, dict[int, float]] = {}
@@ -77,8 +78,8 @@ def _summary(lines: list[dict[str, Any]]) -> str:
         published = [(*PUBLISHED[name][column]["log_likelihood"], most) for column in COLUMNS]
         best = max(cell[0] for cell in [estimate or run, *published])
         ours, estimated, *theirs = (_cell(cell, 1, best, most) for cell in (run, estimate, *published))
-        rows.append("| " + " | ".join([name, ours, method, str(most), estimated, *theirs]) + " |")
-    return "\n".join(rows)
+        rows.append([name, ours, method, most, estimated, *theirs])
+    return markdown(heads, rows)
 
 
 def _by_split() -> dict[str, list[float]]:
@@ -88,7 +89,9 @@ def _by_split() -> dict[str, list[float]]:
 
 
 def _over_all(found: dict[int, float], baseline: list[float]) -> tuple[float, float, int]:
-    """Mean over all splits of the baseline, plus the gain over it on those that have been run."""
+    """Mean over all splits of the baseline, plus the gain over it on those that have been run; of all, their own."""
+    if len(found) == len(baseline):
+        return _summary_of(list(found.values()))
     gains = [value - baseline[split] for split, value in found.items()]
     gain, error, count = _summary_of(gains)
     return gain + float(np.mean(baseline)), error, count
@@ -102,23 +105,18 @@ def _summary_of(values: list[float]) -> tuple[float, float, int]:
 
 def _cost(lines: list[dict[str, Any]]) -> str:
     """Coverage and seconds of each method, and what machine, versions, seeds and efforts the figures are of."""
-    rows = [
-        "| method | splits | coverage of 90 % intervals | seconds per split |",
-        "| --- | --- | --- | --- |",
-    ]
+    rows = []
     for method, head in dict.fromkeys((line["method"], line["head"]) for line in lines):
         own = [line for line in lines if (line["method"], line["head"]) == (method, head)]
-        coverage, seconds = (np.mean([line[name] for line in own]) for name in ("coverage", "seconds"))
-        rows.append(f"| {method}, {head} | {len(own)} | {coverage:.3f} | {seconds:.0f} |")
+        coverage = np.mean([line["coverage"] for line in own])
+        seconds = np.median([line["seconds"] for line in own])  # some runs wait for others
+        rows.append([f"{method}, {head}", len(own), f"{coverage:.3f}", f"{seconds:.0f}"])
 
     def one(name: str) -> str:
         return ", ".join(sorted({str(line[name]) for line in lines}))
 
-    machines = {f"{line['machine']['cores']} cores, {line['machine']['device']}" for line in lines}
-    versions = {", ".join(f"{k} {v}" for k, v in line["versions"].items()) for line in lines}
-    return "\n".join(rows) + (
-        f"\n\nMachine: {'; '.join(sorted(machines))}. {'; '.join(sorted(versions))}."
-        f" Seed {one('seed')}, effort {one('effort')}. Methods of one run share its seconds."
+    return markdown(("method", "splits", "coverage of 90 % intervals", "seconds per split, median"), rows) + (
+        f"\n\n{provenance(lines)} Seed {one('seed')}, effort {one('effort')}. Methods of one run share its seconds."
     )
 
 
@@ -130,13 +128,17 @@ def _table(lines: list[dict[str, Any]], score: str) -> str:
     methods = list(dict.fromkeys(method for _, method in values))
     title = {"log_likelihood": "test log likelihood", "rmse": "test RMSE"}[score]
     heads = [title, *methods, *(f"{name}, published" for name in COLUMNS)]
-    rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for name in (name for name in PUBLISHED if any(name == key[0] for key in values)):
-        rows.append(_row(name, {method: values.get((name, method), {}) for method in methods}, score))
-    return "\n".join(rows)
+    return markdown(
+        heads,
+        [
+            _row(name, {method: values.get((name, method), {}) for method in methods}, score)
+            for name in PUBLISHED
+            if any(name == key[0] for key in values)
+        ],
+    )
 
 
-def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> str:
+def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> list[str]:
     cells: list[tuple[float, float, int] | None] = []
     for by_split in ours.values():
         found = list(by_split.values())
@@ -146,7 +148,7 @@ def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> str:
     cells += [None if pair is None else (*pair, most) for pair in pairs]
     sign = 1 if score == "log_likelihood" else -1
     best = max(sign * cell[0] for cell in cells if cell and cell[2] == most)
-    return " | ".join([f"| {name}", *(_cell(cell, sign, best, most) for cell in cells)]) + " |"
+    return [name, *(_cell(cell, sign, best, most) for cell in cells)]
 
 
 def _cell(cell: tuple[float, float, int] | None, sign: int, best: float, most: int) -> str:

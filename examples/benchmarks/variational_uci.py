@@ -9,7 +9,6 @@ where the mean field ended; its seconds come on top of theirs. Writes JSON; with
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from examples.benchmarks.shared import PBP, environment, mean_and_error
-from examples.shared import at_least, between_marks, writable_file
+from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
 
 # Test log likelihoods and standard errors, one hidden layer of 50 units, 20 standard splits: the method of Graves
 # (2011) as printed by Hernandez-Lobato and Adams (2015), table 1.
@@ -187,7 +186,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         return "{:.3f} ± {:.3f}".format(*mean_and_error(values))
 
     heads = ["set", "method", "log likelihood", "RMSE", "ELBO", "mean from NUTS", "sd ratio", "seconds"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    lines = []
     for row in rows:
         for method in METHODS:
             at = row[method]
@@ -198,11 +197,11 @@ def table(rows: list[dict[str, Any]]) -> str:
                     for field, digits in (("elbo", 1), ("mean_distance", 2), ("sd_ratio", 2))
                 )
             cells = [row["set"], method, pair(at["log_likelihood"]), pair(at["rmse"]), *distances]
-            lines.append("| " + " | ".join([*cells, f"{np.mean(at['seconds']):.0f}"]) + " |")
+            lines.append([*cells, f"{np.mean(at['seconds']):.0f}"])
         for method, (value, error) in PUBLISHED[row["set"]].items():
             published = [row["set"], f"{method}, published", f"{value:.3f} ± {error:.3f}"]
-            lines.append("| " + " | ".join([*published, *["-"] * 5]) + " |")
-    return "\n".join(lines)
+            lines.append([*published, *["-"] * 5])
+    return markdown(heads, lines)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -210,15 +209,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     writable_file(args.output)
     report: dict[str, Any] = {
         "rows": [],
-        "settings": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
+        "options": options_of(args),
         **environment([]),
     }
     for name in args.sets:
         report["rows"].append(learn_set(name, args))
         print("\n".join(table(report["rows"][-1:]).split("\n")[2:]), flush=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
-    if args.docs is not None:
-        between_marks(args.docs, table(report["rows"]), "variational_uci")
+        write_report(args.output, report)
+    put_table(args.docs, "variational_uci", table(report["rows"]), report)
     return report
 
 
