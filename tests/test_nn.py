@@ -195,6 +195,25 @@ def test_same_pooling_as_flax(window, strides, padding, key):
     close(nn.AvgPool(window, strides, padding).apply({}, x), expected)
 
 
+@pytest.mark.parametrize("window", [2, (3, 2), None])
+def test_gradient_of_pooling_goes_to_one_maximum(window):
+    """That of a general window, which scatters to the first of equal values; and NaN is not lost."""
+    x = np.round(np.random.default_rng(0).normal(size=(4, 7, 6, 2)), 0).astype(np.float32)  # many ties
+    pool = nn.MaxPool(window)
+    size = (7, 6) if window is None else np.broadcast_to(window, 2)
+
+    def scattered(x):
+        return jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, *size, 1), (1, *size, 1), "VALID")
+
+    found, expected = (
+        jax.grad(lambda x, f=f: jnp.sum(jnp.exp(f(x))))(x) for f in (lambda x: pool.apply({}, x), scattered)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert np.isnan(pool.apply({}, np.full((1, 7, 6, 1), np.nan))).all()
+    x[0, 0, 0, 0] = np.nan
+    assert np.isnan(pool.apply({}, x)).sum() == 1
+
+
 def test_mean_of_ones_is_one_with_padding():
     ones = jnp.ones((1, 7, 7, 1))
     np.testing.assert_array_equal(nn.AvgPool(3, 2, "SAME").apply({}, ones), jnp.ones((1, 4, 4, 1)))

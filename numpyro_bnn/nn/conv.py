@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import ClassVar
 
@@ -158,6 +159,8 @@ class _Pool(Layer):
 class MaxPool(_Pool):
     """Maximum over windows of an image; ``window=None`` takes the whole image.
 
+    The gradient goes to the maximum, to the first of equal ones.
+
     :param window: an integer, a pair, or ``None``.
     :param strides: step of the window; by default the window itself.
     :param padding: ``"VALID"`` or ``"SAME"``.
@@ -172,7 +175,7 @@ class MaxPool(_Pool):
         images = _as_images(self, run, x)
         window, strides = self._geometry(images.shape[1:3])
         if window == strides and self.padding == "VALID":
-            y = _tiles(images, window).max(axis=(2, 4))
+            y = _largest(_largest(_tiles(images, window), 4), 2)
         else:
             y = self._reduce(images, -float("inf"), lax.max)
         return y.reshape(x.shape[:-3] + y.shape[1:])
@@ -187,6 +190,29 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
     rows, columns = height // window[0], width // window[1]
     whole = x[:, : rows * window[0], : columns * window[1]]
     return whole.reshape(batch, rows, window[0], columns, window[1], channels)
+
+
+@jax.custom_jvp
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Elementwise maximum whose gradient goes to one of the two, the first where they are equal.
+
+    JAX's own looks for the operand that equals the maximum. XLA may compute the two in different loops with different
+    rounding, so that none does, and the gradient is 0, or NaN for the maximum along an axis.
+    """
+    return lax.max(a, b)
+
+
+@_larger.defjvp
+def _larger_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (a, b), (da, db) = primals, tangents
+    return _larger(a, b), jnp.where(a >= b, da, db)
+
+
+def _largest(x: jax.Array, axis: int) -> jax.Array:
+    """Maximum along an axis."""
+    return reduce(_larger, jnp.unstack(x, axis=axis))
 
 
 @dataclass(frozen=True)
