@@ -124,7 +124,7 @@ FITS = {
         (1500, 1e-2, 32),
         0.05,
     ),
-    "coupling, two moons": (moons, guides.AutoCoupling, {"num_flows": 16, **WIDE}, (2500, 5e-3, 128), 0.05),
+    "coupling, two moons": (moons, guides.AutoCoupling, {"num_flows": 16, **WIDE}, (4000, 5e-3, 256), 0.05),
     "spline, two moons": (
         moons,
         guides.AutoSplineCoupling,
