@@ -8,6 +8,8 @@ import pytest
 
 # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
 FLAGS = ["--xla_force_host_platform_device_count=2"]
+# A worker has one core: a program in 32 parts is compiled no sooner, and with more work, than one in a piece.
+FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 # Most of the time of these tests is compilation, and XLA's newer code generator takes twice as long as the older one,
 # which later versions no longer have: the second Python tests the newer.
 if jax.__version_info__ < (0, 11):
@@ -20,6 +22,13 @@ CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Most tests compile for seconds what runs for milliseconds: without optimisation that takes half the time."""
+    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimised") is None)
+    return (yield)
 
 
 @pytest.fixture

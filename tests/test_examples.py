@@ -79,14 +79,6 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def compiled_quickly():
-    """Programs that run for milliseconds are not worth optimising; most of these tests is compiling them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run(script, *options):
     module = importlib.import_module(script)
     return module.main([*SHORT[script].split(), *map(str, options)])
@@ -254,7 +246,6 @@ def test_microcanonical(tmp_path):
     assert set(costs["ratios"]) > {"mclachlan / bare gradient"}
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_function_agreement(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
@@ -331,7 +322,6 @@ def test_compilation(tmp_path, monkeypatch, capsys):
     assert seconds > 0
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_gradient_variance(tmp_path):
     path = tmp_path / "new" / "variance.json"
     report = run("examples.benchmarks.gradient_variance", "--output", path)
@@ -427,7 +417,6 @@ def test_adf_speed(tmp_path):
 # -- variational guides -------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_amortised(tmp_path, capsys):
     rows = run("examples.amortised", "--output", tmp_path / "out")
     assert [f"{row.network} {row.rows}" for row in rows] == ["3 seen", "3 new", "4 seen", "4 new"]
@@ -451,7 +440,6 @@ def test_variational(tmp_path, capsys):
     assert (tmp_path / "out" / "variational.png").stat().st_size > 10_000
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_image_classification(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(
@@ -471,7 +459,6 @@ def test_image_classification(tmp_path, capsys):
 
 
 @pytest.mark.data
-@pytest.mark.usefixtures("compiled_quickly")
 def test_variational_uci(tmp_path, data_folder, capsys):
     path, page = tmp_path / "new" / "uci.json", tmp_path / "page.md"
     page.write_text(
@@ -500,7 +487,6 @@ def test_coupling_step(tmp_path):
     assert module.ratio_to_fastest(times) == 0.5
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_hierarchical_hmc(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- table of hierarchical_hmc: begin -->\n<!-- table of hierarchical_hmc: end -->\n")
@@ -541,7 +527,6 @@ def test_horseshoe(tmp_path, capsys):
 # -- symmetries ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_symmetries(tmp_path, capsys):
     rows = run("examples.symmetries", "--output", tmp_path / "out")
     assert [row["way"] for row in rows] == ["moves", "quotient"]
@@ -582,7 +567,6 @@ def prior_fit(name, way, draws=2000):
     return module, data, net, module.Fit(sites, 3, 7.0, 1.0, 2.0, 4.0)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", ["bn", "residual", "relu"])
 def test_summaries_of_independent_draws(name):
     """Draws from the prior: every ESS is that of independent draws, the scale has its exact mean."""
@@ -630,7 +614,6 @@ def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
         )
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_orbit_moves(tmp_path):
     path, page = tmp_path / "new" / "moves.json", page_with(tmp_path, "orbit_moves")
     report = run("examples.benchmarks.orbit_moves", "--output", path, "--docs", page)
@@ -657,7 +640,6 @@ def test_orbit_moves(tmp_path):
     assert written["versions"]["jax"]
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_neal(tmp_path, capsys):
     report = run("examples.neal", "--output", tmp_path / "out")
     out = capsys.readouterr().out
@@ -695,7 +677,6 @@ def test_neal_scales_the_ard_prior_as_he_does():
     assert stats.kstest(np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf).pvalue > 1e-4
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_two_modes(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- table of two_modes: begin -->\n<!-- table of two_modes: end -->\n")
@@ -717,7 +698,6 @@ def test_two_modes(tmp_path, capsys):
     assert not jax.config.jax_enable_x64
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_infinite_width(tmp_path):
     report = run("examples.infinite_width", "--output", tmp_path / "out")
     assert [row.width for row in report.widths] == [2, 4]
@@ -749,7 +729,6 @@ def test_infinite_uci(tmp_path, data_folder):
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     ("run_name", "methods"),
     [
@@ -773,7 +752,6 @@ def test_uci_samples_and_fits(tmp_path, data_folder, run_name, methods):
 
 
 @pytest.mark.data
-@pytest.mark.usefixtures("compiled_quickly")
 def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     path, page = tmp_path / "new" / "uci.jsonl", tmp_path / "page.md"
     marks = [

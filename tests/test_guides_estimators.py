@@ -39,14 +39,6 @@ def observe(mean, y, size=None):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
 
-@pytest.fixture
-def compiled_quickly():
-    """Most of these tests is compiling programs that run for a moment."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 # ----------------------------------------------------------------------------------------------- models
 
 
@@ -218,7 +210,6 @@ def bound(z, rate=1e-4):
     return stats.norm.isf(rate / 2 / z.size)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_same_expectation(model):
     """Loss and every gradient component; failure rate 1e-4 per estimator and model."""
@@ -347,7 +338,6 @@ def test_divergences_are_exact():
     np.testing.assert_allclose(losses, exact, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_divergences_without_formula_are_drawn():
     """Scaled priors, masks, other families: E[log p - log q] from the draw; failure rate 1e-4."""
 
@@ -384,7 +374,6 @@ def hierarchical(x, y):
     observe(jnp.tanh(x @ weight("w", 3, 4, scale=tau)) @ weight("v", 4, scale=tau), y)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_guide_with_dependent_sites():
     """q(tau | w) keeps `w` plain and its divergence drawn; q(v | tau) is exact given tau. Failure rate 1e-4."""
     args, params = data_of(hierarchical), {"loc": 0.1 * jnp.ones((3, 4)), "v_loc": jnp.ones(4)}
@@ -399,7 +388,6 @@ def test_guide_with_dependent_sites():
     assert np.abs(z).max() < bound(z)
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_factors_of_the_guide():
     """A factor of the guide may depend on weights: it sees their plain draw. Failure rate 1e-4."""
 

@@ -16,8 +16,6 @@ from numpyro_bnn import guides, nn, priors, random_network
 from numpyro_bnn.guides.matrix_normal import FlatMatrixNormal
 
 STEPS, PARTICLES = 3000, 10
-# Compiling takes longer than running here.
-QUICK = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
 
 
 def fit(model, guide, *args, steps=STEPS, seed=0):
@@ -38,7 +36,7 @@ def fit(model, guide, *args, steps=STEPS, seed=0):
         return (state, total), None
 
     zero = jax.tree.map(jnp.zeros_like, svi.optim.get_params(state.optim_state))
-    run = jax.jit(lambda state: jax.lax.scan(step, (state, zero), jnp.arange(steps)), compiler_options=QUICK)
+    run = jax.jit(lambda state: jax.lax.scan(step, (state, zero), jnp.arange(steps)))
     total = run(state)[0][1]
     return svi.constrain_fn(jax.tree.map(lambda value: value / (steps - steps // 2), total))
 
@@ -47,7 +45,7 @@ def losses(model, guide, params, *args, num=4000, elbo=Trace_ELBO):
     """Minus the ELBO at single draws; for a model without data its mean is KL(q || p)."""
     keys = jax.random.split(jax.random.key(99), num)
     each = jax.vmap(lambda key: elbo().loss(key, params, model, guide, *args))
-    return np.asarray(jax.jit(each, compiler_options=QUICK)(keys))
+    return np.asarray(jax.jit(each)(keys))
 
 
 def divergence(*args):

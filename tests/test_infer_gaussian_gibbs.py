@@ -25,7 +25,6 @@ from numpyro_bnn.infer.slice import slice_draw, slice_sweep
 # Kolmogorov-Smirnov tests fail once in 10,000 runs where the code is right.
 FAILURE = 1e-4
 RNG = np.random.default_rng(0)
-quickly = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def regression_model(x, y=None):

@@ -63,8 +63,6 @@ MODELS = {
 # posterior invariant the parameters keep their prior distribution. All chains start at prior draws.
 
 CHAINS, SWEEPS = 600, 25
-# These programs run for a fraction of a second; compiled without optimisation they are ready in half the time.
-quickly = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def summaries(sites):
@@ -121,8 +119,8 @@ def geweke(kernel):
         _, values = lax.scan(sweep, (begin, sites["y"]), random.split(data, SWEEPS))
         return jax.tree.map(lambda v: v.mean(0), values)
 
-    after = quickly(jax.vmap(chain))(random.split(random.key(1), CHAINS))
-    prior = quickly(jax.vmap(lambda key: summaries(latent_sites(model, key))))(
+    after = jax.jit(jax.vmap(chain))(random.split(random.key(1), CHAINS))
+    prior = jax.jit(jax.vmap(lambda key: summaries(latent_sites(model, key))))(
         random.split(random.key(2), 20_000)
     )
     return {
@@ -267,7 +265,7 @@ def test_simulation_based_calibration(kind):
 
         return quantities(z, y), lax.scan(draw, chain, None, 1 + draws)[1]
 
-    truth, samples = quickly(jax.vmap(posterior))(random.split(random.key(7), replications))
+    truth, samples = jax.jit(jax.vmap(posterior))(random.split(random.key(7), replications))
     for name, values in samples.items():
         ranks = np.asarray(values[:, 1:] < truth[name][:, None]).sum(1)
         p = stats.chisquare(np.bincount(ranks, minlength=draws + 1)).pvalue

@@ -494,6 +494,7 @@ def test_simulation_based_calibration(kernel, batch_size):
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_predictions_of_a_network_agree_with_long_nuts_runs():
     """1 x 10 tanh network, N = 200. SGLD on control variates, SGHMC and GGMC on all the data: gradient noise
     would need steps ten times as small for the same bias."""
