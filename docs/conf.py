@@ -26,6 +26,8 @@ html_theme = "furo"
 html_title = f"{project} {version}"
 html_math_renderer = "mathml"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 smartquotes = False  # a prime is no quotation mark
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
@@ -58,6 +60,12 @@ def add_contents(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
 
 
+def keep_errors_with_means(app, docname, source):
+    """No line ends between a figure and its error."""
+    source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+
+
 def setup(app):
+    app.connect("source-read", keep_errors_with_means)
     app.connect("autodoc-process-docstring", add_contents)
     app.connect("autodoc-skip-member", is_generated_field)

@@ -99,8 +99,8 @@ def divergence(model, guide, params, num_draws=20_000):
 
 
 # Target: guide, options of the fit, largest divergence. A wide start covers both moons: from a narrow one every
-# guide that minimises KL(q || p) finds only one. Each fit was tried with several seeds, all below the bound: rounding,
-# which differs between processors, changes a fit as much as its seed.
+# guide that minimises KL(q || p) finds only one. Each fit was tried with several seeds, all below the bound:
+# rounding, which differs between processors, changes a fit as much as its seed.
 WIDE = {"init_scale": 2.0, "init_loc_fn": init_to_value(values={"z": jnp.array([0.0, 0.5])})}
 FITS = {
     "coupling, correlated Gaussian": (

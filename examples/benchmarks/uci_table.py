@@ -126,29 +126,25 @@ def _table(lines: list[dict[str, Any]], score: str) -> str:
         at = values.setdefault((line["set"], f"{line['method']}, {line['head']}"), {})
         at[line["split"]] = line[score]
     methods = list(dict.fromkeys(method for _, method in values))
+    sets = [name for name in PUBLISHED if any(name == key[0] for key in values)]
     title = {"log_likelihood": "test log likelihood", "rmse": "test RMSE"}[score]
-    heads = [title, *methods, *(f"{name}, published" for name in COLUMNS)]
-    return markdown(
-        heads,
-        [
-            _row(name, {method: values.get((name, method), {}) for method in methods}, score)
-            for name in PUBLISHED
-            if any(name == key[0] for key in values)
-        ],
-    )
+    columns = [
+        _column(name, [list(values.get((name, method), {}).values()) for method in methods], score)
+        for name in sets
+    ]
+    rows = zip([*methods, *(f"{name}, published" for name in COLUMNS)], *columns, strict=True)
+    return markdown([title, *sets], list(rows))
 
 
-def _row(name: str, ours: dict[str, dict[int, float]], score: str) -> list[str]:
-    cells: list[tuple[float, float, int] | None] = []
-    for by_split in ours.values():
-        found = list(by_split.values())
-        cells.append(_summary_of(found) if found else None)
+def _column(name: str, ours: list[list[float]], score: str) -> list[str]:
+    """One set: means over splits of our methods, then of the published ones."""
+    cells: list[tuple[float, float, int] | None] = [_summary_of(found) if found else None for found in ours]
     most = max((cell[2] for cell in cells if cell), default=0)
     pairs = [PUBLISHED[name][column][score] for column in COLUMNS]
     cells += [None if pair is None else (*pair, most) for pair in pairs]
     sign = 1 if score == "log_likelihood" else -1
     best = max(sign * cell[0] for cell in cells if cell and cell[2] == most)
-    return [name, *(_cell(cell, sign, best, most) for cell in cells)]
+    return [_cell(cell, sign, best, most) for cell in cells]
 
 
 def _cell(cell: tuple[float, float, int] | None, sign: int, best: float, most: int) -> str:
