@@ -18,6 +18,7 @@ from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 __all__ = ["AvgPool", "Conv2d", "Flatten", "MaxPool"]
 
 Pair = tuple[int, int]
+Pairs = tuple[jax.Array, jax.Array]
 Padding = str | tuple[Pair, Pair]
 IMAGE = "an image (height, width, channels)"
 
@@ -175,7 +176,7 @@ class MaxPool(_Pool):
         images = _as_images(self, run, x)
         window, strides = self._geometry(images.shape[1:3])
         if window == strides and self.padding == "VALID":
-            y = _largest(_largest(_tiles(images, window), 4), 2)
+            y = _largest(_tiles(images, window))
         else:
             y = self._reduce(images, -float("inf"), lax.max)
         return y.reshape(x.shape[:-3] + y.shape[1:])
@@ -193,26 +194,24 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
 
 
 @jax.custom_jvp
-def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Elementwise maximum whose gradient goes to one of the two, the first where they are equal.
+def _largest(tiles: jax.Array) -> jax.Array:
+    """Maximum over the windows that `_tiles` cuts, whose gradient goes to one value of each, the first of equal ones.
 
-    JAX's own looks for the operand that equals the maximum. XLA may compute the two in different loops with different
-    rounding, so that none does, and the gradient is 0, or NaN for the maximum along an axis.
+    JAX's own gradient looks for the values that equal the maximum. XLA may compute the two in different loops with
+    different rounding, so that none does, and the gradient is NaN.
     """
-    return lax.max(a, b)
+    return tiles.max(axis=(2, 4))
 
 
-@_larger.defjvp
-def _larger_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    (a, b), (da, db) = primals, tangents
-    return _larger(a, b), jnp.where(a >= b, da, db)
+@_largest.defjvp
+def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def larger(one: Pairs, other: Pairs) -> Pairs:
+        return lax.max(one[0], other[0]), jnp.where(one[0] >= other[0], one[1], other[1])
 
-
-def _largest(x: jax.Array, axis: int) -> jax.Array:
-    """Maximum along an axis."""
-    return reduce(_larger, jnp.unstack(x, axis=axis))
+    (x,), (dx,) = primals, tangents
+    for axis in (4, 2):
+        x, dx = reduce(larger, zip(jnp.unstack(x, axis=axis), jnp.unstack(dx, axis=axis), strict=True))
+    return x, dx
 
 
 @dataclass(frozen=True)
