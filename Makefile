@@ -19,27 +19,17 @@ help:
 	@echo "make evidence DATA=FOLDER  every table of the docs, measured again (hours; goes on where it was)"
 	@echo "make clean  remove the environment and everything generated"
 
-# One stamp per set of requirements: the environment is made anew when pyproject.toml changes.
-$(VENV)/.examples: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
-	@touch $@
+# One stamp per set of requirements: the environment is made anew when pyproject.toml changes. Every set holds that of
+# the examples, that of the tests also that of the docs.
+EXTRAS_examples := examples
+EXTRAS_docs := examples,docs
+EXTRAS_benchmarks := examples,benchmarks
+EXTRAS_test := test
 
-$(VENV)/.test: pyproject.toml
+$(VENV)/.%: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
-	@touch $@ $(VENV)/.examples $(VENV)/.docs
-
-$(VENV)/.docs: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,docs]"
-	@touch $@ $(VENV)/.examples
-
-# The other packages that are timed beside ours.
-$(VENV)/.benchmarks: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples,benchmarks]"
-	@touch $@ $(VENV)/.examples
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS_$*)]"
+	@touch $@ $(VENV)/.examples $(if $(filter test,$*),$(VENV)/.docs)
 
 demo: $(VENV)/.examples
 	$(BIN)/python -m examples.regression
