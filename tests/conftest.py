@@ -6,10 +6,12 @@ from pathlib import Path
 import jax
 import pytest
 
-# Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
-FLAGS = ["--xla_force_host_platform_device_count=2"]
-# A worker has one core: a program in 32 parts is compiled no sooner, and with more work, than one in a piece.
-FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
+FLAGS = [
+    # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
+    "--xla_force_host_platform_device_count=2",
+    # A worker has one core: a program in 32 parts is compiled no sooner, and with more work, than one in a piece.
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 # Most of the time of these tests is compilation, and XLA's newer code generator takes twice as long as the older one,
 # which later versions no longer have: the second Python tests the newer.
 if jax.__version_info__ < (0, 11):

@@ -84,6 +84,15 @@ def run(script, *options):
     return module.main([*SHORT[script].split(), *map(str, options)])
 
 
+def page_with(folder, *names):
+    """A page with places for tables."""
+    page = folder / "page.md"
+    page.write_text(
+        "".join(f"<!-- table of {name}: begin -->\n<!-- table of {name}: end -->\n" for name in names)
+    )
+    return page
+
+
 def test_every_script_is_tested():
     assert set(SHORT) == set(SCRIPTS)
 
@@ -247,10 +256,7 @@ def test_microcanonical(tmp_path):
 
 
 def test_function_agreement(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- table of function_agreement: begin -->\n<!-- table of function_agreement: end -->\n"
-    )
+    page = page_with(tmp_path, "function_agreement")
     output = tmp_path / "out.json"
     (row,) = run("examples.benchmarks.function_agreement", "--output", output, "--docs", page)
     assert json.loads(output.read_text())["rows"] == [row]
@@ -269,15 +275,6 @@ def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
     assert same["rms t, mean"] == pytest.approx(same["expected rms t"], rel=0.06)
     assert same["share beyond 95 %, mean"] == pytest.approx(0.05, abs=0.02)
     assert compare(first + 2.0, second)["rms t, mean"] > 3
-
-
-def page_with(folder, *names):
-    """A page with places for tables."""
-    page = folder / "page.md"
-    page.write_text(
-        "".join(f"<!-- table of {name}: begin -->\n<!-- table of {name}: end -->\n" for name in names)
-    )
-    return page
 
 
 def test_gradient_cost(tmp_path):
@@ -441,10 +438,7 @@ def test_variational(tmp_path, capsys):
 
 
 def test_image_classification(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- table of image_classification: begin -->\n<!-- table of image_classification: end -->\n"
-    )
+    page = page_with(tmp_path, "image_classification")
     report = run("examples.image_classification", "--output", tmp_path / "out", "--docs", page)
     assert f"| textbook | 2 | 1 | {report['accuracy']:.3f} |" in page.read_text()
     assert len(report["seconds"]) == 2
@@ -488,8 +482,7 @@ def test_coupling_step(tmp_path):
 
 
 def test_hierarchical_hmc(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table of hierarchical_hmc: begin -->\n<!-- table of hierarchical_hmc: end -->\n")
+    page = page_with(tmp_path, "hierarchical_hmc")
     path = tmp_path / "new" / "hmc.json"
     report = run("examples.benchmarks.hierarchical_hmc", "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"] == report["rows"]
@@ -678,8 +671,7 @@ def test_neal_scales_the_ard_prior_as_he_does():
 
 
 def test_two_modes(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table of two_modes: begin -->\n<!-- table of two_modes: end -->\n")
+    page = page_with(tmp_path, "two_modes")
     report = run("examples.two_modes", "--output", tmp_path / "out", "--docs", page)
     assert page.read_text().count("\n| chain") == 2
     out = capsys.readouterr().out
@@ -919,8 +911,7 @@ def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
 
 
 def test_infinite_kernel(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table of infinite_kernel: begin -->\n<!-- table of infinite_kernel: end -->\n")
+    page = page_with(tmp_path, "infinite_kernel")
     path = tmp_path / "new" / "kernel.json"
     report = run("examples.benchmarks.infinite_kernel", "--output", path, "--docs", page)
     assert [row["kernel"] for row in report["rows"]] == ["nngp", "ntk"]

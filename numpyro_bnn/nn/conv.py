@@ -18,7 +18,7 @@ from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 __all__ = ["AvgPool", "Conv2d", "Flatten", "MaxPool"]
 
 Pair = tuple[int, int]
-Pairs = tuple[jax.Array, jax.Array]
+Dual = tuple[jax.Array, jax.Array]  # values and their tangents
 Padding = str | tuple[Pair, Pair]
 IMAGE = "an image (height, width, channels)"
 
@@ -204,8 +204,8 @@ def _largest(tiles: jax.Array) -> jax.Array:
 
 
 @_largest.defjvp
-def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    def larger(one: Pairs, other: Pairs) -> Pairs:
+def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Dual:
+    def larger(one: Dual, other: Dual) -> Dual:
         return lax.max(one[0], other[0]), jnp.where(one[0] >= other[0], one[1], other[1])
 
     (x,), (dx,) = primals, tangents
