@@ -1,7 +1,7 @@
 """A deep ensemble, microcanonical chains around its members, and NUTS: one table and one figure per data set.
 
 Every chain of MCLMC first descends with Adam from a start of its own, kept from overfitting by held-out rows: those
-ends are a deep ensemble. From there it samples. NUTS samples the same non-centred model from its own start. For each:
+ends are a deep ensemble. From there it samples. NUTS samples the same model from its own start. For each:
 test error, log score, coverage, R-hat and effective sample size of the predicted function, within the chains and
 between them.
 
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(name: str, args: argparse.Namespace) -> Any:
-    """A UCI set where it is, else a set of its kind made here; standardised by the training rows."""
+    """A UCI set where it is, else a set of its kind made here; standardized by the training rows."""
     from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
@@ -154,11 +154,11 @@ def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[S
         f"MCLMC: energy errors imply a bias of variances of {about['implied_bias']:.3f} in the mean over"
         f" directions, {about['implied_bias_bound']:.2f} at most in one"
     )
-    optimised = args.members * args.optimizer_steps
+    optimized = args.members * args.optimizer_steps
     spent = int(np.sum(mcmc.last_state.num_gradients))
-    share = optimised / spent
+    share = optimized / spent
     rows = [
-        score("deep ensemble", fits["deep ensemble"], data, optimised, share * seconds),
+        score("deep ensemble", fits["deep ensemble"], data, optimized, share * seconds),
         score("MCLMC", fits["MCLMC"], data, spent, seconds),
     ]
     nuts = NUTS(network_model(args), max_tree_depth=args.max_tree_depth)

@@ -2,7 +2,7 @@
 
 Fashion-MNIST, all 60,000 training images; MNIST and KMNIST are foreign to it. ``--net textbook`` is one convolution
 of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` has two convolutions. Weights have a mean-field
-posterior, learned from minibatches with flipout and local reparameterisation; ``--members`` mixes several of them,
+posterior, learned from minibatches with flipout and local reparameterization; ``--members`` mixes several of them,
 from different starts. Also measures what a step costs beside one of the same network without uncertainty. The images
 are read from --data or the folder NUMPYRO_BNN_DATA; without them the digits of scikit-learn take their place, 0 to 4
 known and 5 to 9 foreign.
@@ -50,8 +50,8 @@ class Images(NamedTuple):
     def num_classes(self) -> int:
         return int(self.y.max()) + 1
 
-    def standardised(self) -> "Images":
-        """Grey values less the mean of the training images, over their sd; foreign images too."""
+    def standardized(self) -> "Images":
+        """Gray values less the mean of the training images, over their sd; foreign images too."""
         mean, sd = self.x.mean(), self.x.std()
         foreign = {name: (x - mean) / sd for name, x in self.foreign.items()}
         return self._replace(x=(self.x - mean) / sd, x_test=(self.x_test - mean) / sd, foreign=foreign)
@@ -161,7 +161,7 @@ def make_svi(model: Callable, guide: Any, num_steps: int, args: argparse.Namespa
 
 
 def learn(model: Callable, data: Images, seed: int, args: argparse.Namespace) -> Learned:
-    """Minimise the negative ELBO from the start that ``seed`` gives; says after each epoch where it is."""
+    """Minimize the negative ELBO from the start that ``seed`` gives; says after each epoch where it is."""
     from numpyro_bnn import guides
 
     data = data._replace(x=jnp.asarray(data.x), y=jnp.asarray(data.y))  # on the device once
@@ -193,7 +193,7 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
     svi = make_svi(model, guide, 1000, args)
     state = svi.init(jax.random.key(args.seed), x, y)
     bayes = jax.jit(lambda state: svi.update(state, x, y)[0])
-    optimiser = optax.adam(args.learning_rate)
+    optimizer = optax.adam(args.learning_rate)
     params = {
         name: 0.1 * jax.random.normal(jax.random.key(i), shape)
         for i, (name, shape) in enumerate(net.param_shapes(data.x.shape[1:]).items())
@@ -205,10 +205,10 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
     @jax.jit
     def plain(state: tuple) -> tuple:
         params, inner = state
-        updates, inner = optimiser.update(jax.grad(loss)(params), inner)
+        updates, inner = optimizer.update(jax.grad(loss)(params), inner)
         return optax.apply_updates(params, updates), inner
 
-    steps = {"bayes": (bayes, state), "plain": (plain, (params, optimiser.init(params)))}
+    steps = {"bayes": (bayes, state), "plain": (plain, (params, optimizer.init(params)))}
     contenders = {name: (repeated(step, at, 5), 5) for name, (step, at) in steps.items()}
     interleave(contenders, 1)  # compiles
     times = wall_clock(interleave(contenders, args.rounds))
@@ -355,7 +355,7 @@ def table(folder: Path) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     folder = writable_folder(args.output)
-    data = load_data(args).standardised()
+    data = load_data(args).standardized()
     net = NETS[args.net](data.num_classes)
     size = sum(int(np.prod(shape)) for shape in net.param_shapes(data.x.shape[1:]).values())
     print(

@@ -193,7 +193,7 @@ def measure(args: argparse.Namespace) -> list[Width]:
 def draw_figure(
     args: argparse.Namespace, rows: list[Width], data: tuple, grid: np.ndarray, gp: Any, draws: np.ndarray
 ) -> Path:
-    """Four panels; colours of a palette that colour-blind readers can tell apart."""
+    """Four panels; colors of a palette that color-blind readers can tell apart."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -253,11 +253,11 @@ def _prior_draws(axis: Any, args: argparse.Namespace, grid: np.ndarray) -> None:
 def _rates(axis: Any, rows: list[Width], names: dict[str, str], slope: float) -> None:
     """Measurements against width, and lines of the rates that theory gives."""
     widths = np.array([row.width for row in rows], float)
-    for (name, label), colour, marker in zip(names.items(), ("#0072B2", "#D55E00"), "os", strict=True):
+    for (name, label), color, marker in zip(names.items(), ("#0072B2", "#D55E00"), "os", strict=True):
         values = np.array([getattr(row, name) for row in rows])
-        axis.loglog(widths, values, marker, color=colour, markersize=4, label=label)
+        axis.loglog(widths, values, marker, color=color, markersize=4, label=label)
         guide = np.exp(np.mean(np.log(values) - slope * np.log(widths))) * widths**slope
-        axis.loglog(widths, guide, "-", color=colour, lw=0.7)
+        axis.loglog(widths, guide, "-", color=color, lw=0.7)
     axis.plot([], [], color="black", lw=0.7, label=f"width$^{{{slope:g}}}$")
     axis.set_xlabel("width")
     axis.set_xticks(widths, [f"{w:g}" for w in widths])

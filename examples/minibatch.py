@@ -21,10 +21,10 @@ import numpyro
 from examples.shared import at_least, writable_folder
 
 KERNELS = ("SGLD", "PSGLD", "SGHMC")
-STATISTICS = ("step_size", "configurational_temperature", "gradient_noise", "num_gradients", "diverged")
+STATISTICS = ("step_size", "configurational_temperature", "gradient_noise", "num_gradients", "diverging")
 
 # The default bias_tolerance, 0.05, holds the noisiest direction to 5 % of excess variance. Gradients from 256 of
-# 16512 rows are so noisy that this takes steps of 1e-8, which do not leave the neighbourhood of the warm start in the
+# 16512 rows are so noisy that this takes steps of 1e-8, which do not leave the neighborhood of the warm start in the
 # time given here (median R-hat of the function 2 to 3). That direction is the one the data determine best, and
 # predictions hardly feel it: it may be too wide here. The temperatures, means over all directions, show the price.
 BIAS_TOLERANCE = 10.0
@@ -77,7 +77,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> Any:
-    """California housing where it is, else a smaller set; standardised by the training rows."""
+    """California housing where it is, else a smaller set; standardized by the training rows."""
     from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
@@ -129,7 +129,7 @@ def fit_minibatch(name: str, data: Any, args: argparse.Namespace) -> tuple[Any, 
     mcmc.run(jax.random.key(args.seed), data.x_train, data.y_train, batch_size, extra_fields=fields)
     jax.block_until_ready(mcmc.last_state)
     seconds = time.perf_counter() - start
-    if np.any(mcmc.last_state.diverged):
+    if np.any(mcmc.last_state.diverging):
         sys.exit(f"{name}: a chain diverged. Try a larger --batch-size or --num-warmup.")
     gradients = int(np.sum(mcmc.last_state.num_gradients))
     idata = export(mcmc, data, args, seconds)
@@ -228,7 +228,7 @@ def draw_figure(fits: dict[str, Any], rows: list[Scores], folder: Path) -> Path:
 def draw_scores(axis: Any, rows: list[Scores], name: str, label: str) -> None:
     for place, row in enumerate(reversed(rows)):
         value, error = getattr(row, name), getattr(row, f"{name}_se")
-        axis.errorbar(value, place, xerr=error, fmt="o", color=colour(row.method), capsize=2, markersize=5)
+        axis.errorbar(value, place, xerr=error, fmt="o", color=color(row.method), capsize=2, markersize=5)
     axis.set_yticks(range(len(rows)), [row.method for row in reversed(rows)])
     axis.set_ylim(-0.5, len(rows) - 0.5)
     axis.grid(axis="x", color="#DDDDDD", linewidth=0.5)
@@ -246,7 +246,7 @@ def draw_temperatures(axis: Any, fits: dict[str, Any]) -> None:
                 running = np.cumsum(values) / draws
                 label = f"{name}, {field.split('_')[0]}"
                 width = 3.0 if name == "SGLD" else 1.2  # seen behind the others
-                axis.plot(draws, running, style, color=colour(name), label=label, linewidth=width)
+                axis.plot(draws, running, style, color=color(name), label=label, linewidth=width)
     axis.axhline(1.0, color="black", linewidth=0.6, zorder=0)
     axis.set_xlabel("draws")
     axis.set_ylabel("temperature, mean so far")
@@ -261,7 +261,7 @@ def draw_mixing(axis: Any, fits: dict[str, Any]) -> None:
     for method, idata in fits.items():
         rhat = np.sort(metrics.function_space(idata["predictions"]["y_mean"]).rhat.ravel())
         axis.step(
-            rhat, np.arange(1, len(rhat) + 1) / len(rhat), color=colour(method), label=method, linewidth=1.2
+            rhat, np.arange(1, len(rhat) + 1) / len(rhat), color=color(method), label=method, linewidth=1.2
         )
     axis.axvline(1.01, color="black", linewidth=0.6, zorder=0)
     axis.set_xlabel("R-hat of the predicted function")
@@ -269,7 +269,7 @@ def draw_mixing(axis: Any, fits: dict[str, Any]) -> None:
     axis.legend(frameon=False, loc="lower right")
 
 
-def colour(method: str) -> str:
+def color(method: str) -> str:
     return {"SGLD": "#0072B2", "PSGLD": "#D55E00", "SGHMC": "#009E73"}.get(method, "#000000")
 
 

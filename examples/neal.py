@@ -1,6 +1,6 @@
 """Neal's examples with hierarchical priors: two classes of two inputs, and three classes with irrelevant inputs.
 
-Priors, networks and data of the examples of Radford Neal's software for flexible Bayesian modelling. Each group of
+Priors, networks and data of the examples of Radford Neal's software for flexible Bayesian modeling. Each group of
 weights has a precision of its own; on cdata each input has one (automatic relevance determination), and the
 posterior finds out that two of the four inputs say nothing. The tables are read from a data folder; without one
 small sets of the same kind are made up.
@@ -105,8 +105,8 @@ def ard(name: str, shape: tuple[int, ...]) -> Any:
 def make_model(name: str) -> Callable:
     """The networks of his commands, with the priors written above each.
 
-    Weights are not centred, as with the priors of the package unless asked. That was measured on cdata, two chains
-    of 300 draws after 300, worst of the log scales of the inputs: R-hat 1.02, ESS 101, 55 processor seconds. Centred
+    Weights are not centered, as with the priors of the package unless asked. That was measured on cdata, two chains
+    of 300 draws after 300, worst of the log scales of the inputs: R-hat 1.02, ESS 101, 55 processor seconds. Centered
     weights under NUTS: 1.18, 4 and 56; under `Gibbs` of `PrecisionGibbs` and NUTS: 1.18, 16 and 65. Drawn exactly
     or not, a scale cannot go far while its weights stand still. On bdata it was the same: ESS 71 beside 5 of Gibbs.
     """
@@ -120,8 +120,8 @@ def make_model(name: str) -> Callable:
     vague = priors.GammaPrecision(0.05, 0.5)
     if name == "cdata":  # 4 8 3 / ih=x0.2:0.5:1 bh=0.05:0.5 ho=x0.05:0.5 bo=0.05:0.5
         net = bnn.nn.MLP([8, 3], "tanh")
-        centred = bnn.models.classification(net, 3, {"Dense_0.kernel": ard, "*": vague})
-        return numpyro.handlers.reparam(centred, {KERNEL: LocScaleReparam(0)})
+        centered = bnn.models.classification(net, 3, {"Dense_0.kernel": ard, "*": vague})
+        return numpyro.handlers.reparam(centered, {KERNEL: LocScaleReparam(0)})
 
     prior = {  # 2 15 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100
         "Dense_0.*": priors.GammaPrecision(0.05, 0.5, fan_in_scaling=False),
@@ -138,7 +138,7 @@ def make_model(name: str) -> Callable:
 
 
 def sample(model: Callable, data: Any, args: argparse.Namespace) -> Fit:
-    """NUTS on a model that is not centred."""
+    """NUTS on a model that is not centered."""
     import jax
     from numpyro.diagnostics import summary
     from numpyro.infer import MCMC, NUTS
@@ -251,16 +251,16 @@ def draw_surface(mean: np.ndarray, sd: np.ndarray, data: Any, path: Path) -> Non
     """Probability of class 1 with the training cases, and its posterior sd; both with the line of even odds."""
     figure, (left, right) = new_figure(2, (9.6, 4.2))
     x, y = np.moveaxis(GRID, -1, 0)
-    for axis, values, levels, colours, title in (
+    for axis, values, levels, colors, title in (
         (left, mean, np.linspace(0, 1, 11), "RdBu_r", "probability of class 1"),
         (right, sd, 10, "viridis", "its posterior sd"),
     ):
-        figure.colorbar(axis.contourf(x, y, values, levels, cmap=colours), ax=axis)
+        figure.colorbar(axis.contourf(x, y, values, levels, cmap=colors), ax=axis)
         axis.contour(x, y, mean, [0.5], colors="black" if axis is left else "white", linewidths=1.5)
         axis.set(title=title, xlabel="input 1", ylabel="input 2", aspect="equal")
-    for label, colour in enumerate(("white", "black")):
+    for label, color in enumerate(("white", "black")):
         points = data.x_train[data.y_train == label]
-        left.scatter(*points.T, s=14, color=colour, edgecolor="black", linewidth=0.5, label=f"class {label}")
+        left.scatter(*points.T, s=14, color=color, edgecolor="black", linewidth=0.5, label=f"class {label}")
     left.set(xlim=(GRID.min(), GRID.max()), ylim=(GRID.min(), GRID.max()))
     left.legend(loc="lower left", fontsize="small")
     save_figure(figure, path)

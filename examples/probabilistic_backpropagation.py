@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> Any:
-    """California housing where it is, else a smaller set; 90 % for training, standardised by these."""
+    """California housing where it is, else a smaller set; 90 % for training, standardized by these."""
     from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
@@ -82,7 +82,7 @@ def load_data(args: argparse.Namespace) -> Any:
 
 
 def score(method: str, mean: Any, variance: Any, log_density: Any, data: Any, seconds: float) -> Scores:
-    """Scores of normal predictions, from standardised units."""
+    """Scores of normal predictions, from standardized units."""
     scale = float(data.y_scaler.scale_factor)
     error = np.asarray(mean) - data.y_test
     return Scores(
@@ -167,12 +167,12 @@ def draw_figure(pbp: Any, fit: Any, data: Any, args: argparse.Namespace, folder:
     spread = np.array([np.sqrt(np.mean(error[group] ** 2)) for group in groups])
     # The sd of a root mean square of n normal errors is about 1 / sqrt(2 n) of it.
     bars = spread / np.sqrt([2 * len(group) for group in groups])
-    centre = np.array([sd[group].mean() for group in groups])
+    center = np.array([sd[group].mean() for group in groups])
     settings = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(settings):
         figure, (left, right) = plt.subplots(1, 2, figsize=(7.0, 2.8), layout="constrained")
-        left.errorbar(centre, spread, yerr=bars, fmt="o", color="#0072B2", markersize=4, capsize=2)
-        ends = [min(centre.min(), spread.min()), max(centre.max(), spread.max())]
+        left.errorbar(center, spread, yerr=bars, fmt="o", color="#0072B2", markersize=4, capsize=2)
+        ends = [min(center.min(), spread.min()), max(center.max(), spread.max())]
         left.plot(ends, ends, color="black", linewidth=0.6, label="error = predicted sd")
         left.set_xlabel("predicted sd")
         left.set_ylabel("root mean squared error")

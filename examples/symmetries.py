@@ -1,4 +1,4 @@
-"""Networks sampled four ways: centred, non-centred, with moves along their symmetries, and on their quotient.
+"""Networks sampled four ways: centered, non-centered, with moves along their symmetries, and on their quotient.
 
 Three networks, a batch-norm MLP, a small residual network with batch norm and a ReLU MLP, each with one learned scale
 per layer. The likelihood does not change along the orbits of their symmetries, and there a gradient sampler crawls.
@@ -8,7 +8,7 @@ orbits and of the predicted function; divergences; and whether the posterior of 
 Runs on the diabetes data that ship with scikit-learn, or on a UCI set of a data folder:
 
     python -m examples.symmetries --set boston --data FOLDER --output output/boston
-    python -m examples.symmetries --summarise output/boston/symmetries.json --table docs/tables/symmetries.md
+    python -m examples.symmetries --summarize output/boston/symmetries.json --table docs/tables/symmetries.md
 """
 
 import argparse
@@ -25,21 +25,21 @@ import numpy as np
 from examples.benchmarks.shared import environment, options_of
 from examples.shared import at_least, writable_folder
 
-WAYS = ("centred", "non-centred", "moves", "quotient")
+WAYS = ("centered", "non-centered", "moves", "quotient")
 NETS = {"bn": "batch-norm MLP", "residual": "residual network with batch norm", "relu": "ReLU MLP"}
 TEST_POINTS = 50
 FIRST = "net/Dense_0.kernel"
-# A learned scale before a normalisation keeps its prior HalfNormal(1): mean and 90 % interval of log |N(0, 1)|.
+# A learned scale before a normalization keeps its prior HalfNormal(1): mean and 90 % interval of log |N(0, 1)|.
 EXACT_MEAN, EXACT_INTERVAL = -0.5 * (np.log(2.0) + np.euler_gamma), (np.log(0.0627068), np.log(1.959964))
 
 NOTES = """\
 Two numbers in a cell are the median and the smallest over units, scales or test points. ESS as in NumPyro, all
 chains together, per draw and per second. Seconds are processor seconds of the draws alone, neither warm-up nor
-compilation. *Moves* and *quotient* are built on the non-centred model, with all symmetries found but
-permutations: units relabelled at random would make every number of a single unit look mixed.
+compilation. *Moves* and *quotient* are built on the non-centered model, with all symmetries found but
+permutations: units relabeled at random would make every number of a single unit look mixed.
 
 log norm: of the weights into a unit. log s: learned scales; the first is shown with its Monte Carlo standard error,
-and before a normalisation its exact mean is {exact:.3f}. log ratio: log(|w_in| / |w_out|) of a ReLU unit, its
+and before a normalization its exact mean is {exact:.3f}. log ratio: log(|w_in| / |w_out|) of a ReLU unit, its
 coordinate on its orbit. The orbit itself, the product |w_in| |w_out|, mixes slowly whatever moves along it, and with
 more inputs than outputs the ratio given the product has little spread of its own. place: the exact conditional
 distribution function of the ratio given the orbit; uniform, and independent where moves are exact.
@@ -77,7 +77,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=500, help="draws per chain")
     parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figures")
-    parser.add_argument("--summarise", type=Path, nargs="+", help="sample nothing: read these JSON files")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="sample nothing: read these JSON files")
     parser.add_argument("--table", type=Path, help="write the tables as Markdown to this file")
     args = parser.parse_args(argv)
     at_least(parser, args, ("width", "residual_width", "num_warmup", "max_tree_depth"))
@@ -111,16 +111,16 @@ def make_net(name: str, args: argparse.Namespace) -> Any:
     return nn.Sequential([nn.Dense(width), nn.BatchNorm(), "tanh", nn.Residual(body), nn.Dense(1)])
 
 
-def make_model(net: Any, centred: bool) -> Callable:
+def make_model(net: Any, centered: bool) -> Callable:
     import numpyro_bnn as bnn
 
-    return bnn.models.regression(net, bnn.priors.Hierarchical(centered=centred))
+    return bnn.models.regression(net, bnn.priors.Hierarchical(centered=centered))
 
 
 def symmetries_of(net: Any, data: Any) -> list:
     from numpyro_bnn import symmetry
 
-    found = symmetry.find(make_model(net, centred=False), data.x_train, data.y_train)
+    found = symmetry.find(make_model(net, centered=False), data.x_train, data.y_train)
     return [s for s in found if not isinstance(s, symmetry.Permutation)]
 
 
@@ -129,7 +129,7 @@ def make_kernel(way: str, net: Any, symmetries: list, data: Any, args: argparse.
 
     from numpyro_bnn import infer, symmetry
 
-    model = make_model(net, centred=way == "centred")
+    model = make_model(net, centered=way == "centered")
     if way == "quotient":
         model = symmetry.quotient(model, symmetries, data.x_train, data.y_train)
     nuts = NUTS(model, max_tree_depth=args.max_tree_depth)
@@ -205,8 +205,8 @@ def predictor(net: Any, data: Any) -> Callable:
 def place_on_orbit(p: float, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Conditional distribution function, given the product of a and b, of the place of a ReLU unit on its orbit.
 
-    u = sqrt(a / b) is generalised inverse Gaussian of order p, u ~ ``scipy.stats.geninvgauss(p, sqrt(a b))``; a and b
-    are the squared norms of the standardised weights in and out, p half the difference of their numbers. By the
+    u = sqrt(a / b) is generalized inverse Gaussian of order p, u ~ ``scipy.stats.geninvgauss(p, sqrt(a b))``; a and b
+    are the squared norms of the standardized weights in and out, p half the difference of their numbers. By the
     trapezoid rule in log u, where the density is log-concave: SciPy's quadrature takes one number at a time.
     """
     x, root = 0.5 * np.log(a / b), np.sqrt(a * b)
@@ -262,7 +262,7 @@ def effective(values: np.ndarray) -> np.ndarray:
         return np.maximum(np.nan_to_num(effective_sample_size(values)), 0.0)
 
 
-def summarise(fit: Fit, values: Mapping[str, np.ndarray], function: np.ndarray) -> dict[str, Any]:
+def summarize(fit: Fit, values: Mapping[str, np.ndarray], function: np.ndarray) -> dict[str, Any]:
     from numpyro_bnn import metrics
 
     ess, draws = {}, function.shape[0] * function.shape[1]
@@ -338,7 +338,7 @@ def report(runs: list[Mapping[str, Any]]) -> str:
 
 
 def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> Path:
-    """Traces of the first unit and the first scale, four ways side by side, one colour per chain."""
+    """Traces of the first unit and the first scale, four ways side by side, one color per chain."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -386,7 +386,7 @@ def compare(data: Any, args: argparse.Namespace, folder: Path) -> tuple[list[dic
                 print(f"{NETS[net_name]}, {way}, seed {seed}: {fit.seconds:.1f} s", flush=True)
                 values = statistics_of(net_name, fit, symmetries)
                 rows.append({"net": net_name, "way": way, "seed": seed})
-                rows[-1] |= summarise(fit, values, function(fit.sites))
+                rows[-1] |= summarize(fit, values, function(fit.sites))
                 traces.setdefault(way, values)
         saved.append(draw_figure(net_name, traces, folder / f"symmetries_{net_name}.png"))
         print("\n" + table([row for row in rows if row["net"] == net_name], net_name), flush=True)
@@ -405,8 +405,8 @@ def settings_of(data: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse(argv)
-    if args.summarise:
-        runs = [json.loads(path.read_text()) for path in args.summarise]
+    if args.summarize:
+        runs = [json.loads(path.read_text()) for path in args.summarize]
         saved = []
     else:
         folder = writable_folder(args.output)

@@ -140,9 +140,9 @@ def table(report: dict[str, Any]) -> str:
 def draw_modes(x: np.ndarray, f: np.ndarray, left: np.ndarray, up: np.ndarray, data: Any, path: Path) -> None:
     """Functions of both modes with the data, and where each chain is on the left, draw by draw."""
     figure, (functions, trace) = new_figure(2, (9.6, 3.8))
-    for mode, colour, label in ((~up, "C0", "falls"), (up, "C1", "turns up")):
+    for mode, color, label in ((~up, "C0", "falls"), (up, "C1", "turns up")):
         for i, one in enumerate(f[mode][:: max(1, mode.sum() // 30)][:30]):
-            functions.plot(x, one, color=colour, linewidth=0.7, alpha=0.6, label=None if i else label)
+            functions.plot(x, one, color=color, linewidth=0.7, alpha=0.6, label=None if i else label)
     functions.scatter(data.x_train[:, 0], data.y_train, s=8, color="black", zorder=3, label="training cases")
     reach = 2 * np.abs(data.y_train).max()
     functions.set(xlabel="x", ylabel="f(x)", ylim=(-4 * reach, 2 * reach), title="functions of both modes")

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=20, help="hidden units")
     parser.add_argument("--activation", default="tanh", help="activation of the hidden units")
     parser.add_argument("--points", type=int, default=60, help="training points, half in each cluster")
-    parser.add_argument("--num-steps", type=int, default=20_000, help="steps of the optimiser")
+    parser.add_argument("--num-steps", type=int, default=20_000, help="steps of the optimizer")
     parser.add_argument("--num-particles", type=int, default=8, help="draws per step")
     parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of NUTS per chain")
     parser.add_argument(

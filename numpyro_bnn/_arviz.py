@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 
 with warnings.catch_warnings():
     # ArviZ 0.23 announces its coming refactor once a day; version 1, the refactor, is supported here.
@@ -41,12 +41,12 @@ _TREE = int(az.__version__.split(".")[0]) >= 1
 
 # ArviZ needs four draws in each chain that it splits.
 _MIN_DRAWS = 4
-# A generalised Pareto distribution is fitted to a fifth of the weights, and to five of them at least.
+# A generalized Pareto distribution is fitted to a fifth of the weights, and to five of them at least.
 _MIN_WEIGHTS = 25
 
 
 def rhat(draws: ArrayLike) -> NDArray[np.float64]:
-    """Rank-normalised split R-hat of every column of ``draws``, computed by ArviZ.
+    """Rank-normalized split R-hat of every column of ``draws``, computed by ArviZ.
 
     A single chain is cut into halves, which are compared as two chains (each is split once more): slower
     drifts than half the run show, another mode that no chain visits cannot.
@@ -78,7 +78,7 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     """Effective sample size of every column of ``draws``, computed by ArviZ.
 
     :param draws: (C, S, ...) draws by chain.
-    :param kind: ``"bulk"`` (rank-normalised), ``"tail"`` (the smaller of the 5 % and 95 % quantiles') or ``"mean"``.
+    :param kind: ``"bulk"`` (rank-normalized), ``"tail"`` (the smaller of the 5 % and 95 % quantiles') or ``"mean"``.
     :return: effective draws, shape (...). NaN where a column is constant or not finite, and everywhere when
         a chain has fewer than 4 draws.
     :raises ValueError: if ``draws`` has no chain and draw axis, or ``kind`` is unknown.

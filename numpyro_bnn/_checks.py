@@ -1,16 +1,105 @@
-"""Checks of user data: they run before any work and raise errors that teach."""
+"""Argument checks and the one form of error message: they run before any work and say what to write instead."""
 
+import math
+from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 import jax
 import numpy as np
 
-from numpyro_bnn._errors import argument_error
+__all__ = [
+    "argument_error",
+    "check_choice",
+    "check_count",
+    "check_finite",
+    "check_labels",
+    "check_number",
+    "check_rank",
+    "check_same_length",
+    "unknown_name",
+]
 
-__all__ = ["finite", "labels", "rank", "same_length"]
+
+def argument_error(
+    call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError
+) -> Exception:
+    """Build (the caller raises it) an error that teaches: call, argument, what came, what to write instead.
+
+    :param call: the public name the user wrote, e.g. ``"nn.Dense"``.
+    :param argument: the argument at fault, e.g. ``"units"``.
+    :param got: what came; strings are quoted as they are, anything else by ``repr``.
+    :param instead: a sentence that says what to write instead.
+    :param kind: ``ValueError`` (default) or ``TypeError``.
+    """
+    came = got if isinstance(got, str) else repr(got)
+    return kind(f"{call}: argument `{argument}` got {came}. {instead}")
 
 
-def finite(call: str, argument: str, value: Any) -> None:
+def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
+    """Build the error for a name outside a table, with the closest known name first.
+
+    :param known: an iterable of the names that exist.
+    """
+    from difflib import get_close_matches
+
+    names = [str(name) for name in known]
+    by_lower = {name.lower(): name for name in names}
+    close = get_close_matches(str(got).lower(), by_lower, n=1)
+    hint = f"Did you mean {by_lower[close[0]]!r}? " if close else ""
+    return argument_error(call, argument, repr(got), f"{hint}Known: {', '.join(names)}.")
+
+
+def check_count(call: str, argument: str, value: Any, minimum: int = 1) -> int:
+    """Return the argument as an ``int``; refuse anything but an integer (NumPy's too) of at least ``minimum``."""
+    try:
+        count = None if isinstance(value, bool | np.bool) else index(value)
+    except TypeError:
+        count = None
+    if count is None or count < minimum:
+        raise argument_error(call, argument, repr(value), f"Pass an integer of at least {minimum}.")
+    return count
+
+
+def check_number(
+    call: str,
+    argument: str,
+    value: Any,
+    *,
+    minimum: float = 0.0,
+    strict: bool = False,
+    below: float = math.inf,
+    infinite: bool = False,
+) -> None:
+    """Refuse what is not a number, NaN, numbers below (``strict``: or at) ``minimum`` or not below ``below``.
+
+    :param infinite: allow infinity.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return  # its value is not known yet
+    try:
+        number = None if isinstance(value, str | bool | np.bool) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    bounds = [f"{'above' if strict else 'at least'} {minimum:g}"] if math.isfinite(minimum) else []
+    bounds += [f"below {below:g}"] if math.isfinite(below) else []
+    instead = " ".join(["Pass a finite number", " and ".join(bounds)]).strip() + "."
+    if number is None:
+        raise argument_error(call, argument, repr(value), instead, TypeError)
+    high_enough = number > minimum if strict else number >= minimum
+    small_enough = number < below or (infinite and number == math.inf)
+    if not (high_enough and small_enough):  # NaN is neither
+        raise argument_error(call, argument, repr(value), instead)
+
+
+def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuse a name that is not in a table, and name the closest that is."""
+    known = tuple(choices)
+    if not isinstance(value, str) or value not in known:
+        raise unknown_name(call, argument, value, known)
+
+
+def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, where the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):
         raise argument_error(
@@ -29,7 +118,7 @@ def finite(call: str, argument: str, value: Any) -> None:
         )
 
 
-def rank(call: str, argument: str, value: Any, expected: int, meaning: str) -> None:
+def check_rank(call: str, argument: str, value: Any, expected: int, meaning: str) -> None:
     """Refuse an array of another rank; ``meaning`` names the axes, e.g. ``"(N, D)"``."""
     shape = np.shape(value)
     if len(shape) != expected:
@@ -38,7 +127,7 @@ def rank(call: str, argument: str, value: Any, expected: int, meaning: str) -> N
         )
 
 
-def same_length(call: str, **arrays: Any) -> None:
+def check_same_length(call: str, **arrays: Any) -> None:
     """Refuse arrays whose leading axes differ."""
     sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
     if len(set(sizes.values())) > 1:
@@ -51,7 +140,7 @@ def same_length(call: str, **arrays: Any) -> None:
         )
 
 
-def labels(call: str, argument: str, value: Any, num_classes: int) -> None:
+def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None:
     """Refuse class labels that are not integers 0..K-1."""
     if isinstance(value, jax.core.Tracer):
         return

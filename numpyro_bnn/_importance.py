@@ -13,8 +13,8 @@ from numpyro.distributions import biject_to
 from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn._programs import signature
 

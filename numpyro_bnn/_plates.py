@@ -40,7 +40,7 @@ class full_plates(Messenger):
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
     """B distinct random indices below N, each of them with probability B/N, at a cost of O(B).
 
-    One from each of B neighbouring runs of indices, in a circle turned at random: sums over them are unbiased, and
+    One from each of B neighboring runs of indices, in a circle turned at random: sums over them are unbiased, and
     never vary more than with replacement.
 
     :param size: N.

@@ -8,14 +8,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["CACHE_SIZE", "Signature", "draws_per_chunk", "map_keys", "refuse_tracers", "signature"]
 
 # Programs that are kept for a further call. Few: each keeps its guide alive, and with it the guide's data.
 CACHE_SIZE = 8
 
-# Working memory of one chunk of draws; large enough to amortise its launch, small beside any result.
+# Working memory of one chunk of draws; large enough to amortize its launch, small beside any result.
 CHUNK_BYTES = 128 * 2**20
 
 _ARRAY = object()

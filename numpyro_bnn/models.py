@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
@@ -32,7 +32,7 @@ def regression(
     """Model of real targets with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
-    (N, K) for a network with K > 1 outputs; integer targets are taken as numbers. Standardise both first.
+    (N, K) for a network with K > 1 outputs; integer targets are taken as numbers. Standardize both first.
 
     :param net: specification with one output per target; with ``heteroscedastic`` with two, mean and
         sd = 1e-6 + softplus(second output): in float32 a softplus below -104 is 0.
@@ -107,9 +107,9 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
     _check_inputs(call, x, batch_size)
     _outputs(call, net, x, num_classes)
     if y is not None:
-        _checks.rank(call, "y", y, 1, "(N,)")
-        _checks.same_length(call, x=x, y=y)
-        _checks.labels(call, "y", y, num_classes)
+        _checks.check_rank(call, "y", y, 1, "(N,)")
+        _checks.check_same_length(call, x=x, y=y)
+        _checks.check_labels(call, "y", y, num_classes)
         y = jnp.asarray(y, dtype=int)
     f = random_network("net", net, jnp.shape(x)[1:], prior)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
@@ -122,7 +122,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
         raise argument_error(
             call, "x", f"shape {jnp.shape(x)}", "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
         )
-    _checks.finite(call, "x", x)
+    _checks.check_finite(call, "x", x)
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run has no meaning.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
@@ -147,7 +147,7 @@ def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
 
 
 def _real_targets(call: str, x: Any, y: Any, targets: int) -> jax.Array:
-    _checks.rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
-    _checks.same_length(call, x=x, y=y)
-    _checks.finite(call, "y", y)
+    _checks.check_rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
+    _checks.check_same_length(call, x=x, y=y)
+    _checks.check_finite(call, "y", y)
     return jnp.asarray(y, dtype=float)

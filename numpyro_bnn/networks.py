@@ -10,13 +10,13 @@ import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.nn import Layer, Moments, Shape
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.nn import BatchStatistics, Layer, Shape
 from numpyro_bnn.priors import Normal, as_prior, noncenter
 
 __all__ = ["RandomNetwork", "random_network", "record_statistics", "use_statistics"]
 
-Statistics = Mapping[str, Moments]
+Statistics = Mapping[str, BatchStatistics]
 
 
 class RandomNetwork:
@@ -36,15 +36,15 @@ class RandomNetwork:
         """Evaluate the network on a batch.
 
         :param x: inputs of shape ``(..., *input_shape)``.
-        :param statistics: batch statistics to normalise with instead of those of ``x``;
+        :param statistics: batch statistics to normalize with instead of those of ``x``;
             see :meth:`statistics`.
         """
         if statistics is None:
             statistics = _requested_statistics(self, x)
         return self.net.apply(self.params, x, statistics)
 
-    def statistics(self, x: jax.Array) -> dict[str, Moments]:
-        """Statistics of every batch normalisation on the inputs ``x``, to be passed to a later call."""
+    def statistics(self, x: jax.Array) -> dict[str, BatchStatistics]:
+        """Statistics of every batch normalization on the inputs ``x``, to be passed to a later call."""
         return self.net.statistics(self.params, x)
 
 
@@ -57,7 +57,7 @@ def random_network(
     """Give every parameter of a network a sample site, and return the network as a callable.
 
     The sites are ``<name>/<layer>.kernel``, ``<name>/<layer>.bias`` and so on, with the hyper-sites of the prior
-    beside them. Non-centred priors add ``<site>_base`` ~ N(0, 1) and make the parameter a deterministic site.
+    beside them. Non-centered priors add ``<site>_base`` ~ N(0, 1) and make the parameter a deterministic site.
 
     :param name: prefix of the sites.
     :param net: the specification, e.g. ``nn.MLP([50, 1], activation="tanh")``.
@@ -169,7 +169,7 @@ class record_statistics(Messenger):
 
 
 class use_statistics(Messenger):
-    """Context in which the calls of a :class:`RandomNetwork` normalise with recorded statistics, in order.
+    """Context in which the calls of a :class:`RandomNetwork` normalize with recorded statistics, in order.
 
     :param calls: ``record_statistics().calls`` of a run of the same model.
 

@@ -28,8 +28,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Most tests compile for seconds what runs for milliseconds: without optimisation that takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimised") is None)
+    """Most tests compile for seconds what runs for milliseconds: without optimization that takes half the time."""
+    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimized") is None)
     return (yield)
 
 

@@ -66,15 +66,17 @@ PRIORS: dict[str, PriorRow] = {
     "StudentT": PriorRow(priors.StudentT(4.0, 0.7)),
     "ScaleMixture": PriorRow(priors.ScaleMixture(0.3, 1.0, 0.1)),
     "Hierarchical": PriorRow(priors.Hierarchical(), {"scale": ()}),
-    "Hierarchical centred": PriorRow(priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True), {"scale": ()}),
+    "Hierarchical centered": PriorRow(
+        priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True), {"scale": ()}
+    ),
     "ARD": PriorRow(priors.ARD(), {"scale": (4,)}),
-    "ARD centred": PriorRow(priors.ARD(dist.Uniform(0.5, 1.5), centered=True), {"scale": (4,)}),
+    "ARD centered": PriorRow(priors.ARD(dist.Uniform(0.5, 1.5), centered=True), {"scale": (4,)}),
     "GammaPrecision": PriorRow(priors.GammaPrecision(0.5, 3.0), {"precision": ()}),
-    "GammaPrecision centred": PriorRow(priors.GammaPrecision(0.5, 3.0, centered=True), {"precision": ()}),
+    "GammaPrecision centered": PriorRow(priors.GammaPrecision(0.5, 3.0, centered=True), {"precision": ()}),
     "GammaPrecision integrated": PriorRow(priors.GammaPrecision(0.5, 3.0, marginal=True)),
     "Horseshoe": PriorRow(priors.Horseshoe(0.5), {"global": (), "local": (4, 3)}),
     "Horseshoe of inputs": PriorRow(priors.Horseshoe(unit="input"), {"global": (), "local": (4,)}),
-    "Horseshoe of outputs, centred": PriorRow(
+    "Horseshoe of outputs, centered": PriorRow(
         priors.Horseshoe(unit="output", centered=True), {"global": (), "local": (3,)}
     ),
     "RegularizedHorseshoe": PriorRow(
@@ -83,7 +85,7 @@ PRIORS: dict[str, PriorRow] = {
     "GPFilters": PriorRow(
         priors.GPFilters(dist.HalfNormal(1.0), dist.LogNormal(0.0, 0.3), other=priors.Normal(2.0))
     ),
-    "GPFilters centred": PriorRow(priors.GPFilters(1.0, 2.0, "matern32", centered=True)),
+    "GPFilters centered": PriorRow(priors.GPFilters(1.0, 2.0, "matern32", centered=True)),
     "BySite": PriorRow(
         priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()), {"scale": ()}
     ),
@@ -94,7 +96,7 @@ KNOWN_FAILURES: dict[tuple[str, str], str] = {
     ("test_prior_takes_equinox_convolutions", "GPFilters"): (
         "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
     ),
-    ("test_prior_takes_equinox_convolutions", "GPFilters centred"): (
+    ("test_prior_takes_equinox_convolutions", "GPFilters centered"): (
         "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
     ),
 }
@@ -146,9 +148,9 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
-    "PersistentHMC": KernelRow(
+    "GHMC": KernelRow(
         partial(
-            infer.PersistentHMC,
+            infer.GHMC,
             step_size=1e-3,
             num_steps=3,
             momentum_decay=0.5,
@@ -171,7 +173,7 @@ KERNELS: dict[str, KernelRow] = {
         microcanonical=True,
     ),
     "AdjustedMCLMC": KernelRow(
-        # A chosen step size would amplify the rounding errors in which a vectorised chain differs from a single one.
+        # A chosen step size would amplify the rounding errors in which a vectorized chain differs from a single one.
         partial(
             infer.AdjustedMCLMC,
             step_size=0.05,
@@ -216,7 +218,7 @@ SYMMETRIES: dict[str, SymmetryRow] = {
     ),
     "JointScale": SymmetryRow(symmetry.JointScale(["w", "v"], "s"), _HYPER, ("s",)),
     "JointScale of a precision": SymmetryRow(symmetry.JointScale("w", "s", -2.0), _HYPER, ("s",)),
-    "JointScale non-centred": SymmetryRow(symmetry.JointScale([], "s"), _HYPER, ("s",)),
+    "JointScale non-centered": SymmetryRow(symmetry.JointScale([], "s"), _HYPER, ("s",)),
     "Shift of units": SymmetryRow(symmetry.Shift([("b", 0)]), _DENSE),
     "Shift of logits": SymmetryRow(symmetry.Shift("b"), _DENSE),
     "Shift of logits by input": SymmetryRow(symmetry.Shift([("w", 0)]), _DENSE),
@@ -348,7 +350,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
     # Residual stream and inside of the block, in each of two stages.
     "ResNet": NetRow(nn.ResNet([3, 4], 2), IMAGE, _kinds(rescale=4, order=4)),
     "ResNet tanh": NetRow(nn.ResNet([3, 4], 2, activation="tanh"), IMAGE, _kinds(flip=4, order=4)),
-    # Five convolutions feed a normalisation.
+    # Five convolutions feed a normalization.
     "ResNet BatchNorm": NetRow(
         nn.ResNet([3, 4], 2, norm=_BN()), IMAGE, _kinds(scale=5, rescale=4, shift=5, flip=5, order=4)
     ),
@@ -360,7 +362,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         IMAGE,
         _kinds(scale=5, shift=5, flip=4, order=4),
     ),
-    # One stream, three normalisations that read it: its three biases shift, the gained outputs rescale and flip.
+    # One stream, three normalizations that read it: its three biases shift, the gained outputs rescale and flip.
     "pre-activation BatchNorm": NetRow(
         _before(_BN(), "relu"), _FEATURES, _kinds(scale=1, rescale=3, shift=3, flip=1, order=1)
     ),
@@ -417,7 +419,7 @@ class GuideRow(NamedTuple):
 
 PARTS = {
     "density": "log q equals the change of variables by autodiff",
-    "quantiles of bases": "quantiles of non-centred sites are those of their draws",
+    "quantiles of bases": "quantiles of non-centered sites are those of their draws",
     "list": "can be a part of an AutoGuideList",
 }
 

@@ -261,9 +261,9 @@ def network_model(x, y=None, prior=None, noise=None, batch_size=None):
 NETWORKS = {
     "fixed scales": {"prior": priors.Normal()},
     "Gamma precision": {"prior": priors.GammaPrecision(1.0, 4.0)},
-    "Gamma precision, centred": {"prior": priors.GammaPrecision(1.0, 4.0, centered=True)},
+    "Gamma precision, centered": {"prior": priors.GammaPrecision(1.0, 4.0, centered=True)},
     "Hierarchical": {"prior": priors.Hierarchical(), "noise": dist.HalfNormal(1.0)},
-    "Hierarchical, centred": {"prior": priors.Hierarchical(centered=True), "noise": dist.HalfNormal(1.0)},
+    "Hierarchical, centered": {"prior": priors.Hierarchical(centered=True), "noise": dist.HalfNormal(1.0)},
     "ARD and subsampling": {"prior": priors.ARD(), "noise": dist.LogNormal(-1.0, 0.5), "batch_size": 10},
 }
 
@@ -298,7 +298,7 @@ def test_networks_learn(network_fits, rows, name):
 @pytest.mark.parametrize("name", ["Gamma precision", "Hierarchical"])
 def test_centring_does_not_matter(network_fits, name):
     """The two forms are one posterior to ADF: same start, same weights, up to rounding."""
-    one, two = network_fits[name][1].state, network_fits[f"{name}, centred"][1].state
+    one, two = network_fits[name][1].state, network_fits[f"{name}, centered"][1].state
     assert one.weights.keys() == two.weights.keys()
     for site, weight in one.weights.items():
         np.testing.assert_allclose(weight.mean, two.weights[site].mean, rtol=1e-6, atol=1e-8)

@@ -375,7 +375,7 @@ def wide_hyper():
 
 
 def shifted():
-    return dist.Normal(numpyro.sample("centre", dist.HalfNormal(1.0)), 1.0)
+    return dist.Normal(numpyro.sample("center", dist.HalfNormal(1.0)), 1.0)
 
 
 def nested():
@@ -440,7 +440,7 @@ def simple(w, x, y):
 
 REFUSED = {
     "two hyper-sites": (one_weight(simple, wide_hyper), "site 'w', scaled by 'a' and 'b'"),
-    "random mean": (one_weight(simple, shifted), "site 'w', whose prior mean depends on 'centre'"),
+    "random mean": (one_weight(simple, shifted), "site 'w', whose prior mean depends on 'center'"),
     "hyper-hyper-site": (one_weight(simple, nested), "site 'inner', whose prior depends on 'outer'"),
     "vague precision": (one_weight(simple, vague), "site 'tau', a Gamma with concentration 0.5"),
     "exponential scale": (one_weight(simple, exponential), "no constant times a power of 'scale'"),
@@ -500,12 +500,12 @@ def test_new_data_must_look_like_the_old(fitted, rows):
 
 
 def test_rows_must_be_independent(rows):
-    """Inputs centred inside the model."""
+    """Inputs centered inside the model."""
 
-    def centred(x, y=None):
+    def centered(x, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal((x - x.mean(0)) @ w, 1.0), obs=y)
 
     with pytest.raises(ValueError, match="rows influence each other"):
-        guides.AutoADF(centred).run(jax.random.key(0), *rows, num_epochs=1, progress_bar=False)
+        guides.AutoADF(centered).run(jax.random.key(0), *rows, num_epochs=1, progress_bar=False)

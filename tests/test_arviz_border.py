@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 
 def reference_rhat(draws):
-    """Rank-normalised split R-hat of one column, from Vehtari et al. (2021), with SciPy's ranks and normal."""
+    """Rank-normalized split R-hat of one column, from Vehtari et al. (2021), with SciPy's ranks and normal."""
 
     def plain(chains):
         within = chains.var(axis=1, ddof=1).mean()

@@ -95,7 +95,7 @@ def test_uci_has_the_published_rows_and_splits(name, data_folder):
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", UCI)
-def test_standardised_uci_has_unit_training_statistics(name, data_folder):
+def test_standardized_uci_has_unit_training_statistics(name, data_folder):
     raw = load_uci(name, 0, data_folder)
     data = standardize(raw)
     constant = [8, 11] if name == "naval" else []
@@ -313,7 +313,7 @@ def test_rounding_is_constant_but_small_variation_is_not(dtype):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -1e300, 1e-310, 7])
-def test_constant_column_is_centred_exactly(value):
+def test_constant_column_is_centered_exactly(value):
     train = np.full(37, value)
     scaler = Scaler.fit(train)
     assert (scaler.transform(train) == 0).all()
@@ -341,11 +341,11 @@ def test_scale_factor_carries_densities_and_errors_back():
     y = rng.normal(20, 6, 100)
     scaler = Scaler.fit(y)
     mean, std = 18.0, 5.0
-    standardised = stats.norm.logpdf(
+    standardized = stats.norm.logpdf(
         scaler.transform(y), (mean - scaler.mean) / scaler.scale_factor, std / scaler.scale_factor
     )
     np.testing.assert_allclose(
-        standardised - np.log(scaler.scale_factor), stats.norm.logpdf(y, mean, std), rtol=1e-12
+        standardized - np.log(scaler.scale_factor), stats.norm.logpdf(y, mean, std), rtol=1e-12
     )
     rmse = np.sqrt(np.mean((scaler.transform(y) - scaler.transform(np.full(100, mean))) ** 2))
     assert rmse * scaler.scale_factor == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)), rel=1e-12)
@@ -363,16 +363,16 @@ def test_standardize_uses_training_rows_only_and_leaves_labels():
     moved = replace(raw, x_test=raw.x_test + 1e6, y_test=raw.y_test - 1e6)
     np.testing.assert_array_equal(standardize(raw).x_train, standardize(moved).x_train)
     assert standardize(raw).y_scaler.scale_factor == standardize(moved).y_scaler.scale_factor
-    labelled = load_sklearn("wine")
-    scaled = standardize(labelled, targets=False)
-    assert scaled.y_train is labelled.y_train
+    labeled = load_sklearn("wine")
+    scaled = standardize(labeled, targets=False)
+    assert scaled.y_train is labeled.y_train
     assert scaled.y_scaler is None
     with pytest.raises(ValueError, match=r"argument `targets` got True for class labels.*`targets=False`"):
-        standardize(labelled)
-    with pytest.raises(ValueError, match="argument `dataset` got a standardised data set"):
+        standardize(labeled)
+    with pytest.raises(ValueError, match="argument `dataset` got a standardized data set"):
         standardize(scaled)
     with pytest.raises(ValueError, match="'wine' without training rows"):
-        standardize(replace(labelled, x_train=labelled.x_train[:0], y_train=labelled.y_train[:0]))
+        standardize(replace(labeled, x_train=labeled.x_train[:0], y_train=labeled.y_train[:0]))
 
 
 # -------------------------------------------------------------------------------------------- scikit-learn

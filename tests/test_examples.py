@@ -41,7 +41,7 @@ SHORT = {
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
     " --nuts-samples 10",
-    "examples.amortised": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
+    "examples.amortized": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
     " --point-steps 300 --num-draws 5",
     "examples.neal": "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
     "examples.two_modes": "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3"
@@ -128,7 +128,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
         ("examples.probabilistic_backpropagation", ["--widths", "3", "0"]),
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
-        ("examples.amortised", ["--widths", "3", "0"]),
+        ("examples.amortized", ["--widths", "3", "0"]),
         ("examples.variational", ["--points", "3"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
@@ -193,7 +193,7 @@ def test_minibatch(tmp_path, capsys):
         assert row.method in out
         saved = results.load(tmp_path / "out" / f"minibatch_{row.method.lower()}.nc")
         assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 12, "data": 30}
-        assert not saved["sample_stats"]["diverged"].any()
+        assert not saved["sample_stats"]["diverging"].any()
         assert (saved["sample_stats"]["step_size"] > 0).all()
         assert saved.attrs["dataset"] == "diabetes"
     assert rows[3].gradients >= 2 * (15 + 12)
@@ -414,15 +414,15 @@ def test_adf_speed(tmp_path):
 # -- variational guides -------------------------------------------------------------------------------
 
 
-def test_amortised(tmp_path, capsys):
-    rows = run("examples.amortised", "--output", tmp_path / "out")
+def test_amortized(tmp_path, capsys):
+    rows = run("examples.amortized", "--output", tmp_path / "out")
     assert [f"{row.network} {row.rows}" for row in rows] == ["3 seen", "3 new", "4 seen", "4 new"]
     for row in rows:
         assert row.worst_gap >= row.gap > 0  # no q of the network beats the best one of a bin
         assert 0 <= row.coverage <= 1
         assert math.isfinite(row.elbo)
     assert "hidden units" in capsys.readouterr().out
-    assert (tmp_path / "out" / "amortised.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "amortized.png").stat().st_size > 10_000
 
 
 def test_variational(tmp_path, capsys):
@@ -541,7 +541,7 @@ def test_symmetries(tmp_path, capsys):
     assert (tmp_path / "out" / "symmetries_relu.png").stat().st_size > 10_000
 
     module, page = importlib.import_module("examples.symmetries"), tmp_path / "tables" / "table.md"
-    again = module.main(["--summarise", str(tmp_path / "out" / "symmetries.json"), "--table", str(page)])
+    again = module.main(["--summarize", str(tmp_path / "out" / "symmetries.json"), "--table", str(page)])
     assert again == rows
     table = module.table(rows, "relu")
     assert table in capsys.readouterr().out
@@ -554,7 +554,7 @@ def prior_fit(name, way, draws=2000):
     module = importlib.import_module("examples.symmetries")
     args = module.parse(["--width", "3", "--residual-width", "2"])
     data, net = module.load_data(args), module.make_net(name, args)
-    model = module.make_model(net, centred=way == "centred")
+    model = module.make_model(net, centered=way == "centered")
     sites = Predictive(model, num_samples=draws)(jax.random.key(0), data.x_train[:9])
     sites = {k: np.asarray(v).reshape(2, draws // 2, *v.shape[1:]) for k, v in sites.items() if k != "y"}
     return module, data, net, module.Fit(sites, 3, 7.0, 1.0, 2.0, 4.0)
@@ -563,11 +563,11 @@ def prior_fit(name, way, draws=2000):
 @pytest.mark.parametrize("name", ["bn", "residual", "relu"])
 def test_summaries_of_independent_draws(name):
     """Draws from the prior: every ESS is that of independent draws, the scale has its exact mean."""
-    way = "centred" if name == "relu" else "non-centred"
+    way = "centered" if name == "relu" else "non-centered"
     module, data, net, fit = prior_fit(name, way)
     found = [
         s
-        for s in symmetry.of(net, data.x_train.shape[1:])
+        for s in symmetry.from_network(net, data.x_train.shape[1:])
         if not isinstance(s, symmetry.Permutation | symmetry.SignFlip)
     ]
     if name != "relu":
@@ -581,7 +581,7 @@ def test_summaries_of_independent_draws(name):
     assert values["log s"].shape[2] == {"bn": 1, "residual": 2, "relu": 2}[name]
     function = module.predictor(net, data)(fit.sites)
     assert function.shape == (2, 1000, module.TEST_POINTS)
-    summary = module.summarise(fit, values, function)
+    summary = module.summarize(fit, values, function)
     for ess in summary["ess"].values():
         assert 0.7 < ess["min_per_draw"] <= ess["median_per_draw"] < 1.4
         assert ess["median_per_second"] == pytest.approx(ess["median_per_draw"] * 2000 / 4)

@@ -28,7 +28,7 @@ PRIOR = {"Dense_0.kernel": priors.Hierarchical(centered=True), "*": priors.Hiera
 
 
 def model(x, y=None, batch_size=None):
-    """A network with a centred and a non-centred learned scale, noise to be learned, minibatches."""
+    """A network with a centered and a non-centered learned scale, noise to be learned, minibatches."""
     net = bnn.random_network("net", nn.MLP([3, 1], "tanh"), x.shape[1:], PRIOR)
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:

@@ -1,4 +1,4 @@
-"""Local reparameterisation and flipout: the expectation of one draw for all rows, less variance, rows that mix."""
+"""Local reparameterization and flipout: the expectation of one draw for all rows, less variance, rows that mix."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from numpyro_bnn.guides import AutoMeanField, TraceFlipout_ELBO, TraceLocalRepar
 from numpyro_bnn.guides.estimators import search
 from numpyro_bnn.guides.estimators.search import find_uses
 
-LOCAL, FLIPOUT = "local reparameterisation", "flipout"
+LOCAL, FLIPOUT = "local reparameterization", "flipout"
 ROWS = 12
 COUNT = 2000  # draws of an estimator
 _draws = np.random.default_rng(0)
@@ -42,7 +42,7 @@ def observe(mean, y, size=None):
 # ----------------------------------------------------------------------------------------------- models
 
 
-def centred(x, y):
+def centered(x, y):
     tau = numpyro.sample("tau", dist.LogNormal(-1.0, 0.3))
     w = weight("w", 3, 4, scale=tau)
     b = weight("b", 4)
@@ -52,7 +52,7 @@ def centred(x, y):
     observe(jnp.tanh(x @ w + b) @ v + numpyro.sample("a", dist.Normal(0.0, 1.0)), y)
 
 
-def noncentred(x, y):
+def noncentered(x, y):
     net = bnn.random_network("net", nn.MLP([4, 1], "tanh"), x.shape[1:], priors.Hierarchical())
     observe(net(x)[..., 0], y)
 
@@ -83,7 +83,7 @@ def used_twice(x, y):
     observe(jnp.tanh(jnp.tanh(x @ w) @ w) @ v, y)
 
 
-def normalised(x, y):
+def normalized(x, y):
     net = bnn.random_network(
         "net",
         nn.Sequential([nn.Dense(3), nn.BatchNorm(), nn.Activation("tanh"), nn.Dense(1)]),
@@ -118,8 +118,8 @@ def recurrent(x, y):
 def expected(model, kernel):
     """What is done to the sites of a model, where ``kernel`` is done to a kernel."""
     return {
-        centred: {"tau": "plain", "w": kernel, "b": kernel, "mu": "plain", "v": kernel, "a": kernel},
-        noncentred: {
+        centered: {"tau": "plain", "w": kernel, "b": kernel, "mu": "plain", "v": kernel, "a": kernel},
+        noncentered: {
             f"net/Dense_{k}.{part}": "plain" if part == "kernel_scale" else kernel
             for k in range(2)
             for part in ("kernel_scale", "kernel_base", "bias")
@@ -135,7 +135,7 @@ def expected(model, kernel):
         },
         subsampled: {"w": kernel, "v": kernel, "u": "plain"},
         used_twice: {"w": "plain", "v": kernel},
-        normalised: {
+        normalized: {
             "net/Dense_0.kernel": "plain",
             "net/Dense_0.bias": "plain",
             "net/BatchNorm_0.scale": kernel,
@@ -150,7 +150,7 @@ def expected(model, kernel):
 
 
 DATA = {images: (IMAGES, LABELS[:6]), by_hand: (X, LABELS)}
-MODELS = [centred, noncentred, images, subsampled, used_twice, normalised, attention, by_hand, recurrent]
+MODELS = [centered, noncentered, images, subsampled, used_twice, normalized, attention, by_hand, recurrent]
 
 
 def data_of(model):
@@ -237,8 +237,8 @@ FUNCTIONS = {
     "sum of terms": (lambda h: -2.0 * jnp.sum(h**2), WHOLE),
     "mean of terms": (lambda h: jnp.mean(jnp.tanh(h)) / 3, WHOLE),
     "square of a mean": (lambda h: jnp.mean(h, 0) ** 2, NONE),
-    "centred rows, linear": (lambda h: (h - h.mean(0)) @ ONES, WHOLE),
-    "centred rows, squared": (lambda h: (h - h.mean(0)) ** 2, NONE),
+    "centered rows, linear": (lambda h: (h - h.mean(0)) @ ONES, WHOLE),
+    "centered rows, squared": (lambda h: (h - h.mean(0)) ** 2, NONE),
     "product with a mean": (lambda h: h * h.mean(0), NONE),
     "Gram matrix of rows": (lambda h: jnp.exp(h @ h.T), NONE),
     "Gram matrix of features": (lambda h: jnp.exp(h.T @ h), NONE),
@@ -432,7 +432,7 @@ def test_gradient_variance_is_at_most_half():
 
 @pytest.mark.parametrize(("mu", "s"), [(1.0, 1.0), (0.5, 2.0)])
 def test_square_of_a_normal(mu, s):
-    """d/dmu of E[z^2], z ~ N(mu, s^2): score function 14 mu^2 + 15 s^2 + mu^4 / s^2, reparameterised 4 s^2.
+    """d/dmu of E[z^2], z ~ N(mu, s^2): score function 14 mu^2 + 15 s^2 + mu^4 / s^2, reparameterized 4 s^2.
 
     A million draws. The variance of a variance needs the fourth moment, taken from the draws; 5 standard errors.
     """
@@ -447,10 +447,10 @@ def test_square_of_a_normal(mu, s):
     key = random.split(random.key(0), 100_000)
     elbo = Trace_ELBO()
     gradient = jax.jit(jax.vmap(jax.grad(lambda p, k: -elbo.loss(k, p, model, guide)), (None, 0)))
-    reparameterised = np.asarray(gradient({"mu": jnp.asarray(mu)}, key)["mu"], np.float64)
+    reparameterized = np.asarray(gradient({"mu": jnp.asarray(mu)}, key)["mu"], np.float64)
     for draws, exact in (
         (z**2 * (z - mu) / s**2, 14 * mu**2 + 15 * s**2 + mu**4 / s**2),
-        (reparameterised, 4 * s**2),
+        (reparameterized, 4 * s**2),
     ):
         squares = (draws - draws.mean()) ** 2
         assert abs(squares.mean() - exact) < 5 * squares.std() / len(draws) ** 0.5
@@ -499,7 +499,7 @@ def test_rows_without_input_have_finite_gradients():
 
 @pytest.mark.parametrize("elbo", [TraceLocalReparam_ELBO, TraceFlipout_ELBO])
 def test_particles(elbo):
-    """The mean of particles, vectorised or in a loop, is the mean of losses at their keys."""
+    """The mean of particles, vectorized or in a loop, is the mean of losses at their keys."""
     args = data_of(hierarchical)
     guide, params = mean_field(hierarchical, *args)
     keys = random.split(random.key(3), 4)
@@ -512,9 +512,9 @@ def test_particles(elbo):
 @pytest.mark.parametrize("make_key", [random.key, random.PRNGKey], ids=["typed", "legacy"])
 def test_svi(make_key):
     """It trains, under our mean field; evaluation repeats."""
-    args = data_of(noncentred)
-    guide = AutoMeanField(noncentred)
-    svi = SVI(noncentred, guide, numpyro.optim.Adam(0.02), TraceFlipout_ELBO(num_particles=2))
+    args = data_of(noncentered)
+    guide = AutoMeanField(noncentered)
+    svi = SVI(noncentered, guide, numpyro.optim.Adam(0.02), TraceFlipout_ELBO(num_particles=2))
     result = svi.run(make_key(0), 150, *args, progress_bar=False)
     assert np.isfinite(result.losses).all()
     assert result.losses[-20:].mean() < result.losses[:20].mean()
@@ -523,7 +523,7 @@ def test_svi(make_key):
 
 
 def test_flax_module():
-    """A module of another library, with and without non-centred priors."""
+    """A module of another library, with and without non-centered priors."""
     flax = pytest.importorskip("flax.linen")
 
     class Net(flax.Module):

@@ -26,7 +26,7 @@ from numpyro.infer.autoguide import (
 
 from numpyro_bnn._arviz import pareto_smoothed
 from numpyro_bnn.guides.comparison import compare
-from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarise
+from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarize
 from numpyro_bnn.guides.gradients import gradient_variance
 from numpyro_bnn.guides.objectives import TraceInclusiveKL_ELBO
 
@@ -89,10 +89,10 @@ def test_the_exact_posterior_has_the_evidence_as_bound(key):
 
 def test_mean_field_has_the_elbo_of_theory(many):
     """Mean of 80,000: within four standard errors, a chance of 6e-5; the importance bound closes the gap."""
-    found = summarise(many[1.0])
+    found = summarize(many[1.0])
     assert KL > 0.5  # or there would be nothing to close
     assert abs(found.elbo - (LOG_Z - KL)) < 4 * found.elbo_se
-    wide = summarise(many[2.0])
+    wide = summarize(many[2.0])
     assert abs(wide.iw_bound - wide.iw_bias - LOG_Z) < 4 * wide.iw_se
     assert wide.elbo < LOG_Z - 0.5
 
@@ -101,7 +101,7 @@ def test_standard_errors_are_honest(many):
     """Over 400 repetitions with 200 draws of a guide twice as wide: errors, coverage and bias are those reported."""
     # The fourth moment of the weights is finite, so that the variance of their variance is.
     assert np.linalg.eigvalsh(4 * PRECISION - 3 * np.diag(np.diag(PRECISION)) / 4)[0] > 0
-    found = [summarise(part) for part in many[2.0].reshape(400, 200)]
+    found = [summarize(part) for part in many[2.0].reshape(400, 200)]
     elbo, elbo_se, bound, bound_se, bias = (
         np.array([getattr(one, name) for one in found])
         for name in ("elbo", "elbo_se", "iw_bound", "iw_se", "iw_bias")
@@ -121,7 +121,7 @@ def test_standard_errors_are_honest(many):
 def test_no_good_verdict_where_the_variance_is_infinite(many):
     """2 P - diag(P) is not positive definite: weights of the best mean field have no variance, the bound no error."""
     assert np.linalg.eigvalsh(2 * PRECISION - np.diag(np.diag(PRECISION)))[0] < 0
-    assert summarise(many[1.0]).verdict != "good"
+    assert summarize(many[1.0]).verdict != "good"
 
 
 @pytest.mark.parametrize(("width", "least", "most"), [(2.0, -np.inf, 0.5), (0.1, 0.7, np.inf)])
@@ -267,11 +267,11 @@ def test_report(guide, key):
 
 def test_impossible_draws(key):
     """A weight of zero makes the ELBO minus infinity and leaves the importance bound as it is."""
-    found = summarise(np.r_[-np.inf, np.zeros(99)])
+    found = summarize(np.r_[-np.inf, np.zeros(99)])
     assert found.elbo == -np.inf
     assert found.iw_bound == pytest.approx(np.log(0.99))
     assert found.ess == pytest.approx(99)
-    nothing = summarise([-np.inf, -np.inf])
+    nothing = summarize([-np.inf, -np.inf])
     assert nothing.iw_bound == -np.inf
     assert nothing.verdict == "unreliable"
 
@@ -417,7 +417,7 @@ def with_noise():
             with_score,
             14 * MU**2 + 15 * SD**2 + MU**4 / SD**2,
         ),
-        # A flat prior: the gradient of log q along a reparameterised draw is zero.
+        # A flat prior: the gradient of log q along a reparameterized draw is zero.
         (Trace_ELBO(), lambda: dist.ImproperUniform(dist.constraints.real, (), ()), with_noise, 4 * SD**2),
         (
             Trace_ELBO(num_particles=4),
@@ -426,7 +426,7 @@ def with_noise():
             SD**2,
         ),
     ],
-    ids=["score function", "reparameterised", "four particles"],
+    ids=["score function", "reparameterized", "four particles"],
 )
 def test_variance_of_the_gradient_of_a_square(key, loss, prior, guide, variance):
     """d/dmu E[z^2] for z ~ N(mu, s^2) is 2 mu; within four reported standard errors (a chance of 6e-5)."""
@@ -495,15 +495,15 @@ def correlated():
 
 
 def fitted_variance(loss, steps, rate):
-    optimiser = optax.adam(optax.cosine_decay_schedule(rate, steps))
-    svi = SVI(correlated, AutoNormal(correlated), optimiser, loss)
+    optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    svi = SVI(correlated, AutoNormal(correlated), optimizer, loss)
     return svi.run(jax.random.key(0), steps, progress_bar=False).params["z_auto_scale"] ** 2
 
 
 def test_mean_field_matches_marginals_inclusively_and_conditionals_exclusively():
     """KL(p || q) has its optimum at variance 1, KL(q || p) at 1 - rho^2 = 0.19.
 
-    Self-normalisation with 200 particles biases the gradient by a term of order 1/S times the variance of the
+    Self-normalization with 200 particles biases the gradient by a term of order 1/S times the variance of the
     weights, a few per cent here.
     """
     inclusive = fitted_variance(TraceInclusiveKL_ELBO(num_particles=200), 1500, 0.03)
@@ -529,7 +529,7 @@ def test_gradient_of_the_inclusive_divergence():
     }
     for name, exact in expected.items():
         error = drawn[name].std(axis=0) / np.sqrt(200)
-        # Self-normalisation: a bias of order 1/S beside the error.
+        # Self-normalization: a bias of order 1/S beside the error.
         assert np.all(np.abs(drawn[name].mean(axis=0) - exact) < 4 * error + 10 / 2000)
 
 
@@ -568,10 +568,10 @@ def local(y, batch_size=None):
 
 
 def test_local_latents_have_weights_of_their_own():
-    """An amortised guide with a subsampled plate learns every posterior; one joint weight would know one of 40."""
+    """An amortized guide with a subsampled plate learns every posterior; one joint weight would know one of 40."""
     y = jnp.linspace(-2.0, 2.0, 40)
 
-    def amortised(y, batch_size=None):
+    def amortized(y, batch_size=None):
         slope, scale = (
             numpyro.param("slope", 0.0),
             numpyro.param("scale", 1.0, constraint=dist.constraints.positive),
@@ -579,15 +579,15 @@ def test_local_latents_have_weights_of_their_own():
         with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
             numpyro.sample("z", dist.Normal(slope * y[i], scale))
 
-    optimiser = optax.adam(optax.cosine_decay_schedule(0.03, 800))
-    svi = SVI(local, amortised, optimiser, TraceInclusiveKL_ELBO(num_particles=50))
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.03, 800))
+    svi = SVI(local, amortized, optimizer, TraceInclusiveKL_ELBO(num_particles=50))
     result = svi.run(jax.random.key(1), 800, y, batch_size=10, progress_bar=False)
     assert result.params["slope"] == pytest.approx(0.5, abs=0.05)
     assert result.params["scale"] == pytest.approx(0.5**0.5, rel=0.05)
     # Subsampling scales the loss up again: its mean is that of all data.
 
     def guide_loss(key, size):
-        return svi.loss.loss(key, result.params, local, amortised, y, batch_size=size)
+        return svi.loss.loss(key, result.params, local, amortized, y, batch_size=size)
 
     keys = jax.random.split(jax.random.key(2), 500)
     parts = jax.jit(jax.vmap(lambda key: guide_loss(key, 10)))(keys)

@@ -225,7 +225,7 @@ def test_interruption_before_the_first_step_is_raised(svi, key, monkeypatch):
 
 
 def breaking(at, how):
-    """An optimiser that goes wrong after so many steps."""
+    """An optimizer that goes wrong after so many steps."""
 
     def update(updates, state, params=None):
         broken = jax.tree.map(lambda g: jnp.where(state == at, how, -0.01 * g), updates)
@@ -274,26 +274,26 @@ def test_a_start_that_is_not_finite_is_an_error(svi, key):
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 
-OPTIMISERS = {
+OPTIMizERS = {
     "numpyro Adam": lambda: numpyro.optim.Adam(0.02),
     "optax": lambda: optax.chain(optax.clip(10.0), optax.adam(optax.cosine_decay_schedule(0.02, 100))),
 }
 
 
 @pytest.mark.parametrize("kind", ["typed", "legacy"])
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_a_run_goes_on_bit_for_bit(tmp_path, optimiser, kind):
+@pytest.mark.parametrize("optimizer", OPTIMizERS)
+def test_a_run_goes_on_bit_for_bit(tmp_path, optimizer, kind):
     """Stopped after 25 of 60 steps and begun anew with other objects, as a new process would."""
     key = {"typed": jax.random.key, "legacy": jax.random.PRNGKey}[kind](3)
     options = {"checkpoint": tmp_path / "fit.npz", "checkpoint_every": 10, "batch_size": 10}
-    whole = quiet(make(OPTIMISERS[optimiser]()), key, 60, X, Y, batch_size=10)
-    half = quiet(make(OPTIMISERS[optimiser]()), key, 25, X, Y, **options)
+    whole = quiet(make(OPTIMizERS[optimizer]()), key, 60, X, Y, batch_size=10)
+    half = quiet(make(OPTIMizERS[optimizer]()), key, 25, X, Y, **options)
     assert len(half.losses) == 25
-    rest = quiet(make(OPTIMISERS[optimiser]()), key, 60, X, Y, **options)
+    rest = quiet(make(OPTIMizERS[optimizer]()), key, 60, X, Y, **options)
     np.testing.assert_array_equal(rest.losses, whole.losses)
     assert same(rest.state, whole.state)
     assert same(rest.params, whole.params)
-    again = quiet(make(OPTIMISERS[optimiser]()), key, 60, X, Y, **options)
+    again = quiet(make(OPTIMizERS[optimizer]()), key, 60, X, Y, **options)
     assert same(again.state, whole.state)
     assert [path.name for path in tmp_path.iterdir()] == ["fit.npz"]
 

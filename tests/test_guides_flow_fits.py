@@ -27,7 +27,7 @@ def correlated(rho=0.9):
 
 
 def banana():
-    """Normalised as it stands."""
+    """Normalized as it stands."""
     x = numpyro.sample("x", dist.Normal(0.0, 1.0))
     numpyro.sample("y", dist.Normal(x**2, 0.5))
 
@@ -40,7 +40,7 @@ def log_moons(z):
 
 
 @cache
-def log_normaliser():
+def log_normalizer():
     """By the trapezoidal rule, which is exact to rounding for a smooth function that vanishes at the border."""
     grid = np.linspace(-6.0, 6.0, 601)
     z = jnp.asarray(np.stack(np.meshgrid(grid, grid), axis=-1))
@@ -49,7 +49,7 @@ def log_normaliser():
 
 def moons():
     z = numpyro.sample("z", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
-    numpyro.factor("density", log_moons(z) - log_normaliser())
+    numpyro.factor("density", log_moons(z) - log_normalizer())
 
 
 def fit(model, guide, num_steps, rate, num_particles):
@@ -61,7 +61,7 @@ def fit(model, guide, num_steps, rate, num_particles):
     steady = int(0.6 * num_steps)
     falling = optax.cosine_decay_schedule(rate, num_steps - steady)
     schedule = optax.join_schedules([optax.constant_schedule(rate), falling], [steady])
-    optimiser = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
+    optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
 
     def annealed(factor):
         with handlers.scale(scale=factor):
@@ -70,7 +70,7 @@ def fit(model, guide, num_steps, rate, num_particles):
     def started_guide(factor):
         return guide()
 
-    svi = SVI(annealed, started_guide, optimiser, Trace_ELBO(num_particles, vectorize_particles=True))
+    svi = SVI(annealed, started_guide, optimizer, Trace_ELBO(num_particles, vectorize_particles=True))
     state = svi.init(random.key(0), 1.0)
     factors = jnp.minimum(1.0, jnp.linspace(0.05, 1.5, num_steps))
     state = jax.jit(lambda s: lax.scan(lambda s, factor: svi.update(s, factor), s, factors)[0])(state)
@@ -78,7 +78,7 @@ def fit(model, guide, num_steps, rate, num_particles):
 
 
 def divergence(model, guide, params, num_draws=20_000):
-    """KL(q || p) of a normalised model, and its Monte Carlo standard error."""
+    """KL(q || p) of a normalized model, and its Monte Carlo standard error."""
 
     def log_ratio(key):
         guide_trace = handlers.trace(handlers.seed(handlers.substitute(guide, params), key)).get_trace()
@@ -99,7 +99,7 @@ def divergence(model, guide, params, num_draws=20_000):
 
 
 # Target: guide, options of the fit, largest divergence. A wide start covers both moons: from a narrow one every
-# guide that minimises KL(q || p) finds only one. Each fit was tried with several seeds, all below the bound:
+# guide that minimizes KL(q || p) finds only one. Each fit was tried with several seeds, all below the bound:
 # rounding, which differs between processors, changes a fit as much as its seed.
 WIDE = {"init_scale": 2.0, "init_loc_fn": init_to_value(values={"z": jnp.array([0.0, 0.5])})}
 FITS = {

@@ -104,7 +104,7 @@ def test_vectorized_chains(row, request):
 
 def check_export(mcmc, row, algorithm):
     idata = numpyro_bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)
-    expected = {"diverged", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"}
+    expected = {"diverging", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"}
     expected |= {"kinetic_temperature"} if row.momentum else set()
     expected |= {"acceptance_rate"} if row.exact else set()
     expected |= {"energy_variance", "decoherence_length"} if row.microcanonical else set()
@@ -298,7 +298,7 @@ def test_refresh_recomputes_what_is_cached(name):
         np.testing.assert_allclose(memory.potential, value, rtol=1e-5)
     if name in ("MALA", "AdjustedMCLMC"):
         np.testing.assert_allclose(memory.gradient, jnp.append(slope["sigma"], slope["w"]), rtol=1e-4)
-    if name == "SGHMC with control variates":  # the centre stays, the target at it is the new one
+    if name == "SGHMC with control variates":  # the center stays, the target at it is the new one
         np.testing.assert_array_equal(estimator.position, state.engine.position)
         np.testing.assert_allclose(estimator.potential, full(state.z), rtol=1e-5)
     for kept in ("momentum", "direction", "length"):
@@ -326,7 +326,7 @@ def test_wrap_model_leaves_the_kernel_alone():
 
 
 def test_random_networks_are_exported_over_all_data():
-    """A non-centred prior makes the weights deterministic sites; the export covers the full data in order."""
+    """A non-centered prior makes the weights deterministic sites; the export covers the full data in order."""
     bnn = models.regression(nn.MLP([3, 1], "tanh"), priors.Hierarchical())
     mcmc = mcmc_of(infer.SGHMC(bnn, 1e-4, steps_per_draw=3), "sequential", num_chains=1)
     mcmc.run(jax.random.key(0), X, Y, batch_size=B)

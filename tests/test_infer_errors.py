@@ -26,7 +26,7 @@ def regression(x, y, batch_size=None, size=None):
 
 
 def start(model, *args, kernel=infer.SGLD, num_warmup=0, **kwargs):
-    """Initialise a kernel: every refusal comes before the first step."""
+    """Initialize a kernel: every refusal comes before the first step."""
     kernel = kernel(model, 1e-4) if isinstance(kernel, type) else kernel
     return kernel.init(jax.random.key(0), num_warmup, None, args, kwargs)
 
@@ -230,10 +230,10 @@ def test_right_models_are_accepted(model):
         (lambda: infer.GGMC(regression, minibatches="epochs"), "minibatches"),
         (lambda: infer.GGMC(regression, gradient="svrg"), "gradient"),
         (lambda: infer.MALA(regression, gradient="svrg"), "gradient"),
-        (lambda: infer.PersistentHMC(regression, gradient="svrg"), "gradient"),
-        (lambda: infer.PersistentHMC(regression, num_steps=0), "num_steps"),
-        (lambda: infer.PersistentHMC(regression, momentum_decay=1.5), "momentum_decay"),
-        (lambda: infer.PersistentHMC(regression, jitter=1), "jitter"),
+        (lambda: infer.GHMC(regression, gradient="svrg"), "gradient"),
+        (lambda: infer.GHMC(regression, num_steps=0), "num_steps"),
+        (lambda: infer.GHMC(regression, momentum_decay=1.5), "momentum_decay"),
+        (lambda: infer.GHMC(regression, jitter=1), "jitter"),
         (lambda: infer.MALA(regression, preconditioner="prior"), "preconditioner"),
         (lambda: infer.SGLD(regression, preconditioner="variance"), "preconditioner"),
         (lambda: infer.MCLMC(regression, temperature=0.0), "temperature"),
@@ -243,7 +243,7 @@ def test_right_models_are_accepted(model):
         (lambda: infer.MCLMC(regression, energy_variance=(0.1, 0.01, 0.001)), "energy_variance"),
         (lambda: infer.MCLMC(regression, preconditioner="noise"), "preconditioner"),
         (lambda: infer.AdjustedMCLMC(regression, preconditioner="gradient_noise"), "preconditioner"),
-        (lambda: infer.AdjustedMCLMC(regression, target_accept=1.0), "target_accept"),
+        (lambda: infer.AdjustedMCLMC(regression, target_accept_prob=1.0), "target_accept_prob"),
         (lambda: infer.AdjustedMCLMC(regression, momentum_decay=0.0), "momentum_decay"),
         (lambda: infer.AdjustedMCLMC(regression, max_steps=0), "max_steps"),
         (lambda: infer.AdjustedMCLMC(regression, bias_tolerance=0.1), "bias_tolerance"),
@@ -283,7 +283,7 @@ def test_bad_preconditioners_are_refused(preconditioner, message):
     ("kernel", "message"),
     [
         (infer.PSGLD(regression, 0.1), "num_warmup"),
-        (infer.PersistentHMC(regression, 0.1, preconditioner="prior"), "num_warmup"),
+        (infer.GHMC(regression, 0.1, preconditioner="prior"), "num_warmup"),
         (infer.MALA(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
         (infer.AdjustedMCLMC(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
     ],
@@ -300,7 +300,7 @@ def test_bad_initial_values_are_refused(init_params):
         kernel.init(jax.random.key(0), 0, init_params, (X, Y, B), {})
 
 
-def test_a_kernel_must_be_initialised():
+def test_a_kernel_must_be_initialized():
     with pytest.raises(ValueError, match="Call `init` first"):
         infer.SGLD(regression, 0.1).postprocess_fn((X, Y), {})
 
@@ -323,7 +323,7 @@ def test_divergence_is_reported_with_chain_and_step():
     begin = {"w": jnp.stack([jnp.array([1.0, 1.0]), jnp.array([1e9, 0.0]), jnp.zeros(2)])}
     mcmc.run(jax.random.key(0), init_params=begin)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
-    diverged = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverged"])
+    diverged = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
     np.testing.assert_array_equal(mcmc.last_state.engine.first_divergence, [3, 1, -1])
     np.testing.assert_array_equal(diverged, [[False, True, True, True], [True] * 4, [False] * 4])
     np.testing.assert_array_equal(np.isnan(draws).all(-1), diverged)
@@ -333,7 +333,7 @@ def test_divergence_is_reported_with_chain_and_step():
         idata = numpyro_bnn.to_inference_data(mcmc)
     assert caught[0].filename == __file__  # it points at the user's line
     assert idata.attrs["first_divergence"] == "[3, 1, -1]"
-    np.testing.assert_array_equal(idata["sample_stats"]["diverged"], diverged)
+    np.testing.assert_array_equal(idata["sample_stats"]["diverging"], diverged)
     single = jax.tree.map(lambda leaf: leaf[0], mcmc.last_state)
     assert kernel.get_diagnostics_str(single) == "2 steps of size 2.00e+06, DIVERGED at step 3"
 

@@ -301,7 +301,7 @@ def test_slice_sampler_leaves_a_point_without_density():
 # ----------------------------------------------------------------------------------------------------- invariance
 
 
-def noncentred(x, y=None):
+def noncentered(x, y=None):
     """The linear map itself, the mean without weights and the prior of another scale depend on collapsed sites."""
     sigma = numpyro.sample("sigma", dist.Uniform(0.2, 1.5))
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
@@ -318,9 +318,9 @@ CHAINS, SWEEPS = 800, 25
     [
         (regression_model, ["tau", "sigma"], (6, 2)),
         (regression_model, ["sigma", "tau"], (3, 5)),
-        (noncentred, ["tau", "sigma", "other"], (5, 2)),
+        (noncentered, ["tau", "sigma", "other"], (5, 2)),
     ],
-    ids=["more data", "more weights", "non-centred"],
+    ids=["more data", "more weights", "non-centered"],
 )
 def test_collapsed_updates_leave_the_posterior_invariant(model, collapsed, shape):
     """Geweke's joint test: transitions alternate with new data, from prior draws; the prior stays.
@@ -467,7 +467,7 @@ def other_models():
     def poisson(y=1):
         numpyro.sample("y", dist.Poisson(jnp.exp(numpyro.sample("w", normal))), obs=y)
 
-    def penalised(y=1.0):
+    def penalized(y=1.0):
         w = numpyro.sample("w", normal)
         numpyro.sample("y", dist.Normal(w, 1.0), obs=y)
         numpyro.factor("penalty", -jnp.abs(w))
@@ -510,7 +510,7 @@ def other_models():
         ("bent", ["w"], [], "is not linear"),
         ("noisy", ["w"], [], "the scale of 'y' depends"),
         ("poisson", ["w"], [], r"'y' \(Poisson\) depends"),
-        ("penalised", ["w"], [], r"'penalty' \(Unit\) depends"),
+        ("penalized", ["w"], [], r"'penalty' \(Unit\) depends"),
         ("masked", ["w"], [], "scale or mask of the log density of 'y' depends"),
         ("scaling", ["w", "v"], [], "the scale of 'v' depends"),
         ("scale_below", ["w"], ["s"], r"'s' \(.*\) depends"),

@@ -100,7 +100,7 @@ def test_the_bias_falls_with_the_target():
 
 
 def test_the_adjusted_kernel_meets_its_acceptance_and_has_no_bias():
-    mcmc = run(infer.AdjustedMCLMC(gaussian, target_accept=0.9), 300, 500, chains=8)
+    mcmc = run(infer.AdjustedMCLMC(gaussian, target_accept_prob=0.9), 300, 500, chains=8)
     accept = np.asarray(mcmc.get_extra_fields()["accept_prob"])
     assert abs(accept.mean() - 0.9) < 0.05
     squares = mean_squares(mcmc)
@@ -238,7 +238,7 @@ def test_members_are_the_ends_of_the_warm_start(method):
     assert np.abs(functions[0] - functions[1]).max() > 1e-2
     assert "sample_stats" not in dict(idata.items()) or not dict(idata["sample_stats"].data_vars)
     assert idata.attrs["num_samples"] == 1
-    # The ensemble is where the chains were after ten transitions of thirty steps of the optimiser each.
+    # The ensemble is where the chains were after ten transitions of thirty steps of the optimizer each.
     keys = jax.random.split(jax.random.key(0), 3)
     state = kernel.init(keys, 20, None, (GRID, WAVE), {})
     sample = jax.jit(lambda s: kernel.sample(s, (GRID, WAVE), {}))

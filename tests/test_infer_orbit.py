@@ -42,14 +42,14 @@ def network_model(net, prior):
 
 
 MODELS = {
-    "BN, centred": network_model(NORMED, priors.Hierarchical(SCALE, centered=True)),
-    "BN, non-centred": network_model(NORMED, priors.Hierarchical(SCALE)),
-    "LN, gamma precision, centred": network_model(
+    "BN, centered": network_model(NORMED, priors.Hierarchical(SCALE, centered=True)),
+    "BN, non-centered": network_model(NORMED, priors.Hierarchical(SCALE)),
+    "LN, gamma precision, centered": network_model(
         nn.MLP([3, 1], "tanh", norm=nn.LayerNorm(False, False)),
         priors.GammaPrecision(3.0, 2.0, centered=True),
     ),
-    "ReLU, centred": network_model(RELU, priors.Hierarchical(SCALE, centered=True)),
-    "ReLU, non-centred": network_model(RELU, priors.Hierarchical(SCALE)),
+    "ReLU, centered": network_model(RELU, priors.Hierarchical(SCALE, centered=True)),
+    "ReLU, non-centered": network_model(RELU, priors.Hierarchical(SCALE)),
     "ReLU, Laplace": network_model(RELU, priors.Laplace()),
     "LN, ReLU, horseshoe": network_model(
         nn.MLP([3, 1], "relu", norm=nn.LayerNorm()), priors.Horseshoe(unit="input")
@@ -147,7 +147,7 @@ def nuts(model):
     return NUTS(model, step_size=0.2, max_tree_depth=3, adapt_step_size=False, adapt_mass_matrix=False)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "BN, non-centred"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "BN, non-centered"])
 def test_moves_leave_the_posterior_invariant(name):
     model = MODELS[name]
     kernel = nuts(model) if name.startswith("BN") else hmc(model)
@@ -164,16 +164,16 @@ def adjusted_mclmc(model):
     ids=["MALA", "AdjustedMCLMC"],
 )
 def test_moves_around_an_exact_kernel_of_ours_leave_the_posterior_invariant(make):
-    model = MODELS["ReLU, non-centred"]
+    model = MODELS["ReLU, non-centered"]
     kernel = make(model)
     assert_calibrated(geweke(infer.OrbitMoves(kernel, symmetry.find(model, X, Y))))
 
 
-@pytest.mark.parametrize("name", ["BN, centred", "LN, gamma precision, centred", "ReLU, Laplace"])
+@pytest.mark.parametrize("name", ["BN, centered", "LN, gamma precision, centered", "ReLU, Laplace"])
 def test_quotient_sampling_leaves_the_posterior_invariant(name):
     model = MODELS[name]
     free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
-    assert_calibrated(geweke(adjusted_mclmc(free) if name == "BN, centred" else hmc(free)))
+    assert_calibrated(geweke(adjusted_mclmc(free) if name == "BN, centered" else hmc(free)))
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,14 @@ class WrongJacobian(symmetry.Scale):
 
 def test_a_wrong_jacobian_is_caught():
     """The same test, which the right one passes above, on a walk that counts one dimension too many."""
-    model = MODELS["BN, centred"]
+    model = MODELS["BN, centered"]
     scores = geweke(infer.OrbitMoves(hmc(model), [WrongJacobian([("net/Dense_0.kernel", 1)])]))
     assert max(abs(score) for score in scores.values()) > 10
 
 
 def test_walks_agree_with_exact_draws():
     """Metropolis-Hastings on the group, forced where the exact conditional is known, has the same distribution."""
-    model = MODELS["ReLU, non-centred"]
+    model = MODELS["ReLU, non-centered"]
     rescale = [s for s in symmetry.find(model, X, Y) if isinstance(s, symmetry.Rescale)]
     (entry,) = plan(model, rescale, (X, Y))
     sites = latent_sites(model, random.key(5))
@@ -231,7 +231,7 @@ def test_simulation_based_calibration(kind):
 
     Chains start at the truth, a draw of the posterior; 8 transitions separate draws.
     """
-    model, replications, draws, apart = MODELS["BN, centred"], 600, 11, 8
+    model, replications, draws, apart = MODELS["BN, centered"], 600, 11, 8
     found = symmetry.find(model, X, Y)
     kernel = {
         "NUTS with moves": lambda: infer.OrbitMoves(nuts(model), found),
@@ -320,12 +320,12 @@ def assert_prior_scale(log_scales):
 
 @pytest.mark.slow
 def test_four_ways_agree_on_a_tiny_network():
-    """Centred and non-centred NUTS, moves, quotient: means of log radius, log scale, and their squares; 4.5 MCSE."""
-    centred, other = MODELS["BN, centred"], MODELS["BN, non-centred"]
+    """NUTS of both forms, moves, quotient: means of log radius, log scale, and their squares; 4.5 MCSE."""
+    centered, other = MODELS["BN, centered"], MODELS["BN, non-centered"]
     found = symmetry.find(other, X, Y)
     ways = {
-        "centred": NUTS(centred, max_tree_depth=6),
-        "non-centred": NUTS(other, max_tree_depth=6),
+        "centered": NUTS(centered, max_tree_depth=6),
+        "non-centered": NUTS(other, max_tree_depth=6),
         "moves": infer.OrbitMoves(NUTS(other, max_tree_depth=4), found),
         "quotient": NUTS(symmetry.quotient(other, found, X, Y), max_tree_depth=4),
     }
@@ -450,7 +450,7 @@ def scale_given_weights(rng_key, gibbs_sites, hmc_sites):
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 @pytest.mark.parametrize("outside", [False, True], ids=["moves in a block", "moves around Gibbs"])
 def test_with_gibbs(outside):
-    """As a block of ``Gibbs`` and around it: the scale of the normalised layer has its prior either way."""
+    """As a block of ``Gibbs`` and around it: the scale of the normalized layer has its prior either way."""
     found = scales_of_the_first_layer()
     hmc_kernel = HMC(normed_model, step_size=0.1, num_steps=5, adapt_step_size=False)
     block = hmc_kernel if outside else infer.OrbitMoves(hmc_kernel, found)
@@ -481,7 +481,7 @@ def test_quotient_under_a_guide():
 # -- exactness of the symmetry itself, and errors -------------------------------------------------------
 
 
-def normalised_with_epsilon(x, y=None):
+def normalized_with_epsilon(x, y=None):
     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
     f = x @ w
     f = (f - f.mean()) / jnp.sqrt(f.var() + 0.3)
@@ -493,11 +493,11 @@ def test_an_inexact_symmetry_is_refused_or_corrected():
     """Corrected with the likelihood, moves and a kernel that hardly moves agree with NUTS; failure rate 2e-5."""
     args = (X_TRAIN, X_TRAIN[:, 0] + Y_TRAIN)
     scale = [symmetry.Scale("w")]
-    kernel = NUTS(normalised_with_epsilon, step_size=0.1, adapt_step_size=False, max_tree_depth=2)
+    kernel = NUTS(normalized_with_epsilon, step_size=0.1, adapt_step_size=False, max_tree_depth=2)
     with pytest.raises(ValueError, match=r"changes by \d.*exact=False"):
-        symmetry.check(normalised_with_epsilon, scale, args)
+        symmetry.check(normalized_with_epsilon, scale, args)
     norms = []
-    for chosen in (infer.OrbitMoves(kernel, scale, exact=False), NUTS(normalised_with_epsilon)):
+    for chosen in (infer.OrbitMoves(kernel, scale, exact=False), NUTS(normalized_with_epsilon)):
         mcmc = MCMC(
             chosen,
             num_warmup=200,
@@ -543,7 +543,7 @@ def test_the_cost_of_moves_does_not_depend_on_the_data():
         ),
         (lambda: symmetry.Scale([]), "at least one site"),
         (lambda: symmetry.JointScale([("w", 1)], "s"), "whole sites"),
-        (lambda: symmetry.of("net", (3,)), "specification"),
+        (lambda: symmetry.from_network("net", (3,)), "specification"),
         (
             lambda: jax.jit(
                 lambda y: infer.OrbitMoves(HMC(normed_model), [symmetry.Scale("net/Dense_0.kernel")]).init(

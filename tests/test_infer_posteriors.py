@@ -53,7 +53,7 @@ def run(
         return state, (state.z, state.engine.step)
 
     state, (z, step) = jax.jit(lambda s: lax.scan(transition, s, None, warmup + draws))(state)
-    assert not np.any(state.diverged)
+    assert not np.any(state.diverging)
     return {k: np.asarray(v[warmup:], np.float64) for k, v in z.items()}, state, np.asarray(step[warmup:])
 
 
@@ -172,7 +172,7 @@ LINEAR = {
 
 
 def assert_moments(draws, covariances, bias=0.0):
-    """Mean and mean squares of all draws, standardised by the exact ones, chain by chain."""
+    """Mean and mean squares of all draws, standardized by the exact ones, chain by chain."""
     sd = np.sqrt(np.diagonal(covariances, axis1=1, axis2=2))[:, None]
     standard = (draws - MEAN) / sd
     for power, expected in ((1, 0.0), (2, 1.0)):
@@ -217,7 +217,7 @@ def test_thermostat_removes_most_of_the_heat_of_minibatches():
     draws, state, _ = run(kernel, CHAINS, 14, 8, start=at_mean(CHAINS))
     excess = np.trace(HESSIAN @ underdamped("BAOAB", 1e-4, 0.1, 1.0, 1000)) / P - 1
     assert excess > 0.25
-    # Left: discretisation, and noise that differs between directions.
+    # Left: discretization, and noise that differs between directions.
     ratio = assert_moments(draws["w"], np.linalg.inv(HESSIAN)[None], bias=0.05)
     print(f"excess variance: SGHMC {excess:.3f}, SGNHT {ratio - 1:.3f}")
     # At the end of a step momenta are off by about eps (V - lam) / 4, of either sign, 5 %; standard error 2 %.
@@ -250,7 +250,7 @@ def test_mala_is_adapted_to_its_acceptance():
     kernel = infer.MALA(regression, steps_per_draw=10)
     draws, state, _ = run(kernel, 300, 60, 20)
     assert_moments(draws["w"], np.linalg.inv(HESSIAN)[None])
-    assert abs(state.accept_prob.mean() - kernel.target_accept) < 0.05
+    assert abs(state.accept_prob.mean() - kernel.target_accept_prob) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def location_scale(y, batch_size=None):
     [
         (infer.MALA(location_scale, 0.02, steps_per_draw=40, warm_start=0.0), None),
         (
-            infer.PersistentHMC(
+            infer.GHMC(
                 location_scale, 0.05, num_steps=4, momentum_decay=0.5, steps_per_draw=8, warm_start=0.0
             ),
             None,
@@ -452,7 +452,7 @@ def location_scale(y, batch_size=None):
             None,
         ),
     ],
-    ids=["MALA", "PersistentHMC", "GGMC", "AdjustedMCLMC"],
+    ids=["MALA", "GHMC", "GGMC", "AdjustedMCLMC"],
 )
 def test_simulation_based_calibration(kernel, batch_size):
     """Ranks of prior draws among 15 posterior draws, 1000 data sets; chi-squared tests at 1e-4 each (two sites)."""
@@ -485,8 +485,8 @@ def test_simulation_based_calibration(kernel, batch_size):
         assert stats.chisquare(counts).pvalue > 1e-4, (name, counts)
         print(f"{type(kernel).__name__} {name}: p = {stats.chisquare(counts).pvalue:.3f}")
         # A test that could not fail would pass a posterior that is 25 % too narrow as well.
-        centre = samples[:, -draws:].mean(1, keepdims=True)
-        narrow = ((centre + 0.75 * (samples[:, -draws:] - centre)) < true[name][:, None]).sum(1)
+        center = samples[:, -draws:].mean(1, keepdims=True)
+        narrow = ((center + 0.75 * (samples[:, -draws:] - center)) < true[name][:, None]).sum(1)
         assert stats.chisquare(np.bincount(narrow, minlength=draws + 1)).pvalue < 1e-4
 
 
@@ -494,7 +494,7 @@ def test_simulation_based_calibration(kernel, batch_size):
 
 
 @pytest.mark.slow
-@pytest.mark.optimised
+@pytest.mark.optimized
 def test_predictions_of_a_network_agree_with_long_nuts_runs():
     """1 x 10 tanh network, N = 200. SGLD on control variates, SGHMC and GGMC on all the data: gradient noise
     would need steps ten times as small for the same bias."""

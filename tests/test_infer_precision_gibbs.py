@@ -149,10 +149,10 @@ def test_sites_of_a_network():
     x = jnp.zeros((4, 3))
     net = nn.MLP([2, 1])
     find = partial(infer.conjugate_sites, x=x, y=jnp.zeros(4))
-    centred = models.regression(net, priors.GammaPrecision(centered=True))
+    centered = models.regression(net, priors.GammaPrecision(centered=True))
     kernels = [f"net/Dense_{i}.{part}_precision" for i in (0, 1) for part in ("kernel", "bias")]
-    assert find(centred) == (*kernels, "sigma")
-    assert find(models.regression(net, priors.GammaPrecision())) == ("sigma",)  # not centred
+    assert find(centered) == (*kernels, "sigma")
+    assert find(models.regression(net, priors.GammaPrecision())) == ("sigma",)  # not centered
     horseshoe = priors.Horseshoe(unit="input", centered=True)
     scales = [f"net/Dense_{i}.kernel_{part}" for i in (0, 1) for part in ("global", "local")]
     assert find(models.regression(net, horseshoe)) == (*scales, "sigma")
@@ -220,13 +220,13 @@ def composite(model, **options):
 
 def persistent(model, **options):
     sites = ["u_precision", "v_precision", "precision"]
-    weights = infer.PersistentHMC(model, preconditioner="prior", **options)
+    weights = infer.GHMC(model, preconditioner="prior", **options)
     return Gibbs([(infer.PrecisionGibbs(model), sites), (weights, None)])
 
 
 def test_step_sizes_follow_the_scales_of_the_sweep():
     """With nothing learned G is the prior variance given the precisions that the other block holds."""
-    kernel = infer.PersistentHMC(conditioned(small_network), 0.1, num_steps=2, preconditioner="prior")
+    kernel = infer.GHMC(conditioned(small_network), 0.1, num_steps=2, preconditioner="prior")
     held = {"u_precision": jnp.float32(4.0), "v_precision": jnp.float32(100.0), "precision": jnp.float32(1.0)}
     call = (jnp.asarray(X), jnp.asarray(X[:, 0])), {CONDITIONED: held}
     state = kernel.init(random.key(0), 10, None, *call)
@@ -243,7 +243,7 @@ def test_prior_scales_that_the_same_kernel_draws_are_refused():
     with pytest.raises(
         ValueError, match=r"prior variance of 'u' depends on \['u_precision'\].*PrecisionGibbs"
     ):
-        infer.PersistentHMC(small_network, preconditioner="prior").init(random.key(0), 10, None, *call)
+        infer.GHMC(small_network, preconditioner="prior").init(random.key(0), 10, None, *call)
 
 
 def test_sites_without_a_prior_variance_have_a_learned_scale():
@@ -271,7 +271,7 @@ def test_sites_without_a_prior_variance_have_a_learned_scale():
         # Steps sized by the precisions of each sweep, with a momentum that persists between sweeps.
         (persistent(small_network, step_size=0.3, num_steps=4, momentum_decay=0.4, warm_start=0.0), 20),
     ],
-    ids=["HMC", "PersistentHMC"],
+    ids=["HMC", "GHMC"],
 )
 def test_simulation_based_calibration(kernel, num_warmup):
     """Ranks of the truth among 31 draws are uniform: chi-square over 16 bins, failure rate 1e-5 for each quantity."""

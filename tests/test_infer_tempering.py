@@ -105,7 +105,7 @@ def test_exchange():
     assert sources[1] == {(0, 1, 2, 3), (0, 2, 1, 3)}
 
 
-def test_respaced_equalises_rejections():
+def test_respaced_equalizes_rejections():
     """Rejections proportional to the distance of sqrt(beta): the ladder becomes even in sqrt(beta)."""
     betas = jnp.array([1.0, 0.9, 0.3, 0.2, 0.04])
     for _ in range(200):
@@ -124,11 +124,11 @@ def network(prior):
 
 
 def inner_kernels():
-    centred, other = network(priors.GammaPrecision(centered=True)), network(priors.Normal())
-    sites = infer.conjugate_sites(centred, X, Y)
+    centered, other = network(priors.GammaPrecision(centered=True)), network(priors.Normal())
+    sites = infer.conjugate_sites(centered, X, Y)
     return {
         "NUTS": NUTS(other, max_tree_depth=3),
-        "Gibbs": Gibbs([(infer.PrecisionGibbs(centred), sites), (hmc(centred, 0.5), None)]),
+        "Gibbs": Gibbs([(infer.PrecisionGibbs(centered), sites), (hmc(centered, 0.5), None)]),
         "OrbitMoves": infer.OrbitMoves(hmc(other, 0.5), symmetry.find(other, X, Y)),
         "MALA": infer.MALA(other, steps_per_draw=2),
     }
@@ -143,7 +143,7 @@ def test_inner_kernels(name):
         assert np.isfinite(values).all()
         assert len(np.unique(values[:, -1])) > 1  # chains differ
     idata = bnn.to_inference_data(mcmc, posterior_predictive=False)
-    assert idata["sample_stats"]["swap_accept_prob"].dims == ("chain", "draw", "neighbours")
+    assert idata["sample_stats"]["swap_accept_prob"].dims == ("chain", "draw", "neighbors")
     assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
     assert idata.attrs["num_replicas"] == 3
 

@@ -126,7 +126,7 @@ def test_around_gibbs_and_symmetry_moves_and_in_results():
     inner = Gibbs([(infer.PrecisionGibbs(model), infer.conjugate_sites(model, X, y)), (NUTS(model), None)])
     units = {"net/Dense_0.kernel": -1, "net/Dense_0.bias": -1, "net/Dense_1.kernel": -2}
     kernel = infer.UnitMoves(
-        infer.OrbitMoves(inner, symmetry.of(nn.MLP([3, 1], "tanh"), (1,))), units, num_moves=5
+        infer.OrbitMoves(inner, symmetry.from_network(nn.MLP([3, 1], "tanh"), (1,))), units, num_moves=5
     )
     mcmc = MCMC(kernel, num_warmup=10, num_samples=6, num_chains=2, chain_method=jax.vmap, progress_bar=False)
     mcmc.run(random.key(0), X, y)

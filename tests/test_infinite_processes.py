@@ -19,7 +19,7 @@ from numpyro_bnn.infinite import (
     ntk_ensemble,
     prior_fit,
 )
-from numpyro_bnn.infinite.cholesky import factorise
+from numpyro_bnn.infinite.cholesky import factorize
 
 NET = nn.MLP([8, 8, 1], "erf")
 PRIOR = priors.Normal(1.5, bias_scale=0.5)
@@ -103,9 +103,9 @@ def test_jitter_is_reported(data):
     assert 0 < double.jitter < 1e-10
     with jax.enable_x64(True):
         singular = jnp.ones((3, 3))
-        lower, jitter = factorise(singular)
+        lower, jitter = factorize(singular)
         np.testing.assert_allclose(lower @ lower.T, singular + jitter * jnp.eye(3), rtol=1e-12)
-        assert jnp.isnan(factorise(-singular).lower).any()
+        assert jnp.isnan(factorize(-singular).lower).any()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_ensemble_of_linear_models(data, time):
 
 
 def train(net, params, sds, x, y, rate, steps):
-    """Gradient descent on standardised parameters."""
+    """Gradient descent on standardized parameters."""
 
     def loss(p):
         return 0.5 * jnp.sum((net.apply(p, x)[:, 0] - y) ** 2)
@@ -289,7 +289,7 @@ def test_scales_are_found():
 
 
 def test_found_prior_serves_networks(data):
-    """By input, with a normalisation, and nested names: `random_network` takes what is returned."""
+    """By input, with a normalization, and nested names: `random_network` takes what is returned."""
     x, y = data
     block = nn.Residual(nn.Sequential([nn.LayerNorm(), "relu", nn.Dense(6)]))
     net = nn.Sequential([nn.Dense(6), block, nn.Dense(1)])

@@ -87,7 +87,7 @@ def test_heads_and_batch_sizes_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("height", [-1e4, 0.0, 3.0])
 def test_noise_of_each_row_is_positive_for_any_output(height):
-    """In float32 a softplus below -104 is 0, which would be no scale: samplers and optimisers do get there."""
+    """In float32 a softplus below -104 is 0, which would be no scale: samplers and optimizers do get there."""
     model = bnn.models.regression(bnn.nn.MLP([2]), heteroscedastic=True)
     weights = {"net/Dense_0.kernel": jnp.zeros((X.shape[1], 2)), "net/Dense_0.bias": jnp.array([0.5, height])}
     trace = handlers.trace(handlers.seed(handlers.substitute(model, data=weights), 0)).get_trace(X, Y)

@@ -185,7 +185,7 @@ def test_large_arrays_are_integrated_node_by_node(monkeypatch, x64):
 # --------------------------------------------------------------------------------------------------- errors
 
 
-def centred(x):
+def centered(x):
     return x - x.mean(1, keepdims=True)
 
 
@@ -202,7 +202,7 @@ REFUSED = {
     "random choice": (lambda x: jnp.where(x[0] > 0, x[1], 0.0), "`select_n` at .* joins two"),
     "square of a matrix": (lambda x: x @ x.T, "`dot_general` at .* with itself"),
     "moved alike": (lambda x: x[:, :2] * jnp.tanh(x)[:, :2], "`mul` at .* moved alike"),
-    "mean": (centred, "`sub` at .* reduction of itself"),
+    "mean": (centered, "`sub` at .* reduction of itself"),
     "softmax": (jax.nn.softmax, "`sub` at .* reduction of itself"),
     "random index": (lambda x: jnp.arange(3)[x[0].astype(int)], "`.*` at "),
     "BatchNorm": (lambda x: nn.BatchNorm(False, False).apply({}, x), "norm.py"),
@@ -223,9 +223,9 @@ def user_layer(x):
     return jnp.sort(y)
 
 
-@pytest.mark.parametrize("fn", [centred, lambda x: nn.LayerNorm(False, False).apply({}, x)])
+@pytest.mark.parametrize("fn", [centered, lambda x: nn.LayerNorm(False, False).apply({}, x)])
 def test_error_names_the_line_of_the_user(fn):
-    line = fn.__code__.co_firstlineno + (fn is centred)
+    line = fn.__code__.co_firstlineno + (fn is centered)
     with pytest.raises(ValueError, match=f"test_moments.py:{line} ") as error:
         propagate(fn)(X)
     assert str(error.value).startswith("moments.propagate: argument `fn` got `")
@@ -273,7 +273,7 @@ def test_user_adds_rules(monkeypatch):
 
 
 def test_interpreter_serves_other_rules():
-    """Local reparameterisation: where a Gaussian weight meets a product, the output is sampled."""
+    """Local reparameterization: where a Gaussian weight meets a product, the output is sampled."""
     seen = []
 
     def sampled(equation, x, w):

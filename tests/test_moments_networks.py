@@ -27,13 +27,13 @@ def simulate(fn, random, draws=DRAWS):
     """The propagated moments, and the first four moments of a simulation around the propagated mean."""
     leaves, tree = jax.tree.flatten(random, is_leaf=is_gaussian)
     guess = propagate(fn)(random)
-    centre = jax.tree.map(lambda g: g.mean, guess, is_leaf=is_gaussian)
+    center = jax.tree.map(lambda g: g.mean, guess, is_leaf=is_gaussian)
 
     @jax.jit
     def powers(noise):
         values = [g.mean + jnp.sqrt(g.var) * z for g, z in zip(leaves, noise, strict=True)]
         outputs = jax.vmap(lambda values: fn(jax.tree.unflatten(tree, values)))(values)
-        away = jax.tree.map(lambda out, at: out - at, outputs, centre)
+        away = jax.tree.map(lambda out, at: out - at, outputs, center)
         return jax.tree.map(lambda d: jnp.stack([jnp.mean(d**p, 0) for p in (1, 2, 3, 4)]), away)
 
     source = np.random.default_rng(7)

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from scipy.integrate import quad
 
-from numpyro_bnn.moments import Gaussian, maximum, maximum_of, rectified, two_slopes
+from numpyro_bnn.moments import Gaussian, leaky_relu, maximum, maximum_of, rectified
 
 # Both sides of the two thresholds, the far tails, and the middle.
 ALPHAS = np.concatenate([[-40, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013])
@@ -74,7 +74,7 @@ def test_closed_forms_at_zero_variance_and_huge_ratios(below, dtype):
         var = jnp.asarray([0.0, 0.0, 1e-30, 1e-30, 1e30], dtype)
 
         def fn(mean, var):
-            return two_slopes(Gaussian(mean, var), below, 1.0) if below else rectified(mean, var)
+            return leaky_relu(Gaussian(mean, var), below, 1.0) if below else rectified(mean, var)
 
         found = fn(mean, var)
         gradients = [jax.grad(lambda m, v, i=i: fn(m, v)[i].sum(), (0, 1))(mean, var) for i in (0, 1)]
@@ -111,7 +111,7 @@ def test_two_slopes_agree_with_integration(slopes, x64):
 
         mean = expected(lambda y: y)
         var = expected(lambda y, mean=mean: (y - mean) ** 2)
-        found = two_slopes(Gaussian(jnp.array(m), jnp.array(v)), below, above)
+        found = leaky_relu(Gaussian(jnp.array(m), jnp.array(v)), below, above)
         np.testing.assert_allclose(np.array(found), [mean, var], rtol=1e-9, atol=1e-12)
 
 

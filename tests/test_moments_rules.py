@@ -270,10 +270,10 @@ def test_maximum_rule_agrees_with_simulation(name, images, x64):
         sample = np.asarray(jax.jit(jax.vmap(fn))(images))
         found = propagate(fn)(IMAGE)
         # 4.5 standard errors: failure rate 7e-6 per figure, about 250 figures.
-        centred = np.square(sample - sample.mean(0))
+        centered = np.square(sample - sample.mean(0))
         error = 4.5 / len(sample) ** 0.5
         assert (np.abs(found.mean - sample.mean(0)) <= error * sample.std(0)).all()
-        assert (np.abs(found.var - sample.var(0)) <= error * centred.std(0)).all()
+        assert (np.abs(found.var - sample.var(0)) <= error * centered.std(0)).all()
 
 
 def test_every_rule_has_a_row():

@@ -334,7 +334,7 @@ MODULE_PRIORS = {
 @pytest.mark.parametrize(("prior", "hyper"), MODULE_PRIORS.values(), ids=MODULE_PRIORS)
 @pytest.mark.parametrize(("make", "names"), MODULES.values(), ids=MODULES)
 def test_modules_with_hyper_sites(make, names, prior, hyper):
-    """Sites as documented, named once, non-centred; and a finite log density and gradient."""
+    """Sites as documented, named once, non-centered; and a finite log density and gradient."""
     run = classifier(make, prior)
     sites = {}
 

@@ -1,4 +1,4 @@
-"""Layers and networks: the contract of every layer, references, and exact scale invariance of normalisation."""
+"""Layers and networks: the contract of every layer, references, and exact scale invariance of normalization."""
 
 import pickle
 
@@ -243,7 +243,7 @@ def test_leaky_slope():
     assert nn.Activation("leaky_relu", 0.2).apply({}, jnp.array(-1.0)) == pytest.approx(-0.2)
 
 
-# -- normalisation --------------------------------------------------------------------------------------
+# -- normalization --------------------------------------------------------------------------------------
 
 FED = {
     "BatchNorm": nn.Sequential([nn.Dense(5), nn.BatchNorm(use_bias=False)]),
@@ -334,7 +334,7 @@ def test_constant_feature(number):
     assert sd[5] > 0.2
 
 
-def test_nearly_constant_feature_is_still_normalised():
+def test_nearly_constant_feature_is_still_normalized():
     x = 1 + 1e-4 * jax.random.normal(jax.random.key(0), (1000, 1))
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean()) / exact.std()

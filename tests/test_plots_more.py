@@ -19,7 +19,7 @@ NET = nn.MLP([3, 1], "tanh")
 
 
 @pytest.fixture(scope="module")
-def labelled():
+def labeled():
     return plots.example_classes()
 
 
@@ -32,11 +32,11 @@ def numbers():
 def weights():
     """Two chains of 60 draws around one network, each draw in an order and with signs of its own; and statistics."""
     rng = np.random.default_rng(0)
-    centre = {"net.Dense_0.kernel": np.array([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])}
-    centre |= {"net.Dense_0.bias": np.array([0.1, 0.2, 0.3]), "net.Dense_1.kernel": np.ones((3, 1))}
+    center = {"net.Dense_0.kernel": np.array([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])}
+    center |= {"net.Dense_0.bias": np.array([0.1, 0.2, 0.3]), "net.Dense_1.kernel": np.ones((3, 1))}
     sign, order = rng.choice([-1.0, 1.0], (2, 60, 3)), rng.permuted(np.tile(np.arange(3), (2, 60, 1)), axis=2)
     draws = {}
-    for name, value in centre.items():
+    for name, value in center.items():
         noisy = value + 0.05 * rng.normal(size=(2, 60, *value.shape))
         over_units = -2 if name == "net.Dense_1.kernel" else -1
         units = np.moveaxis(noisy, over_units, -1)
@@ -69,7 +69,7 @@ def weights():
 
 
 def canonical(weights):
-    return symmetry.canonical(weights["posterior"], symmetry.of(NET, (2,)))
+    return symmetry.canonical(weights["posterior"], symmetry.from_network(NET, (2,)))
 
 
 def coordinates(seed=0, chains=3):
@@ -93,10 +93,10 @@ def lines(axis):
 # --- reliability_diagram
 
 
-def test_reliability_holds_shares_of_right_labels_and_of_points(labelled):
-    axis = plots.reliability_diagram(labelled, bins=12)
-    probs = values(labelled, "predictions", "y_probs")
-    labels = values(labelled, "predictions_constant_data", "y")
+def test_reliability_holds_shares_of_right_labels_and_of_points(labeled):
+    axis = plots.reliability_diagram(labeled, bins=12)
+    probs = values(labeled, "predictions", "y_probs")
+    labels = values(labeled, "predictions_constant_data", "y")
     mean = probs.mean(axis=(0, 1))
     right, top = mean.argmax(axis=1) == labels, mean.max(axis=1)
     place = np.ceil(12 * top).astype(int) - 1  # a bin holds its upper edge
@@ -118,7 +118,7 @@ def test_reliability_holds_shares_of_right_labels_and_of_points(labelled):
     assert axis.get_xlim() == pytest.approx((0.3, 1.0))
 
 
-def test_reliability_of_a_calibrated_classifier_stays_in_its_bands(labelled):
+def test_reliability_of_a_calibrated_classifier_stays_in_its_bands(labeled):
     """At most 1 band in 20 is missed on average, so more than 3 of 10 with probability 1e-3 (binomial)."""
     axis = plots.reliability_diagram(plots.example_classes(num_points=3000), bins=15)
     accuracy = axis.lines[-1].get_ydata()
@@ -146,13 +146,13 @@ def test_reliability_of_a_label_with_a_mean():
 # --- ood_histograms
 
 
-def test_ood_histograms_hold_the_scores_and_their_auroc(labelled):
+def test_ood_histograms_hold_the_scores_and_their_auroc(labeled):
     foreign = {
         "far": plots.example_classes(300, spread=3.0, seed=1),
         "near": plots.example_classes(200, seed=2),
     }
-    axis = plots.ood_histograms(labelled, foreign, bins=20, name="seen")
-    found = {"seen": labelled, **foreign}
+    axis = plots.ood_histograms(labeled, foreign, bins=20, name="seen")
+    found = {"seen": labeled, **foreign}
     scores = {
         name: metrics.uncertainty(values(idata, "predictions", "y_probs")).mutual_information
         for name, idata in found.items()
@@ -180,14 +180,14 @@ def test_ood_histograms_hold_the_scores_and_their_auroc(labelled):
     ("score", "expected"),
     [
         ("entropy", lambda p: scipy.stats.entropy(p.mean(axis=(0, 1)), axis=-1)),
-        ("doubt", lambda p: 1 - p.mean(axis=(0, 1)).max(axis=-1)),
+        ("max_prob", lambda p: 1 - p.mean(axis=(0, 1)).max(axis=-1)),
         ("function_sd", lambda p: np.sqrt(p.var(axis=(0, 1)).sum(axis=-1))),
         (lambda p: p[0, 0, :, 0], lambda p: p[0, 0, :, 0]),
     ],
 )
-def test_ood_scores_of_classes(score, expected, labelled):
-    axis = plots.ood_histograms(labelled, labelled, score, bins=7)
-    counts, _ = np.histogram(expected(values(labelled, "predictions", "y_probs")), 7)
+def test_ood_scores_of_classes(score, expected, labeled):
+    axis = plots.ood_histograms(labeled, labeled, score, bins=7)
+    counts, _ = np.histogram(expected(values(labeled, "predictions", "y_probs")), 7)
     for patch in axis.patches:
         np.testing.assert_allclose(patch.get_data().values, counts / 500)
     assert legend(axis)[1].startswith("foreign, AUROC 0.50 ")
@@ -332,8 +332,8 @@ def test_posterior_functions_hold_draws_of_every_chain(numbers):
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "y")
 
 
-def test_posterior_functions_name_members_and_class_probabilities(labelled):
-    groups = {name: _arviz.group(labelled, name) for name in _arviz.group_names(labelled)}
+def test_posterior_functions_name_members_and_class_probabilities(labeled):
+    groups = {name: _arviz.group(labeled, name) for name in _arviz.group_names(labeled)}
     members = _arviz.inference_data(groups, {"members_of_warm_start": 1})
     x = np.random.default_rng(0).permutation(500) / 100
     axis = plots.posterior_functions(members, x, 1, output=0)
@@ -342,7 +342,7 @@ def test_posterior_functions_name_members_and_class_probabilities(labelled):
     order = np.argsort(x)
     np.testing.assert_allclose(axis.lines[1].get_xdata(), x[order])
     np.testing.assert_allclose(
-        axis.lines[1].get_ydata(), values(labelled, "predictions", "y_probs")[1, 0, order, 0]
+        axis.lines[1].get_ydata(), values(labeled, "predictions", "y_probs")[1, 0, order, 0]
     )
 
 
@@ -373,7 +373,7 @@ def test_member_intervals_hold_every_chain_in_the_order_of_targets(numbers):
     assert legend(axis) == ["a", "b", "target"]
 
 
-def test_member_intervals_of_one_fit_colour_its_chains(numbers):
+def test_member_intervals_of_one_fit_color_its_chains(numbers):
     axis = plots.member_intervals(numbers, [3, 50, 7])
     assert len({to_rgb(line.get_color()) for line in axis.lines}) == 4
     y = values(numbers, "predictions_constant_data", "y")
@@ -420,8 +420,8 @@ def test_corner_takes_weights_by_name_and_index(weights):
 # --- all of them
 
 FIGURES = {
-    "reliability_diagram": (1, lambda f, ax: plots.reliability_diagram(f["labelled"], ax=ax)),
-    "ood_histograms": (1, lambda f, ax: plots.ood_histograms(f["labelled"], f["labelled"], ax=ax)),
+    "reliability_diagram": (1, lambda f, ax: plots.reliability_diagram(f["labeled"], ax=ax)),
+    "ood_histograms": (1, lambda f, ax: plots.ood_histograms(f["labeled"], f["labeled"], ax=ax)),
     "relevance": (1, lambda f, ax: plots.relevance(f["weights"], "tau_precision", ax=ax)),
     "sampler_traces": (4, lambda f, ax: plots.sampler_traces(f["weights"], ax=ax)),
     "orbit_traces": (2, lambda f, ax: plots.orbit_traces(coordinates(), ax=ax)),
@@ -435,8 +435,8 @@ FIGURES = {
 
 
 @pytest.fixture
-def fits(labelled, numbers, weights):
-    return {"labelled": labelled, "numbers": numbers, "weights": weights}
+def fits(labeled, numbers, weights):
+    return {"labeled": labeled, "numbers": numbers, "weights": weights}
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -476,13 +476,13 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
     ("call", "message"),
     [
         (lambda f: plots.reliability_diagram(f["numbers"]), "`site` got 'y', no class label"),
-        (lambda f: plots.reliability_diagram(f["labelled"], bins=0), "`bins` got 0"),
+        (lambda f: plots.reliability_diagram(f["labeled"], bins=0), "`bins` got 0"),
         (lambda f: plots.reliability_diagram(f["weights"]), "`site` got nothing"),
-        (lambda f: plots.ood_histograms(f["labelled"], f["labelled"], "entropi"), "Did you mean 'entropy'"),
+        (lambda f: plots.ood_histograms(f["labeled"], f["labeled"], "entropi"), "Did you mean 'entropy'"),
         (lambda f: plots.ood_histograms(f["numbers"], f["numbers"], "entropy"), "'y', no class label"),
-        (lambda f: plots.ood_histograms(f["labelled"], {}), "`outside` got {}. Pass at least one"),
+        (lambda f: plots.ood_histograms(f["labeled"], {}), "`outside` got {}. Pass at least one"),
         (
-            lambda f: plots.ood_histograms(f["labelled"], {"a": np.ones((2, 2))}),
+            lambda f: plots.ood_histograms(f["labeled"], {"a": np.ones((2, 2))}),
             r"`outside\['a'\]` got scores of shape",
         ),
         (lambda f: plots.ood_histograms([1.0, np.nan], [1.0]), "`inside` got scores of shape .*with NaN"),
@@ -503,7 +503,7 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
             ),
             "`by_chain` got True for 2 variables",
         ),
-        (lambda f: plots.relevance(f["labelled"]), "without posterior"),
+        (lambda f: plots.relevance(f["labeled"]), "without posterior"),
         (lambda f: plots.sampler_traces(f["numbers"]), "without sample_stats.*extra_fields"),
         (lambda f: plots.sampler_traces(f["weights"], ["stepsize"]), "Did you mean 'step_size'"),
         (lambda f: plots.orbit_traces({}), "`coordinates` got nothing. Pass `symmetry.orbit_coordinates"),
@@ -512,7 +512,7 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
         (lambda f: plots.orbit_traces(coordinates(), unit=2), "'log ratio' has 2 units: pass 0..1"),
         (lambda f: plots.orbit_traces({"a": np.zeros(3)}), r"'a' of shape \(3,\)"),
         (lambda f: plots.posterior_functions(f["numbers"], num_draws=0), "`num_draws` got 0"),
-        (lambda f: plots.posterior_functions(f["labelled"]), "there are 0 inputs"),
+        (lambda f: plots.posterior_functions(f["labeled"]), "there are 0 inputs"),
         (lambda f: plots.member_intervals([1]), "`fits` got .*Pass a result"),
         (
             lambda f: plots.member_intervals({"a": f["numbers"], "b": plots.example_results(5)}),

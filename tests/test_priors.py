@@ -97,34 +97,34 @@ def test_hyper_sites(row):
     sites = sites_of(model_of(row.prior, DENSE))
     hyper = {key.removeprefix(f"{name}_"): shape for key, (_, shape, _) in sites.items() if key != name}
     assert hyper == dict(row.hyper_sites)
-    noncentred = sites_of(priors.noncenter(model_of(row.prior, DENSE)))
+    noncentered = sites_of(priors.noncenter(model_of(row.prior, DENSE)))
     has_base = bool(row.hyper_sites) and not getattr(row.prior, "centered", False)
-    assert noncentred[name][0] == ("deterministic" if has_base else "sample")
-    assert set(noncentred) - set(sites) == ({f"{name}_base"} if has_base else set())
+    assert noncentered[name][0] == ("deterministic" if has_base else "sample")
+    assert set(noncentered) - set(sites) == ({f"{name}_base"} if has_base else set())
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_centred_and_noncentred_forms_agree"))
-def test_centred_and_noncentred_forms_agree(row, x64):
+@pytest.mark.parametrize("row", rows(PRIORS, "test_centered_and_noncentered_forms_agree"))
+def test_centered_and_noncentered_forms_agree(row, x64):
     """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from autodiff."""
     parameter = CONV if isinstance(row.prior, priors.GPFilters) else DENSE
     name, shape = parameter
-    centred = model_of(row.prior, parameter)
-    noncentred = priors.noncenter(centred)
+    centered = model_of(row.prior, parameter)
+    noncentered = priors.noncenter(centered)
 
     @jax.jit
     def both(key):
-        values = values_of(noncentred, key)
+        values = values_of(noncentered, key)
         base = f"{name}_base" if f"{name}_base" in values else name
         z = values.pop(base)
 
         def weight(z):
-            trace = handlers.trace(handlers.substitute(noncentred, {**values, base: z})).get_trace()
+            trace = handlers.trace(handlers.substitute(noncentered, {**values, base: z})).get_trace()
             return trace[name]["value"]
 
         jacobian = jax.jacfwd(weight)(z).reshape(np.prod(shape), np.prod(shape))
         return (
-            log_density(noncentred, (), {}, {**values, base: z})[0],
-            log_density(centred, (), {}, {**values, name: weight(z)})[0] + jnp.linalg.slogdet(jacobian)[1],
+            log_density(noncentered, (), {}, {**values, base: z})[0],
+            log_density(centered, (), {}, {**values, name: weight(z)})[0] + jnp.linalg.slogdet(jacobian)[1],
         )
 
     left, right = both(jax.random.key(0))
@@ -265,7 +265,7 @@ def test_hierarchical_weights_of_a_layer_share_their_scale():
     ],
     ids=["dense", "convolution", "Equinox linear", "Equinox convolution"],
 )
-@pytest.mark.parametrize("centered", [False, True], ids=["non-centred", "centred"])
+@pytest.mark.parametrize("centered", [False, True], ids=["non-centered", "centered"])
 def test_ard_shares_a_scale_per_input(parameter, same, other, centered):
     """E[w_a^2 w_b^2] fan_in^2 is E s^4 for one input and (E s^2)^2 for two; s ~ Uniform(0.5, 1.5)."""
     name, shape = parameter
@@ -333,7 +333,7 @@ def horseshoe_mass_inside(x):
     return scipy.integrate.quad(integrand, 0, np.pi / 2, points=points, limit=200, epsabs=1e-13)[0]
 
 
-@pytest.mark.parametrize("centered", [False, True], ids=["non-centred", "centred"])
+@pytest.mark.parametrize("centered", [False, True], ids=["non-centered", "centered"])
 def test_horseshoe_density_is_the_closed_form_with_a_log_spike(centered, x64):
     """Our joint density, integrated over lambda, is the closed form; near 0 it grows like log(1/|w|)."""
     model = model_of(priors.Horseshoe(centered=centered), ONE)
@@ -456,7 +456,7 @@ def test_filter_covariance_is_that_of_scikit_learn(covariance, x64):
     np.testing.assert_allclose(ours, SKLEARN[covariance](grid_of((3, 4))), rtol=1e-12)
 
 
-@pytest.mark.parametrize("centered", [False, True], ids=["non-centred", "centred"])
+@pytest.mark.parametrize("centered", [False, True], ids=["non-centered", "centered"])
 @pytest.mark.parametrize("covariance", ["rbf", "matern32"])
 def test_filters_have_that_covariance_over_channels(covariance, centered):
     """Each entry of the empirical covariance within five standard errors, sqrt((K_ii K_jj + K_ij^2) / n)."""
@@ -552,7 +552,7 @@ MISTAKES = {
         ValueError,
         "scalar distribution",
     ),
-    "centred and integrated": (
+    "centered and integrated": (
         lambda: priors.GammaPrecision(centered=True, marginal=True),
         ValueError,
         "pass one of them",

@@ -190,7 +190,7 @@ def test_import_changes_nothing_global_and_needs_no_optional_package():
 # Exported name -> the exported name whose example shows it: types that users receive rather than build.
 EXAMPLE_ELSEWHERE = {
     "networks.RandomNetwork": "networks.random_network",
-    "nn.Run": "nn.Layer",
+    "nn.ForwardContext": "nn.Layer",
     "priors.NonCentered": "priors.noncenter",
     "results.load": "results.save",
 }

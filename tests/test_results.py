@@ -117,7 +117,7 @@ def test_predictions_are_the_network_at_the_draws(idata, mcmc, data):
     np.testing.assert_allclose(predictions["f"], f, rtol=1e-5, atol=1e-5)
     exact = dist.Normal(f, sigma[..., None]).log_prob(data["y_test"])
     np.testing.assert_allclose(predictions["y_log_likelihood"], exact, rtol=1e-4, atol=1e-4)
-    # 168 standardised residuals y - f: a standard normal's |mean| stays below 5 / sqrt(168), failure rate 6e-7.
+    # 168 standardized residuals y - f: a standard normal's |mean| stays below 5 / sqrt(168), failure rate 6e-7.
     z = (predictions["y"].to_numpy() - f) / sigma[..., None]
     assert abs(float(z.mean())) < 5 / z.size**0.5
     assert abs(float((z**2).mean()) - 1) < 5 * (2 / z.size) ** 0.5

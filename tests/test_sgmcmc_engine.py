@@ -23,9 +23,9 @@ from numpyro_bnn.sgmcmc import (
     Minibatch,
     NoseHoover,
     Overdamped,
+    ProductStream,
     RMSProp,
     Rows,
-    Together,
     WithReplacement,
     build,
     fresh_seeds,
@@ -156,7 +156,7 @@ def test_keys_of_the_potential_are_never_reused(dynamics):
     def potential(q, batch):
         return minibatch_potential(q, batch["data"]) + 0.1 * q @ jax.random.normal(batch["key"], (3,))
 
-    stream = Together({"data": WithReplacement(N, 4), "key": Keys()})
+    stream = ProductStream({"data": WithReplacement(N, 4), "key": Keys()})
     for gradient in (Minibatch(potential, stream), ControlVariates(potential, full_potential, stream)):
         sampler = build(gradient, dynamics, schedule=0.01)
         with jax.debug_key_reuse(True):
@@ -229,7 +229,7 @@ def test_infinite_friction_is_sgld():
     np.testing.assert_allclose(sampler.step(state).position, expected, rtol=1e-5)
 
 
-def test_infinite_friction_of_baoab_averages_neighbouring_noises():
+def test_infinite_friction_of_baoab_averages_neighboring_noises():
     """theta += (eps / 2) g + sqrt(eps T) (z_n + z_(n+1)) / 2 from the second step on."""
     eps = 0.1
     sampler = build(Full(stretched), BAOAB(float("inf")), schedule=eps)

@@ -29,7 +29,7 @@ from numpyro_bnn.sgmcmc import (
     noise,
     polynomial,
 )
-from numpyro_bnn.sgmcmc.ahead import separate
+from numpyro_bnn.sgmcmc.hoisting import separate
 
 N, B, D = 24, 6, 3
 RNG = np.random.default_rng(0)
@@ -80,13 +80,13 @@ def test_average_over_an_epoch_is_the_full_gradient(name, batch_size):
 
 
 @pytest.mark.parametrize("name", ["control variates", "SVRG"])
-def test_variance_falls_towards_the_centre(name):
+def test_variance_falls_towards_the_center(name):
     sampler = build(ESTIMATORS[name](WithReplacement(N, B)), Overdamped(), schedule=0.1)
     plain = build(ESTIMATORS["minibatch"](WithReplacement(N, B)), Overdamped(), schedule=0.1)
-    centre = mode()
+    center = mode()
 
     def total(kind, shift):
-        state = kind.init(centre, jax.random.key(1))._replace(position=centre + shift)
+        state = kind.init(center, jax.random.key(1))._replace(position=center + shift)
         return float(kind.gradient_noise(state, 400).sum())
 
     assert total(sampler, 0.0) < 1e-8
@@ -107,28 +107,28 @@ def test_gradient_noise_is_the_variance_of_the_estimate():
     np.testing.assert_allclose(estimate, exact, rtol=0.1)
 
 
-def test_svrg_renews_its_centre_on_time():
+def test_svrg_renews_its_center_on_time():
     estimator = SVRG(minibatch_potential, full_potential, WithReplacement(N, B), period=4)
     sampler = build(estimator, Overdamped(), schedule=1e-3)
-    state, centres = sampler.init(jnp.ones(D), jax.random.key(0)), []
+    state, centers = sampler.init(jnp.ones(D), jax.random.key(0)), []
     step = jax.jit(sampler.step)
     for number in range(9):
         before = state.position
         state = step(state)
-        centres.append(state.estimator.position)
+        centers.append(state.estimator.position)
         if number in (4, 8):
             np.testing.assert_array_equal(state.estimator.position, before)
             np.testing.assert_allclose(
                 state.estimator.gradient, jax.grad(full_potential)(before), rtol=1e-5, atol=1e-5
             )
     for number in (1, 2, 3, 5, 6, 7):
-        np.testing.assert_array_equal(centres[number], centres[number - 1])
+        np.testing.assert_array_equal(centers[number], centers[number - 1])
     assert int(state.statistics.num_gradients) == 9 * 2 + 2
 
 
 def test_bad_centres_are_refused():
     estimator = ControlVariates(minibatch_potential, full_potential, WithReplacement(N, B), jnp.zeros(2))
-    with pytest.raises(ValueError, match="centre"):
+    with pytest.raises(ValueError, match="center"):
         estimator.init(jnp.zeros(D))
     with pytest.raises(ValueError, match="period"):
         SVRG(minibatch_potential, full_potential, WithReplacement(N, B), period=0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from numpyro_bnn.sgmcmc import Epochs, Keys, Nothing, Rows, Together, WithReplacement, noise
+from numpyro_bnn.sgmcmc import Epochs, FullData, Keys, ProductStream, Rows, WithReplacement, noise
 from numpyro_bnn.sgmcmc.minibatches import permute
 
 
@@ -35,13 +35,13 @@ def test_all_orders_of_four_are_equally_likely(words):
     assert stats.chisquare(counts).pvalue > 1e-4  # 23 degrees of freedom, failure rate 1e-4
 
 
-def test_places_and_neighbours_are_uniform(words):
+def test_places_and_neighbors_are_uniform(words):
     size, epochs = 50, jnp.arange(20_000, dtype=jnp.uint32)
     place = jnp.array([0, 1, 25], jnp.uint32)
     images = np.asarray(jax.vmap(lambda e: permute(words, e, place, size))(epochs))
     for column in images.T:
         assert stats.chisquare(np.bincount(column, minlength=size)).pvalue > 1e-4
-    # Distance between the images of neighbours: uniform on 1..size-1 modulo size.
+    # Distance between the images of neighbors: uniform on 1..size-1 modulo size.
     for other in (1, 2):
         distance = (images[:, other] - images[:, 0]) % size
         assert stats.chisquare(np.bincount(distance, minlength=size)[1:]).pvalue > 1e-4
@@ -82,12 +82,12 @@ def test_work_does_not_grow_with_the_data(words, kind):
 
 
 def test_several_plates_draw_independently(words):
-    stream = Together({"a": WithReplacement(1000, 500), "b": WithReplacement(1000, 500), "key": Keys()})
+    stream = ProductStream({"a": WithReplacement(1000, 500), "b": WithReplacement(1000, 500), "key": Keys()})
     block = stream.draw(words, jnp.uint32(4))
     assert set(block) == {"a", "b", "key"}
     assert abs(np.corrcoef(block["a"], block["b"])[0, 1]) < 4.5 / 500**0.5
     assert stream.independent
-    assert not Together({"a": Epochs(10, 2)}).independent
+    assert not ProductStream({"a": Epochs(10, 2)}).independent
 
 
 def test_rows_are_the_rows_of_the_indices(words):
@@ -96,7 +96,7 @@ def test_rows_are_the_rows_of_the_indices(words):
     rows = Rows(WithReplacement(10, 4), data).draw(words, jnp.uint32(1))
     np.testing.assert_array_equal(rows["x"], data["x"][index])
     np.testing.assert_array_equal(rows["y"], index)
-    assert Nothing().draw(words, jnp.uint32(0)) == ()
+    assert FullData().draw(words, jnp.uint32(0)) == ()
 
 
 @pytest.mark.parametrize("kind", [WithReplacement, Epochs])

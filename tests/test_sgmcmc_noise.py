@@ -47,12 +47,12 @@ def test_normals_have_the_normal_law(words, dtype):
     assert len(np.unique(z)) > 0.98 * n
 
 
-def test_normals_of_a_pair_and_of_neighbouring_steps_are_independent(words):
+def test_normals_of_a_pair_and_of_neighboring_steps_are_independent(words):
     n = 200_000
     z = noise.normal(words, jnp.uint32(1), 2 * n, jnp.float32)
     pairs = {
         "one Box-Muller pair": (z[:n], z[n:]),
-        "neighbours": (z[: n - 1], z[1:n]),
+        "neighbors": (z[: n - 1], z[1:n]),
         "steps": (z[:n], noise.normal(words, jnp.uint32(2), 2 * n, jnp.float32)[:n]),
         "seeds": (z[:n], noise.normal(words + jnp.uint32(1), jnp.uint32(1), 2 * n, jnp.float32)[:n]),
     }

@@ -1,4 +1,4 @@
-"""Stationary laws against the exact theory of each discretisation.
+"""Stationary laws against the exact theory of each discretization.
 
 The targets are products of P equal coordinates, so that one flat chain holds P independent ones: the standard error
 of a moment is the spread over coordinates / sqrt(P). Bands of 4 standard errors fail with probability 6e-5 each;

@@ -237,7 +237,7 @@ def changes(net, input_shape, symmetries, read=lambda y: y):
 
 def derived(net, input_shape, logits=False):
     """Symmetries in terms of the names of the parameters."""
-    found = symmetry.of(net, input_shape, "net", logits)
+    found = symmetry.from_network(net, input_shape, "net", logits)
     return [s.rename({site: site.removeprefix("net/") for site in s.sites}) for s in found]
 
 
@@ -265,7 +265,7 @@ def test_derived_symmetries_hold_and_are_complete(row):
         (nn.Sequential([nn.Conv2d(3, 3), nn.MaxPool(None), nn.Flatten()]), (6, 5, 2), 1),
         (nn.Sequential([nn.Conv2d(3, 3), nn.Flatten()]), (6, 5, 2), 1),
         (nn.Sequential([nn.Dense(3), "relu"]), (3,), 0),
-        # The gain of a normalisation is no shift, its shift is one; the bias before it goes by unit.
+        # The gain of a normalization is no shift, its shift is one; the bias before it goes by unit.
         (nn.Sequential([nn.Dense(3), nn.BatchNorm()]), (3,), 2),
     ],
 )
@@ -334,10 +334,12 @@ def test_an_unknown_layer_lets_nothing_through():
 
 
 def test_of_refuses_what_is_no_network():
-    with pytest.raises(TypeError, match=r"symmetry.of: argument `net` got net\. Pass a specification"):
-        symmetry.of("net", (3,))
+    with pytest.raises(
+        TypeError, match=r"symmetry.from_network: argument `net` got net\. Pass a specification"
+    ):
+        symmetry.from_network("net", (3,))
     with pytest.raises(ValueError, match=r"nn\.Dense at 'Dense_0'"):
-        symmetry.of(nn.MLP([4, 1]), (3, 3, 2))
+        symmetry.from_network(nn.MLP([4, 1]), (3, 3, 2))
 
 
 # -- the record of the wiring ------------------------------------------------------------------------
@@ -401,4 +403,4 @@ def test_a_single_number_has_a_wiring():
     wiring = nn.Wiring.of(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,))
     assert wiring.segments[1].fixed
     assert wiring[wiring.output].units == 1
-    assert symmetry.of(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,)) == []
+    assert symmetry.from_network(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,)) == []

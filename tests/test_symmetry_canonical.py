@@ -75,7 +75,7 @@ DISTINCT = (
 @pytest.mark.parametrize("row", [pytest.param(SYMMETRIC_NETS[name], id=name) for name in DISTINCT])
 def test_canonical_is_constant_on_orbits(row):
     """It is idempotent too, and the network computes what it did."""
-    symmetries = symmetry.of(row.net, row.input_shape)
+    symmetries = symmetry.from_network(row.net, row.input_shape)
     draws = around(row.net, row.input_shape, spread=0.1)
     here = canonical(draws, symmetries)
     elsewhere = scattered(draws, symmetries)
@@ -125,7 +125,7 @@ def test_r_hat_of_weights_after_canonical(activation, norm):
     At most 200 weights, two R-hats of each: a right answer exceeds 1.05 with probability below 1e-3.
     """
     net, input_shape = nn.MLP([6, 5, 2], activation, norm), (3,)
-    symmetries = symmetry.of(net, input_shape)
+    symmetries = symmetry.from_network(net, input_shape)
     draws = by_chain(around(net, input_shape, spread=0.1, draws=200), symmetries)
     assert np.median(r_hats(draws)) > 1.5
     assert r_hats(canonical(draws, symmetries)).max() < 1.05
@@ -137,7 +137,7 @@ def test_r_hat_of_weights_after_canonical(activation, norm):
 def test_units_that_swap_within_a_chain_are_brought_back():
     """Draws hop between all labelings: after canonical they scatter around one point as much as they did before."""
     net, input_shape = nn.MLP([6, 2], "tanh"), (3,)
-    symmetries = symmetry.of(net, input_shape)
+    symmetries = symmetry.from_network(net, input_shape)
     draws = around(net, input_shape, spread=0.1, draws=100)
     hopping = scattered(draws, symmetries)
     settled = canonical(hopping, symmetries)
@@ -170,9 +170,9 @@ def test_signs_and_order_are_decided_together():
 
 
 def test_a_reference_is_met():
-    """Two runs are brought to one labelling by the mean of the first."""
+    """Two runs are brought to one labeling by the mean of the first."""
     net, input_shape = nn.MLP([5, 4, 1], "relu"), (2,)
-    symmetries = symmetry.of(net, input_shape)
+    symmetries = symmetry.from_network(net, input_shape)
     draws = around(net, input_shape, spread=0.05)
     first = canonical(draws, symmetries)
     mean = {site: value.mean((0, 1)) for site, value in first.items()}
@@ -205,7 +205,7 @@ def test_gauges():
 def test_scales_are_fixed_in_the_order_of_the_layers():
     """What a layer reads is scaled by an earlier one, whichever is named first."""
     net = nn.MLP([4, 3, 1], "relu", nn.BatchNorm())
-    symmetries = symmetry.of(net, (2,))
+    symmetries = symmetry.from_network(net, (2,))
     draws = around(net, (2,), spread=0.1)
     for listed in (symmetries, symmetries[::-1]):
         placed = canonical(draws, [s for s in listed if s.continuous])
@@ -219,7 +219,7 @@ def test_scales_are_fixed_in_the_order_of_the_layers():
 
 @pytest.fixture(scope="module")
 def sampled():
-    """A non-centred network, and draws with the names, shapes and deterministic sites that MCMC gives."""
+    """A non-centered network, and draws with the names, shapes and deterministic sites that MCMC gives."""
     net = nn.MLP([3, 1], "tanh")
     prior = Predictive(models.regression(net, priors.Hierarchical()), num_samples=CHAINS * 20)
     draws = prior(jax.random.key(0), jnp.linspace(-1.0, 1.0, 12).reshape(6, 2))
@@ -228,7 +228,7 @@ def sampled():
 
 def test_draws_of_mcmc(sampled):
     net, draws = sampled
-    symmetries = symmetry.of(net, (2,))
+    symmetries = symmetry.from_network(net, (2,))
     placed = canonical(draws, symmetries)
     assert {site: (v.shape, v.dtype) for site, v in placed.items()} == {
         site: (v.shape, v.dtype) for site, v in draws.items()
@@ -244,7 +244,7 @@ def test_draws_of_mcmc(sampled):
 def test_draws_of_a_file(sampled):
     """ArviZ names and arrays give the same."""
     net, draws = sampled
-    symmetries = symmetry.of(net, (2,))
+    symmetries = symmetry.from_network(net, (2,))
     stored = xr.Dataset(
         {
             site.replace("/", "."): (
@@ -277,7 +277,7 @@ NETS = (
 @pytest.mark.parametrize("name", NETS)
 def test_invariants_do_not_change_along_orbits(name):
     row = SYMMETRIC_NETS[name]
-    symmetries = symmetry.of(row.net, row.input_shape)
+    symmetries = symmetry.from_network(row.net, row.input_shape)
     draws = around(row.net, row.input_shape, spread=0.5)
     here = symmetry.invariants(draws, symmetries)
     assert len(here) == sum(isinstance(s, Scale | Rescale | Permutation) for s in symmetries)

@@ -1,4 +1,4 @@
-"""Draws of log t from the generalised inverse Gaussian law, against quadrature and closed forms in float64."""
+"""Draws of log t from the generalized inverse Gaussian law, against quadrature and closed forms in float64."""
 
 import jax
 import jax.numpy as jnp

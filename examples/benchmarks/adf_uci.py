@@ -1,7 +1,7 @@
 """Probabilistic backpropagation on the UCI regression sets, beside the figures of the reference implementation.
 
 The standard splits, one hidden layer of 50 ReLU units, 40 epochs; all splits of a set are learned at once. The model
-is plain NumPyro in the published parametrisation. Writes JSON; with ``--docs`` also the table of a page.
+is plain NumPyro in the published parametrization. Writes JSON; with ``--docs`` also the table of a page.
 
     python -m examples.benchmarks.adf_uci --data FOLDER --output docs/adf_uci.json --docs docs/adf.md
 """
@@ -21,7 +21,7 @@ from examples.shared import at_least, markdown, writable_file
 
 
 def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np.ndarray]:
-    """Standardised training and test rows of the splits, stacked, and the scale of each split's targets."""
+    """Standardized training and test rows of the splits, stacked, and the scale of each split's targets."""
     from numpyro_bnn import datasets
 
     splits = [datasets.standardize(datasets.load_uci(name, s, folder)) for s in range(num_splits)]
@@ -75,7 +75,7 @@ def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def score(pbp: Any, params: Any, x: Any, y: Any, width: int) -> tuple[Any, Any]:
-    """RMSE and mean log density of one split, in standardised units."""
+    """RMSE and mean log density of one split, in standardized units."""
     mean, variance = pbp.predictive_moments(params, x, widths=(width,))
     log_density = -0.5 * jnp.log(2 * jnp.pi * variance) - 0.5 * (y - mean) ** 2 / variance
     return jnp.sqrt(jnp.mean((mean - y) ** 2)), log_density.mean()

@@ -24,7 +24,7 @@ from examples.benchmarks.shared import environment, one_device_per_core, options
 from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, metrics
 
-REFERENCE = "NUTS non-centred"
+REFERENCE = "NUTS non-centered"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Variance and cost of gradients of the evidence lower bound: one draw, ten draws, flipout, local reparameterisation.
+"""Variance and cost of gradients of the evidence lower bound: one draw, ten draws, flipout, local reparameterization.
 
 The variance is that of the gradient for one minibatch, summed over the parameters of a mean-field guide of a network
 with two hidden layers. The time of a step of each estimator (gradient and Adam) is measured beside the step of the
@@ -40,7 +40,7 @@ ESTIMATORS = {
     "one draw, exact divergence": TraceMeanField_ELBO(),
     "ten draws": Trace_ELBO(num_particles=10),
     "flipout": guides.TraceFlipout_ELBO(),
-    "local reparameterisation": guides.TraceLocalReparam_ELBO(),
+    "local reparameterization": guides.TraceLocalReparam_ELBO(),
 }
 ROWS, INPUTS = 10_000, 10
 
@@ -105,7 +105,7 @@ def measure_variance(batch_size: int, width: int, draws: int, steps: int) -> dic
     return row
 
 
-def deterministic_step(net: nn.Layer, data: tuple, optimiser) -> tuple[Callable, object]:
+def deterministic_step(net: nn.Layer, data: tuple, optimizer) -> tuple[Callable, object]:
     x, y = data
     shapes = net.param_shapes(x.shape[1:])
     weights = {k: 0.05 * random.normal(random.key(i), s) for i, (k, s) in enumerate(shapes.items())}
@@ -116,16 +116,16 @@ def deterministic_step(net: nn.Layer, data: tuple, optimiser) -> tuple[Callable,
         return -fn.log_prob(y).mean()
 
     def step(state):
-        return optimiser.update(jax.grad(loss)(optimiser.get_params(state)), state)
+        return optimizer.update(jax.grad(loss)(optimizer.get_params(state)), state)
 
-    return step, optimiser.init(weights)
+    return step, optimizer.init(weights)
 
 
 def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int) -> dict:
     """Time and counted operations of a step of every estimator over those of the deterministic network."""
-    model, optimiser = make_model(net), numpyro.optim.Adam(1e-3)
-    steps = {"deterministic": deterministic_step(net, data, optimiser)}
-    svi = SVI(model, guides.AutoMeanField(model), optimiser, Trace_ELBO())
+    model, optimizer = make_model(net), numpyro.optim.Adam(1e-3)
+    steps = {"deterministic": deterministic_step(net, data, optimizer)}
+    svi = SVI(model, guides.AutoMeanField(model), optimizer, Trace_ELBO())
     start = svi.init(random.key(0), *data)
     for label, elbo in ESTIMATORS.items():
         if label != "ten draws":

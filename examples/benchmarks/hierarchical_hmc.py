@@ -1,7 +1,7 @@
 """Ways to move the weights of a hierarchical network, per gradient: NUTS, and long trajectories.
 
 Networks whose groups of weights have a precision each, on boston and on Neal's regression `rdata`. NUTS over
-everything where nothing is centred; Gibbs draws of the precisions with NUTS or `PersistentHMC` for the weights, with
+everything where nothing is centered; Gibbs draws of the precisions with NUTS or `GHMC` for the weights, with
 one step size or one by group, with and without a momentum that persists. Effective draws of the function at the
 training inputs per 100,000 gradients, after warm-up. Writes JSON.
 
@@ -34,19 +34,19 @@ from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, priors
 
 
-def rdata(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+def rdata(x: jax.Array, y: jax.Array | None = None, centered: bool = True) -> None:
     """Neal's 1 8 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100, noise 0.05:0.5."""
     prior = {
-        "Dense_0.*": priors.GammaPrecision(0.05, 0.5, fan_in_scaling=False, centered=centred),
-        "Dense_1.kernel": priors.GammaPrecision(0.05, 0.5, centered=centred),
+        "Dense_0.*": priors.GammaPrecision(0.05, 0.5, fan_in_scaling=False, centered=centered),
+        "Dense_1.kernel": priors.GammaPrecision(0.05, 0.5, centered=centered),
         "Dense_1.bias": priors.Normal(bias_scale=100.0),
     }
     observe(x, y, 8, prior, dist.Gamma(0.25, 0.25 * 0.05**2))
 
 
-def boston(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+def boston(x: jax.Array, y: jax.Array | None = None, centered: bool = True) -> None:
     """13 20 1, precisions of lighter tails."""
-    observe(x, y, 20, priors.GammaPrecision(0.5, 1.0, centered=centred), dist.Gamma(1.0, 0.1))
+    observe(x, y, 20, priors.GammaPrecision(0.5, 1.0, centered=centered), dist.Gamma(1.0, 0.1))
 
 
 def observe(x: jax.Array, y: jax.Array | None, width: int, prior: Any, noise: dist.Distribution) -> None:
@@ -59,7 +59,7 @@ def observe(x: jax.Array, y: jax.Array | None, width: int, prior: Any, noise: di
 MODELS = {"boston": boston, "rdata": rdata}
 SMALL = 0.2
 WAYS = {
-    "nuts": "NUTS, not centred",
+    "nuts": "NUTS, not centered",
     "gibbs-nuts": "Gibbs, NUTS",
     "long": "Gibbs, long trajectories",
     "by-group": "Gibbs, long trajectories, steps by group",
@@ -71,7 +71,7 @@ def kernel_of(way: str, model: Callable, args: argparse.Namespace) -> MCMCKernel
     nuts = partial(NUTS, model, max_tree_depth=args.max_tree_depth)
     if way == "nuts":
         return nuts(init_strategy=partial(init_to_uniform, radius=SMALL))
-    hmc = partial(infer.PersistentHMC, model, num_steps=args.num_steps, warm_start=0.0)
+    hmc = partial(infer.GHMC, model, num_steps=args.num_steps, warm_start=0.0)
     weights = {
         "gibbs-nuts": nuts,
         "long": hmc,
@@ -129,7 +129,7 @@ def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     model, (x, y) = MODELS[name], load(name, args)
     keys = random.split(random.key(args.seed), args.num_chains)
     lengths = args.num_warmup, args.num_samples
-    call = ((x, y), {"centred": way != "nuts"})
+    call = ((x, y), {"centered": way != "nuts"})
     chains = [
         sample_chain(kernel_of(way, model, args), call, key, lengths, keep, start_of(way, model, key, x))
         for key in keys

@@ -1,7 +1,7 @@
 """Horseshoe regression with more inputs than data: exact Gibbs blocks beside NUTS.
 
 200 inputs, 5 of them relevant, 100 rows. The Gibbs sampler draws global scale and noise with the coefficients
-integrated out, then the coefficients, then the local scales, all from the centred model; NUTS samples the non-centred
+integrated out, then the coefficients, then the local scales, all from the centered model; NUTS samples the other
 one. Both in one process: which inputs they find, the posterior of the global scale, effective draws per second of
 sampling without compilation and warm-up. Writes JSON.
 
@@ -41,12 +41,12 @@ def make_data(rows: int, inputs: int, seed: int) -> tuple[jax.Array, jax.Array]:
     return x, x[:, : relevant.size] @ relevant + random.normal(key_noise, (rows,))
 
 
-def model(x: jax.Array, y: jax.Array | None = None, centred: bool = True) -> None:
+def model(x: jax.Array, y: jax.Array | None = None, centered: bool = True) -> None:
     inputs = x.shape[1]
     sigma = numpyro.sample("sigma", dist.HalfCauchy(1.0))
     tau = numpyro.sample("tau", dist.HalfCauchy(1.0))
     local = numpyro.sample("lambda", dist.HalfCauchy(1.0).expand([inputs]).to_event(1))
-    if centred:
+    if centered:
         beta = numpyro.sample("beta", dist.Normal(0.0, tau * local).to_event(1))
     else:
         unit = numpyro.sample("unit", dist.Normal(0.0, 1.0).expand([inputs]).to_event(1))
@@ -144,7 +144,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     at_least(parser, args, ["sweeps", "nuts_draws"], 4)
     at_least(parser, args, ["inputs"], len(RELEVANT) + 1)
     at_least(parser, args, ["seed"], 0)
-    if not 0 < args.target_accept < 1:
+    if not 0 < args.target_accept_prob < 1:
         parser.error("--target-accept must lie between 0 and 1")
     return args
 
@@ -170,10 +170,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
     data = make_data(args.rows, args.inputs, args.seed)
-    nuts = partial(NUTS, model, target_accept_prob=args.target_accept, max_tree_depth=args.max_tree_depth)
+    nuts = partial(
+        NUTS, model, target_accept_prob=args.target_accept_prob, max_tree_depth=args.max_tree_depth
+    )
     found = {
         "gibbs": summary(*sample(composite, (data, {}), args.sweeps, args)),
-        "nuts": summary(*sample(nuts, (data, {"centred": False}), args.nuts_draws, args)),
+        "nuts": summary(*sample(nuts, (data, {"centered": False}), args.nuts_draws, args)),
     }
     report = {**found, "comparison": compare(**found), **environment([]), "options": options_of(args)}
     print_report(report)

@@ -1,9 +1,9 @@
-"""Mixing of the predicted function: NUTS, centred and non-centred, beside MCLMC and its adjusted sibling.
+"""Mixing of the predicted function: NUTS, centered and non-centered, beside MCLMC and its adjusted sibling.
 
 ReLU networks with one learned scale per layer on UCI sets. Every method gets a number of gradients per chain, half of
 it for warm-up; then each is given again as many seconds as the slowest of them took, by resuming it. Effective sample
 sizes are those of the predicted function at the test rows (bulk), per gradient and per second of sampling. Also the
-cost of a step beside that of its bare gradients, and of vectorised chains beside one: on one device, and shared out
+cost of a step beside that of its bare gradients, and of vectorized chains beside one: on one device, and shared out
 to as many as there are cores. Writes JSON.
 
     python -m examples.benchmarks.microcanonical --data FOLDER --output output/microcanonical.json
@@ -45,7 +45,7 @@ from numpyro_bnn import datasets, infer, metrics, models, nn, priors, sgmcmc, to
 
 NETS = {"1x20": [20, 1], "2x16": [16, 16, 1]}
 SETS = ("boston", "energy", "concrete")
-METHODS = ("NUTS centred", "NUTS non-centred", "MCLMC", "AdjustedMCLMC")
+METHODS = ("NUTS centered", "NUTS non-centered", "MCLMC", "AdjustedMCLMC")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -87,8 +87,8 @@ def load(name: str, folder: Path | None) -> Any:
     return datasets.standardize(datasets.load_uci(name, 0, folder))
 
 
-def model_of(net: str, centred: bool = False) -> Callable:
-    return models.regression(nn.MLP(NETS[net], "relu"), priors.Hierarchical(centered=centred))
+def model_of(net: str, centered: bool = False) -> Callable:
+    return models.regression(nn.MLP(NETS[net], "relu"), priors.Hierarchical(centered=centered))
 
 
 # --------------------------------------------------------------------------------------------------- one method
@@ -99,7 +99,7 @@ def sampler(method: str, net: str, args: argparse.Namespace) -> tuple[Any, int, 
     half = args.gradients // 2
     if method.startswith("NUTS"):
         each = 2**args.max_tree_depth - 1  # these posteriors fill their trees
-        kernel = NUTS(model_of(net, method == "NUTS centred"), max_tree_depth=args.max_tree_depth)
+        kernel = NUTS(model_of(net, method == "NUTS centered"), max_tree_depth=args.max_tree_depth)
         return kernel, max(half // each, 4), max(half // each, 4)
     if method == "MCLMC":
         each = max(half // (2 * args.draws), 1)
@@ -201,7 +201,7 @@ def compare(name: str, net: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_costs(net: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Time per gradient of a bare loop, of the engine with either integrator, and of eight vectorised chains."""
+    """Time per gradient of a bare loop, of the engine with either integrator, and of eight vectorized chains."""
     data = load(name, args.data)
     call = (jnp.asarray(data.x_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32))
     info = initialize_model(

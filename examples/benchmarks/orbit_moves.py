@@ -1,6 +1,6 @@
 """Cost of moves along symmetries, beside the transitions of the kernels that they accompany.
 
-A 13-50-1 network on 10,000 rows, non-centred, ReLU and batch-norm tanh. One sweep of the moves, of all symmetries and
+A 13-50-1 network on 10,000 rows, non-centered, ReLU and batch-norm tanh. One sweep of the moves, all symmetries and
 of each by itself, without and with the refresh of the inner kernel; a NUTS transition; an SGLD step with minibatches.
 All in one process and in turn, so that load on the machine hits all alike; medians and minima. Writes JSON.
 

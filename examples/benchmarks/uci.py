@@ -82,7 +82,7 @@ def mclmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def nuts(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """NUTS on the non-centred model, with moves along the symmetries of the network after each transition."""
+    """NUTS on the non-centered model, with moves along the symmetries of the network after each transition."""
     from numpyro.infer import NUTS
 
     from numpyro_bnn import infer, symmetry

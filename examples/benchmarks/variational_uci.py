@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", type=int, default=5, help="standard splits used, at most 20")
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--activation", default="tanh", help="activation of the hidden units")
-    parser.add_argument("--num-steps", type=int, default=10_000, help="steps of the optimiser")
+    parser.add_argument("--num-steps", type=int, default=10_000, help="steps of the optimizer")
     parser.add_argument("--num-warmup", type=int, default=400, help="warm-up transitions of NUTS per chain")
     parser.add_argument(
         "--num-samples", type=int, default=400, help="draws of NUTS per chain, twice that of a guide"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numpyro_bnn._errors import unknown_name
+from numpyro_bnn._checks import unknown_name
 from numpyro_bnn.datasets.dataset import Dataset, random_split
 
 __all__ = ["load_sklearn"]

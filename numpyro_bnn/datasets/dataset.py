@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 if TYPE_CHECKING:
     from numpyro_bnn.datasets.scaling import Scaler

@@ -8,8 +8,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from numpyro_bnn._checks import finite
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error, check_finite
 
 __all__ = ["FOLDER_VARIABLE", "data_file", "read_npz"]
 
@@ -68,5 +67,5 @@ def read_npz(call: str, path: Path, names: Iterable[str]) -> dict[str, np.ndarra
         ) from error
     for name, array in arrays.items():
         if np.issubdtype(array.dtype, np.inexact):
-            finite(call, f"{path.name}[{name}]", array)
+            check_finite(call, f"{path.name}[{name}]", array)
     return arrays

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from numpyro_bnn._checks import finite
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error, check_finite
 
 __all__ = ["load_idx"]
 
@@ -68,5 +67,5 @@ def load_idx(path: str | os.PathLike) -> np.ndarray:
         raise _refuse(path, f"shape {shape} takes {expected} bytes of data, {len(content) - start} are there")
     array = np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
     if array.dtype.kind == "f" and array.size:
-        finite("load_idx", "path", array)
+        check_finite("load_idx", "path", array)
     return array

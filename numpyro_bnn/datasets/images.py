@@ -1,12 +1,11 @@
-"""Greyscale images read from a folder, in the layout that convolutions take."""
+"""Grayscale images read from a folder, in the layout that convolutions take."""
 
 import os
 from pathlib import Path
 
 import numpy as np
 
-from numpyro_bnn._checks import labels, rank, same_length
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_labels, check_rank, check_same_length, unknown_name
 from numpyro_bnn.datasets.dataset import Dataset
 from numpyro_bnn.datasets.files import data_file, read_npz
 
@@ -23,9 +22,9 @@ _NUM_CLASSES = 10
 
 def _part(path: Path, images: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Check one part; bytes become float32 (N, H, W, 1) in [0, 1] and int32 labels."""
-    rank("load_images", f"{path.name}[x]", images, 3, "(N, H, W)")
-    rank("load_images", f"{path.name}[y]", classes, 1, "(N,)")
-    same_length("load_images", x=images, y=classes)
+    check_rank("load_images", f"{path.name}[x]", images, 3, "(N, H, W)")
+    check_rank("load_images", f"{path.name}[y]", classes, 1, "(N,)")
+    check_same_length("load_images", x=images, y=classes)
     if images.dtype != np.uint8:
         raise argument_error(
             "load_images", f"{path.name}[x]", f"dtype {images.dtype}", "Store pixels as uint8 from 0 to 255."
@@ -34,7 +33,7 @@ def _part(path: Path, images: np.ndarray, classes: np.ndarray) -> tuple[np.ndarr
         raise argument_error(
             "load_images", f"{path.name}[x]", f"shape {images.shape}", "Store at least one image."
         )
-    labels("load_images", f"{path.name}[y]", classes, _NUM_CLASSES)
+    check_labels("load_images", f"{path.name}[y]", classes, _NUM_CLASSES)
     return (images.astype(np.float32) / np.float32(255))[..., None], classes.astype(np.int32)
 
 

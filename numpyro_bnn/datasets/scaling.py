@@ -1,12 +1,11 @@
-"""Standardisation by the statistics of the training rows."""
+"""Standardization by the statistics of the training rows."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_bnn._checks import finite
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn.datasets.dataset import Dataset
 
 __all__ = ["Scaler", "standardize"]
@@ -23,7 +22,7 @@ def _constant(values: np.ndarray) -> np.ndarray:
 class Scaler:
     r"""The affine map z = (x - mean) / scale, one mean and scale per column.
 
-    A density or an error on standardised targets goes back to the units of the data by
+    A density or an error on standardized targets goes back to the units of the data by
 
     .. math:: \log p(y) = \log p(z) - \sum \log c, \qquad \mathrm{RMSE}(y) = c\, \mathrm{RMSE}(z),
 
@@ -61,7 +60,7 @@ class Scaler:
             raise argument_error(
                 "Scaler.fit", "train", "a scalar", "Pass an array with one row per data point."
             )
-        finite("Scaler.fit", "train", values)
+        check_finite("Scaler.fit", "train", values)
         if not np.issubdtype(values.dtype, np.floating):
             values = values.astype(np.float64)
         constant = _constant(values)
@@ -74,11 +73,11 @@ class Scaler:
 
     @property
     def scale_factor(self) -> np.ndarray | float:
-        """Units of the data per standardised unit: a float for targets (N,), otherwise an array (D,)."""
+        """Units of the data per standardized unit: a float for targets (N,), otherwise an array (D,)."""
         return float(self.scale) if self.scale.ndim == 0 else self.scale
 
     def transform(self, x: ArrayLike) -> np.ndarray:
-        """Map ``x``, (..., D), to standardised units; floating dtypes are kept, integers become float64."""
+        """Map ``x``, (..., D), to standardized units; floating dtypes are kept, integers become float64."""
         values = self._checked("transform", x)
         return ((values - self.mean) / self.scale).astype(values.dtype)
 
@@ -106,11 +105,11 @@ def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
 
     The test rows are scaled by the same numbers; the fitted maps are kept as ``x_scaler`` and ``y_scaler``.
 
-    :param dataset: a :class:`Dataset` not yet standardised.
+    :param dataset: a :class:`Dataset` not yet standardized.
     :param targets: also scale the targets; pass ``False`` for class labels.
     :return: a new :class:`Dataset`.
     :raises ValueError: for class labels with ``targets=True``, a set without training rows, or one already
-        standardised.
+        standardized.
 
     **Example**
 
@@ -118,11 +117,11 @@ def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
     >>> data = standardize(load_sklearn("diabetes"))
     >>> bool(abs(data.x_train.mean(0)).max() < 1e-12)
     True
-    >>> print(round(data.y_scaler.scale_factor))     # one standardised unit, in units of the data
+    >>> print(round(data.y_scaler.scale_factor))     # one standardized unit, in units of the data
     77
     """
     if dataset.x_scaler is not None:
-        raise argument_error("standardize", "dataset", "a standardised data set", "Pass it as it was loaded.")
+        raise argument_error("standardize", "dataset", "a standardized data set", "Pass it as it was loaded.")
     if len(dataset.x_train) == 0:
         raise argument_error(
             "standardize",

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_bnn._checks import rank, same_length
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_rank, check_same_length, unknown_name
 from numpyro_bnn.datasets.dataset import Dataset, random_split
 from numpyro_bnn.datasets.files import data_file, read_npz
 
@@ -40,21 +39,21 @@ def _table(
     for key, array in (("X", x), ("y", y)):
         if array.dtype.kind not in "iuf":
             raise argument_error(call, f"{file}[{key}]", f"dtype {array.dtype}", "Store numbers.")
-    rank(call, f"{file}[X]", x, 2, "(N, D)")
-    rank(call, f"{file}[y]", y, 1, "(N,)")
-    same_length(call, X=x, y=y)
+    check_rank(call, f"{file}[X]", x, 2, "(N, D)")
+    check_rank(call, f"{file}[y]", y, 1, "(N,)")
+    check_same_length(call, X=x, y=y)
     return x.astype(np.float64), y.astype(np.int32 if classes else np.float64)
 
 
 def _check_splits(file: str, train: np.ndarray, test: np.ndarray, num_rows: int) -> None:
     """Every split must be a disjoint cover of the rows: a wrong index would leak test rows into training."""
     for key, index in (("train_idx", train), ("test_idx", test)):
-        rank("load_uci", f"{file}[{key}]", index, 2, "(splits, rows)")
+        check_rank("load_uci", f"{file}[{key}]", index, 2, "(splits, rows)")
         if not np.issubdtype(index.dtype, np.integer):
             raise argument_error(
                 "load_uci", f"{file}[{key}]", f"dtype {index.dtype}", "Store integer row numbers."
             )
-    same_length("load_uci", train_idx=train, test_idx=test)
+    check_same_length("load_uci", train_idx=train, test_idx=test)
     rows = np.sort(np.concatenate([train, test], axis=1), axis=1)
     if rows.shape[1] != num_rows or not (rows == np.arange(num_rows)).all():
         raise argument_error(
@@ -75,7 +74,7 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
     """Load a UCI regression set with one of its standard splits into 90 % training and 10 % test rows.
 
     The file ``uci/<file>.npz`` holds ``X`` (N, D), ``y`` (N,), ``train_idx`` and ``test_idx`` (splits, rows).
-    Values are as published, not normalised: see :func:`standardize`. The files carry no column names, hence
+    Values are as published, not normalized: see :func:`standardize`. The files carry no column names, hence
     ``x0, x1, ...``.
 
     :param name: boston, concrete, energy, kin8nm, naval, power, protein, wine or yacht.

@@ -1,13 +1,13 @@
 """Guides: posterior approximations that NumPyro's SVI, Predictive and summaries take."""
 
 from numpyro_bnn.guides.adf import ADFResult, ADFState, AutoADF
-from numpyro_bnn.guides.amortised import AutoAmortized
+from numpyro_bnn.guides.amortized import AutoAmortized
 from numpyro_bnn.guides.base import AutoBlocks
 from numpyro_bnn.guides.blocks import Block, Family
 from numpyro_bnn.guides.comparison import EvidenceComparison, compare
 from numpyro_bnn.guides.coupling import AutoCoupling, AutoSplineCoupling
 from numpyro_bnn.guides.estimators import TraceFlipout_ELBO, TraceLocalReparam_ELBO
-from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarise
+from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarize
 from numpyro_bnn.guides.families import Diagonal, FullRank, LowRank, MatrixNormal
 from numpyro_bnn.guides.fitting import fit
 from numpyro_bnn.guides.flows import Coupling, Flowjax, SplineCoupling
@@ -47,7 +47,7 @@ __all__ = [
     "evidence",
     "Evidence",
     "log_weights",
-    "summarise",
+    "summarize",
     "compare",
     "EvidenceComparison",
     "gradient_variance",

@@ -12,8 +12,8 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.distributions.util import sum_rightmost
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import pruned
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.conditioning import Program, Scaled, prior_program, scaled_sites
@@ -40,7 +40,7 @@ class AutoBlocks(BlockPosterior):
 
     over the unconstrained latent sites. With ``condition_on_scales`` a site with prior N(m(h), s(h)^2), where s
     depends on other latent sites h, is w = m(h) + s(h) u, and the family is that of u: q(w | h) then follows its
-    scale, as in a non-centred model.
+    scale, as in a non-centered model.
 
     Sites of the rest have parameters ``<site>_<prefix>_loc`` and ``_scale``, like
     :class:`~numpyro.infer.autoguide.AutoNormal`; a block has ``<prefix>_<patterns>_...``, the block ``"*"`` of all
@@ -137,7 +137,7 @@ class AutoBlocks(BlockPosterior):
             self._scaled = scaled_sites(self.model, self.prototype_trace or {}, local, args, kwargs)
 
     def _base_weights(self) -> dict[str, jax.Array]:
-        """The weight of each non-centred site, at the first means."""
+        """The weight of each non-centered site, at the first means."""
         bases = base_sites(self.prototype_trace or {})
         if not bases:
             return {}

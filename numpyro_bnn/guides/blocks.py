@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.nn import Shape
 
 __all__ = ["Block", "Family", "Patterns", "checked_blocks", "matches", "partition"]
@@ -89,7 +89,7 @@ class Family(ABC):
     def distribution(self, block: Block) -> dist.Distribution:
         """Declare the parameters, ``numpyro.param(f"{block.name}_...", start)``, and build q over R^D from them.
 
-        :return: a distribution with ``event_shape`` (D,) that can be sampled by reparameterisation.
+        :return: a distribution with ``event_shape`` (D,) that can be sampled by reparameterization.
         """
 
 

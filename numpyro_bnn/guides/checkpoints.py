@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpyro.infer import SVI
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["check_path", "load", "save"]
 

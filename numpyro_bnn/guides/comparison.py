@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._table import text_table
 from numpyro_bnn.guides.evidence import Evidence, evidence
 

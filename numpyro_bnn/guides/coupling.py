@@ -14,7 +14,7 @@ from numpyro.distributions.transforms import (
 )
 from numpyro.infer.autoguide import AutoContinuous
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.base import AutoBlocks
 from numpyro_bnn.guides.blocks import Family, Patterns
 from numpyro_bnn.guides.flows.blockwise import Blockwise
@@ -104,7 +104,7 @@ class AutoCoupling(_FlowGuide):
 
     It starts as the mean field guide and has a number of parameters that is linear in the number of sites. One flow
     over all weights of a network is rarely worth its cost: put it on the hyper-scales, or on the last layer. Affine
-    flows keep the tail class: half-Cauchy scales need a non-centred model or :mod:`~numpyro_bnn.priors` that are so.
+    flows keep the tail class: half-Cauchy scales need a non-centered model or :mod:`~numpyro_bnn.priors` that are so.
 
     A fitted guide is also a change of variables for NUTS: ``NeuTraReparam(guide, params)``.
 

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._importance import check, weight_statistics, weighted_draw
 from numpyro_bnn._programs import CACHE_SIZE, Signature, map_keys, refuse_tracers, signature
 
-__all__ = ["Evidence", "evidence", "log_weights", "summarise"]
+__all__ = ["Evidence", "evidence", "log_weights", "summarize"]
 
 GOOD_K, USABLE_K = 0.5, 0.7
 
@@ -122,7 +122,7 @@ def evidence(
     weights, num_observations = _weigh(
         "guides.evidence", guide, params, args, kwargs, rng_key, num_samples, model, draws_per_chunk
     )
-    return summarise(weights, num_observations)
+    return summarize(weights, num_observations)
 
 
 def log_weights(
@@ -155,21 +155,21 @@ def log_weights(
     return _weigh(call, guide, params, args, kwargs, rng_key, num_samples, model, draws_per_chunk)[0]
 
 
-def summarise(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
+def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     """The report that log weights give.
 
     :param log_weights: (S,), from :func:`log_weights`.
     :param num_observations: observed numbers behind them.
     :raises ValueError: for fewer than two weights, NaN or infinite ones (``-inf``, a weight of 0, is allowed).
 
-    >>> round(summarise([-1.0, -2.0, -3.0]).elbo, 6)
+    >>> round(summarize([-1.0, -2.0, -3.0]).elbo, 6)
     -2.0
     """
     log_w = np.asarray(log_weights, dtype=np.float64)
     if log_w.ndim != 1 or len(log_w) < 2:
         instead = "Pass two or more, as a vector (S,)."
-        raise argument_error("guides.summarise", "log_weights", f"shape {log_w.shape}", instead)
-    _check_weights("guides.summarise", log_w)
+        raise argument_error("guides.summarize", "log_weights", f"shape {log_w.shape}", instead)
+    _check_weights("guides.summarize", log_w)
     return Evidence(**weight_statistics(log_w), num_observations=num_observations, log_weights=log_w)
 
 

@@ -10,14 +10,14 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.blocks import Block, Family
 from numpyro_bnn.guides.matrix_normal import FlatMatrixNormal
 from numpyro_bnn.nn import inputs_first
 
 __all__ = ["Diagonal", "FullRank", "LowRank", "MatrixNormal", "matrix_shape"]
 
-MOST_NUMBERS = 10**8  # in one parameter: 400 MB, and three times that with an optimiser
+MOST_NUMBERS = 10**8  # in one parameter: 400 MB, and three times that with an optimizer
 
 
 def _too_many(family: str, block: Block, number: int, instead: str) -> Exception:

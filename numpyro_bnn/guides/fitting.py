@@ -16,7 +16,7 @@ from jax import lax
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signature
 from numpyro_bnn.guides import checkpoints

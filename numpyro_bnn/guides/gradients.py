@@ -12,7 +12,7 @@ from numpyro.infer import SVI
 from numpyro.infer.elbo import ELBO
 from numpyro.optim import SGD
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signature
 from numpyro_bnn._table import text_table
@@ -65,7 +65,7 @@ def gradient_variance(
 ) -> GradientVariance:
     r"""Measure the variance of the gradient that SVI follows, at given parameters.
 
-    The gradient g of the loss is taken with respect to the unconstrained parameters, as optimisers see them;
+    The gradient g of the loss is taken with respect to the unconstrained parameters, as optimizers see them;
     minibatches are drawn anew each time, so their noise is part of it. With :math:`T_s = |g_s - \bar g|^2`, the
     total variance is the mean of T_s and its standard error that of a mean. Memory does not grow with the draws.
 

@@ -22,7 +22,7 @@ class AutoMeanField(AutoBlocks):
     :param model: a NumPyro model.
     :param init_scale: see :class:`AutoBlocks`; by pattern, e.g. ``{"*.kernel": 0.01}``, for control of single sites.
     :param init_loc_fn: strategy for the first means.
-    :param condition_on_scales: let weights with centred hierarchical priors follow their scales.
+    :param condition_on_scales: let weights with centered hierarchical priors follow their scales.
     :param prefix: of the parameters ``<site>_<prefix>_loc`` and ``<site>_<prefix>_scale``.
     :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for minibatches.
 

@@ -1,4 +1,4 @@
-"""AutoMNF: multiplicative normalising flows, a guide of correlated weights whose cost is that of mean field."""
+"""AutoMNF: multiplicative normalizing flows, a guide of correlated weights whose cost is that of mean field."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.base import AutoBlocks, Blocks
 from numpyro_bnn.guides.blocks import Patterns, matches
 from numpyro_bnn.guides.flows.families import Coupling, SplineCoupling
@@ -20,12 +20,12 @@ from numpyro_bnn.nn import input_axis, output_axis, role
 
 __all__ = ["AutoMNF"]
 
-BASE = "_base"  # of the site that a non-centred prior samples
+BASE = "_base"  # of the site that a non-centered prior samples
 Moments = tuple[jax.Array, jax.Array]
 
 
 class AutoMNF(AutoBlocks):
-    r"""Multiplicative normalising flows: Gaussian weights whose means are multiplied by random numbers, per kernel.
+    r"""Multiplicative normalizing flows: Gaussian weights whose means are multiplied by random numbers, per kernel.
 
     .. math::
         q(w) = \int q(z) \prod_{ij} N(w_{ij};\, z_i m_{ij},\, s_{ij}^2)\, dz, \qquad
@@ -58,7 +58,7 @@ class AutoMNF(AutoBlocks):
 
     :param model: a NumPyro model.
     :param kernels: patterns of the sites that get z; by default all whose name says that they are kernels
-        (``...kernel``, ``...weight``, ``...embedding``) or their non-centred ``_base``.
+        (``...kernel``, ``...weight``, ``...embedding``) or their non-centered ``_base``.
     :param flow: :class:`~numpyro_bnn.guides.Coupling` or :class:`~numpyro_bnn.guides.SplineCoupling` over z.
     :param reverse: ``"conjugate"`` or ``"outer"``.
     :param multiplier_scale: first sd of z.

@@ -12,7 +12,7 @@ from jax.scipy.special import ndtr, ndtri
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import ComposeTransform
 
-from numpyro_bnn._errors import unknown_name
+from numpyro_bnn._checks import unknown_name
 from numpyro_bnn.guides.blocks import Block
 from numpyro_bnn.guides.flows.families import Coupling, SplineCoupling, placed
 from numpyro_bnn.nn import Shape
@@ -83,9 +83,9 @@ class Multiplier:
 
         :param seen: values of the sites and parameters of the guide up to here.
         """
-        centre, scale = seen[f"{self.name}_loc"], seen[f"{self.name}_scale"]
+        center, scale = seen[f"{self.name}_loc"], seen[f"{self.name}_scale"]
         flow = ComposeTransform(self._flow(f"{self.name}_reverse"))
-        u = (seen[self.name] - centre) / scale
+        u = (seen[self.name] - center) / scale
         v = flow(u) if flow.parts else u
         log_det = flow.log_abs_det_jacobian(u, v) if flow.parts else 0.0
         mean, sd = self._conjugate(seen, flow) if self.reverse == "conjugate" else self._outer(seen)
@@ -99,13 +99,13 @@ class Multiplier:
     ) -> tuple[jax.Array, jax.Array]:
         """Posterior of u_i ~ N(b_i, d_i^2) given the weights that z_i multiplies, w_ij ~ N(z_i m_ij, s_ij^2)."""
         loc, sd = (seen[f"{self.site}_{self.prefix}_{field}"] for field in ("loc", "scale"))
-        centre, scale = seen[f"{self.name}_loc"], seen[f"{self.name}_scale"]
+        center, scale = seen[f"{self.name}_loc"], seen[f"{self.name}_scale"]
         z = seen[self.name]
         ratio = loc / sd
         precision = self.reduce(jnp.square(ratio))
         # As the density of w computes it, so that a compiler does it once.
         noise = (seen[self.site] - self.expand(z) * loc) / sd
-        residual = scale * self.reduce(ratio * noise) + scale * (z - centre) * precision
+        residual = scale * self.reduce(ratio * noise) + scale * (z - center) * precision
         precision = jnp.square(scale) * precision
         # The estimate of u from w alone. Where the weights say nothing its factor in the mean, precision, is 0.
         estimate = residual / jnp.maximum(precision, 1e-6)

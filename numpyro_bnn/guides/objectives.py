@@ -1,4 +1,4 @@
-"""Inclusive KL: fitting a guide that covers the posterior, by self-normalised importance sampling."""
+"""Inclusive KL: fitting a guide that covers the posterior, by self-normalized importance sampling."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,8 +13,8 @@ from numpyro.infer.elbo import ELBO
 from numpyro.infer.util import compute_log_probs
 from numpyro.util import check_model_guide_match
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._errors import argument_error
 
 __all__ = ["TraceInclusiveKL_ELBO"]
 
@@ -24,9 +24,9 @@ Trace = Mapping[str, dict[str, Any]]
 
 
 class TraceInclusiveKL_ELBO(ELBO):
-    r"""Minimises the inclusive divergence KL(p || q) of the posterior p(z | D) from a guide q, instead of KL(q || p).
+    r"""Minimizes the inclusive divergence KL(p || q) of the posterior p(z | D) from a guide q, instead of KL(q || p).
 
-    S particles z_s ~ q with weights w_s = p(D, z_s) / q(z_s), normalised to sum to 1, give the gradient
+    S particles z_s ~ q with weights w_s = p(D, z_s) / q(z_s), normalized to sum to 1, give the gradient
 
     .. math:: \nabla KL(p \| q) = -E_p[\nabla \log q(z)]
               \approx -\sum_s \frac{w_s}{\sum_r w_r} \nabla \log q(z_s),
@@ -66,7 +66,7 @@ class TraceInclusiveKL_ELBO(ELBO):
 
     def __init__(self, num_particles: int = 10, vectorize_particles: Any = True) -> None:
         if not isinstance(num_particles, int) or num_particles < 2:
-            instead = "Pass a whole number, 2 or more: weights are normalised over the particles."
+            instead = "Pass a whole number, 2 or more: weights are normalized over the particles."
             raise argument_error(CALL, "num_particles", num_particles, instead)
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
 

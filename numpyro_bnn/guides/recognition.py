@@ -14,8 +14,8 @@ from numpyro import handlers
 from numpyro.distributions.transforms import Transform, biject_to
 from numpyro.primitives import Messenger
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn.nn import Layer, Shape
 
 __all__ = [
@@ -112,13 +112,13 @@ def plate_of_rows(latent: Mapping[str, Any], name: str | None) -> str:
 
 
 def spread(fn: dist.Distribution, transform: Transform) -> tuple[jax.Array, jax.Array]:
-    """Centre and spread of a prior in unconstrained space: mean and sd of a normal, else median and quartiles."""
+    """Center and spread of a prior in unconstrained space: mean and sd of a normal, else median and quartiles."""
     exact = affine_normal(fn, masked=True)
     if exact is not None:
         return jnp.asarray(exact[0], float), jnp.abs(jnp.asarray(exact[1], float))
     draws = transform.inv(fn.sample(jax.random.key(0), (1000,)))
-    low, centre, high = jnp.quantile(draws, jnp.array([0.25, 0.5, 0.75]), axis=0)
-    return centre, jnp.maximum((high - low) / 1.349, 1e-3)
+    low, center, high = jnp.quantile(draws, jnp.array([0.25, 0.5, 0.75]), axis=0)
+    return center, jnp.maximum((high - low) / 1.349, 1e-3)
 
 
 def independent(site: RowSite, loc: jax.Array, scale: jax.Array) -> dist.Distribution:
@@ -184,5 +184,5 @@ def argument(model: Callable, name: str, args: tuple, kwargs: Mapping[str, Any])
 
 def check_rows_independent(network: Layer, params: Any, rows: jax.Array) -> None:
     if jax.eval_shape(partial(network.statistics, params), rows):
-        instead = "Use `nn.LayerNorm`: with batch normalisation q of one row would depend on the other rows."
-        raise argument_error(CALL, "network", "a network with batch normalisation", instead)
+        instead = "Use `nn.LayerNorm`: with batch normalization q of one row would depend on the other rows."
+        raise argument_error(CALL, "network", "a network with batch normalization", instead)

@@ -12,8 +12,8 @@ import numpy as np
 from numpyro.infer import init_to_median
 from numpyro.util import find_stack_level
 
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
-from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn import fan_in
 
@@ -26,8 +26,8 @@ __all__ = [
     "unit_spread",
 ]
 
-# Suffixes that NumPyro's reparameterisers give to the site they sample instead of the one in the model.
-REPARAMETERISED = ("_base", "_decentered")
+# Suffixes that NumPyro's reparameterizers give to the site they sample instead of the one in the model.
+REPARAMETERizED = ("_base", "_decentered")
 
 
 def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
@@ -37,10 +37,10 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
 
     for a site of at least two axes with prior N(m, s^2) and n inputs per unit; Gaussian sites with fewer axes start
     at their prior mean, all others at their prior median (:func:`~numpyro.infer.initialization.init_to_median`). It
-    is an ordinary initialisation strategy of NumPyro, for any kernel or guide. NumPyro's ``init_to_uniform`` draws
+    is an ordinary initialization strategy of NumPyro, for any kernel or guide. NumPyro's ``init_to_uniform`` draws
     from (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3 instead of about 1.
 
-    Of a non-centred weight (``w_base``) it starts the base at N(0, 1); the guides of this package shrink that to the
+    Of a non-centered weight (``w_base``) it starts the base at N(0, 1); the guides of this package shrink that to the
     fan-in scale of the weight itself.
 
     Reference: He et al. (2015), *Delving deep into rectifiers*; Blundell et al. (2015) for guides.
@@ -82,7 +82,7 @@ def _gaussian(fn: Any) -> tuple[jax.Array, jax.Array]:
 
 def _weight(name: str) -> str:
     """The weight that a base site stands for."""
-    for suffix in REPARAMETERISED:
+    for suffix in REPARAMETERizED:
         name = name.removesuffix(suffix)
     return name
 
@@ -104,7 +104,7 @@ def base_sites(trace: Mapping[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def unit_spread(name: str, unit: jax.Array, weight: jax.Array) -> jax.Array:
-    """The spread of a non-centred site z that gives its weight w the fan-in scale; a scalar, at most 1.
+    """The spread of a non-centered site z that gives its weight w the fan-in scale; a scalar, at most 1.
 
     w is proportional to z, so sd(w) / sd(z) over the elements is what z is multiplied by, however the model does it.
 

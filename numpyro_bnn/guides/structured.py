@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.base import AutoBlocks
 from numpyro_bnn.guides.blocks import Family, Patterns
 from numpyro_bnn.guides.families import FullRank, MatrixNormal
@@ -22,7 +22,7 @@ class AutoStructured(AutoBlocks):
     .. math:: q(\theta) = \prod_{l} N(\theta_l; m_l, S_l) \prod_j N(\theta_j; \mu_j, \sigma_j^2)
 
     A layer is what sites share up to the last dot of their names: ``net/Dense_0`` for ``net/Dense_0.kernel`` (or its
-    non-centred ``_base``) and ``net/Dense_0.bias``; a site without a dot in its name is a layer of its own.
+    non-centered ``_base``) and ``net/Dense_0.bias``; a site without a dot in its name is a layer of its own.
     Hyper-sites, such as ``net/Dense_0.kernel_scale``, and other sites with a limited support stay mean field, as do
     local latent sites.
 

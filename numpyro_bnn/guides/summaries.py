@@ -13,7 +13,7 @@ from numpyro.distributions.transforms import IdentityTransform, IndependentTrans
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import transform_fn
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.guides.adf.posterior import map_samples
 from numpyro_bnn.guides.blocks import Block, Family

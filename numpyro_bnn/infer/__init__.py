@@ -8,7 +8,7 @@ from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.devices import parallel_vectorized
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.gaussian_gibbs import GaussianGibbs
-from numpyro_bnn.infer.hamiltonian import PersistentHMC
+from numpyro_bnn.infer.hamiltonian import GHMC
 from numpyro_bnn.infer.mclmc import MCLMC, AdjustedMCLMC, implied_bias
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves, OrbitState
@@ -28,7 +28,7 @@ __all__ = [
     "CyclicalSGLD",
     "GGMC",
     "MALA",
-    "PersistentHMC",
+    "GHMC",
     "MCLMC",
     "AdjustedMCLMC",
     "implied_bias",

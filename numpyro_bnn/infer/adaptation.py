@@ -65,8 +65,8 @@ class Spread(NamedTuple):
         """Variances (P,), drawn towards their geometric mean as if that had been seen five times."""
         found = self.squares / jnp.maximum(self.total - 1, 1)
         tiny = jnp.finfo(found.dtype).tiny
-        centre = jnp.exp(jnp.mean(jnp.log(jnp.maximum(found, tiny))))
-        return jnp.maximum((self.total * found + 5 * centre) / (self.total + 5), tiny)
+        center = jnp.exp(jnp.mean(jnp.log(jnp.maximum(found, tiny))))
+        return jnp.maximum((self.total * found + 5 * center) / (self.total + 5), tiny)
 
 
 class Averaging(NamedTuple):
@@ -76,7 +76,7 @@ class Averaging(NamedTuple):
     :param average: for the time after warm-up.
     :param drift: mean of target minus acceptance.
     :param updates: of updates.
-    :param centre: to which values are drawn.
+    :param center: to which values are drawn.
 
     Reference: Hoffman & Gelman (2014), section 3.2, with its constants.
     """
@@ -85,7 +85,7 @@ class Averaging(NamedTuple):
     average: jax.Array
     drift: jax.Array
     updates: jax.Array
-    centre: jax.Array
+    center: jax.Array
 
     @classmethod
     def at(cls, step_size: jax.Array) -> "Averaging":
@@ -98,9 +98,9 @@ class Averaging(NamedTuple):
         """Learn from target minus acceptance of a transition."""
         updates = self.updates + 1
         drift = self.drift + (excess - self.drift) / (updates + 10)
-        value = self.centre - jnp.sqrt(updates) / 0.05 * drift
+        value = self.center - jnp.sqrt(updates) / 0.05 * drift
         weight = updates**-0.75
-        return Averaging(value, weight * value + (1 - weight) * self.average, drift, updates, self.centre)
+        return Averaging(value, weight * value + (1 - weight) * self.average, drift, updates, self.center)
 
 
 class Tuning(NamedTuple):
@@ -152,8 +152,8 @@ def autocorrelation_time(record: jax.Array) -> jax.Array:
     True
     """
     size = record.shape[0]
-    centred = record - jnp.mean(record, axis=0)
-    spectrum = jnp.fft.rfft(centred, n=2 * size, axis=0)
+    centered = record - jnp.mean(record, axis=0)
+    spectrum = jnp.fft.rfft(centered, n=2 * size, axis=0)
     covariance = jnp.fft.irfft(spectrum * jnp.conj(spectrum), n=2 * size, axis=0)[: size // 2 * 2]
     variance = covariance[0]
     correlation = covariance / jnp.where(variance > 0, variance, 1.0)

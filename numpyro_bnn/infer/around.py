@@ -13,7 +13,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.placing import place, renew
@@ -52,7 +52,7 @@ class Around(MCMCKernel):
 
     @abstractmethod
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
-        """The first state, of one chain or, with ``many`` their number, of vectorised ones."""
+        """The first state, of one chain or, with ``many`` their number, of vectorized ones."""
 
     @abstractmethod
     def _move(

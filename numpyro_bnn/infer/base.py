@@ -16,7 +16,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import Chain
 from numpyro_bnn.infer.options import OPTIONS, check_options, warm_start_of
@@ -35,7 +35,7 @@ class SGMCMCKernel(MCMCKernel):
     """Base of the stochastic-gradient kernels: everything but the dynamics.
 
     One transition runs ``steps_per_draw`` steps inside one compiled loop, so that the host is met once per draw.
-    Warm-up transitions optimise first (``warm_start``), then sample while preconditioner and step size adapt.
+    Warm-up transitions optimize first (``warm_start``), then sample while preconditioner and step size adapt.
 
     Parameters of every kernel:
 
@@ -45,12 +45,12 @@ class SGMCMCKernel(MCMCKernel):
         noise.
     :param steps_per_draw: steps per transition of ``MCMC``.
     :param temperature: T; 1 is the Bayes posterior.
-    :param gradient: ``"minibatch"``, ``"control_variates"`` (centre at the end of the warm start) or ``"svrg"``.
+    :param gradient: ``"minibatch"``, ``"control_variates"`` (center at the end of the warm start) or ``"svrg"``.
     :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
     :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
         squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
         :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
-    :param warm_start: share of the warm-up spent on optimisation, in [0, 1), 0 for none; or a
+    :param warm_start: share of the warm-up spent on optimization, in [0, 1), 0 for none; or a
         :class:`~numpyro_bnn.infer.WarmStart` with more to choose.
     :param optimizer: optax transformation of the warm start; by default that of ``WarmStart``.
     :param bias_tolerance: relative error of a posterior variance that ``step_size=None`` aims at.
@@ -62,7 +62,7 @@ class SGMCMCKernel(MCMCKernel):
     """
 
     exact = False
-    target_accept: float | None = None
+    target_accept_prob: float | None = None
     preconditioners: tuple[str, ...] = ()  # names beside those that all kernels know
 
     def __init__(
@@ -128,7 +128,7 @@ class SGMCMCKernel(MCMCKernel):
         return jnp.minimum(1 / curvature, tolerated)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
-        """eps for travelling: a quarter of the limit of stability where the variance of the gradient, summed, is
+        """eps for traveling: a quarter of the limit of stability where the variance of the gradient, summed, is
         ``noise`` times its square. Far from the mode both grow alike, and larger steps throw a chain ever further.
         """
         return 1 / (curvature * (1 + noise))
@@ -169,7 +169,7 @@ class SGMCMCKernel(MCMCKernel):
     def default_fields(self) -> tuple[str, ...]:
         fields = [
             "z",
-            "diverged",
+            "diverging",
             "step_size",
             "configurational_temperature",
             "gradient_noise",
@@ -300,7 +300,7 @@ class SGMCMCKernel(MCMCKernel):
         """The model bound to its arguments."""
         if self._target is None:
             raise argument_error(
-                self._call, "state", "a kernel that is not initialised", "Call `init` first."
+                self._call, "state", "a kernel that is not initialized", "Call `init` first."
             )
         return self._target
 
@@ -318,11 +318,11 @@ class SGMCMCKernel(MCMCKernel):
 
     @property
     def warm_start_length(self) -> int:
-        """Transitions that optimise."""
+        """Transitions that optimize."""
         return round(self._warm_start.share * self._num_warmup)
 
     def usual_steps(self, sampler: sgmcmc.Sampler) -> int:
-        """Steps of the optimiser in a transition: as many gradients as sampling would take."""
+        """Steps of the optimizer in a transition: as many gradients as sampling would take."""
         return self._steps_per_draw * sampler.dynamics.batches
 
     @property
@@ -342,7 +342,7 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def steers_step_size(self) -> bool:
         """Whether a chosen step size is a first guess, which :meth:`adapt` changes after every transition."""
-        return self.target_accept is not None
+        return self.target_accept_prob is not None
 
     @property
     def fixed_step_size(self) -> float | None:
@@ -386,7 +386,7 @@ class SGMCMCKernel(MCMCKernel):
 
     def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
         """The gradient estimator."""
-        if isinstance(stream, sgmcmc.Nothing):
+        if isinstance(stream, sgmcmc.FullData):
             return sgmcmc.Full(lambda position: potential(position, {}))
         if self._gradient == "control_variates":
             return sgmcmc.ControlVariates(potential, full, stream)

@@ -1,4 +1,4 @@
-"""One chain: optimise, settle, sample; pure functions of the state for given model arguments."""
+"""One chain: optimize, settle, sample; pure functions of the state for given model arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from numpyro_bnn import sgmcmc
 from numpyro_bnn.infer.plates import Rows
 from numpyro_bnn.infer.preconditioning import is_warm_start
 from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature, optimise
+from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature, optimize
 from numpyro_bnn.infer.warm_start import Member, held_out_rows
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Chain:
             accept_prob=engine.statistics.accept_prob,
             energy_variance=engine.statistics.energy_variance,
             decoherence_length=getattr(engine.memory, "length", None),
-            diverged=jnp.asarray(False),
+            diverging=jnp.asarray(False),
             i=jnp.int32(0),
             base_step_size=base,
             engine=engine,
@@ -66,7 +66,7 @@ class Chain:
         state = state._replace(engine=state.engine._replace(seeds=_seeds(state)))
         warm = self.kernel.warm_start_length
         if warm:
-            state = lax.cond(i < warm, self._optimise, lambda s: self._sample(s, i), state)
+            state = lax.cond(i < warm, self._optimize, lambda s: self._sample(s, i), state)
         else:
             state = self._sample(state, i)
         return state._replace(i=i + 1)
@@ -93,8 +93,8 @@ class Chain:
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
         statistics = engine.statistics
-        diverged = engine.first_divergence >= 0
-        position = jnp.where(diverged, jnp.nan, engine.position)
+        diverging = engine.first_divergence >= 0
+        position = jnp.where(diverging, jnp.nan, engine.position)
         return state._replace(
             z=ravel_pytree(state.z)[1](position),
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
@@ -104,17 +104,17 @@ class Chain:
             accept_prob=statistics.accept_prob,
             energy_variance=statistics.energy_variance,
             decoherence_length=getattr(engine.memory, "length", None),
-            diverged=diverged,
+            diverging=diverging,
             engine=engine,
         )
 
-    def _optimise(self, state: SGMCMCState) -> SGMCMCState:
+    def _optimize(self, state: SGMCMCState) -> SGMCMCState:
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
         warm, member = kernel.warm_start, state.optimizer
         if warm.held_out:
             sampler = replace(sampler, gradient=self._learning(state.z))
         steps = warm.steps_of(kernel.warm_start_length, kernel.usual_steps(sampler))
-        engine, memory, squares = optimise(
+        engine, memory, squares = optimize(
             sampler, state.engine, warm.transformation, member.optimizer, state.i * steps, steps
         )
         if is_warm_start(kernel.preconditioner):
@@ -133,7 +133,7 @@ class Chain:
             engine=engine,
             optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
-            diverged=engine.first_divergence >= 0,
+            diverging=engine.first_divergence >= 0,
         )
 
     def _learning(self, z: Any) -> sgmcmc.Gradient:
@@ -154,7 +154,7 @@ class Chain:
 
         if not parts:
             return sgmcmc.Full(lambda position: potential(position, {}))
-        return sgmcmc.Minibatch(potential, sgmcmc.Together(parts))
+        return sgmcmc.Minibatch(potential, sgmcmc.ProductStream(parts))
 
     def _better(self, z: Any, new: Member, old: Member) -> Member:
         """Keep the position that predicts the rows held out better."""
@@ -176,8 +176,8 @@ class Chain:
         """
         kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
         warm = kernel.warm_start_length
-        # Control variates are centred at the end of the warm start and stay there.
-        engine = kernel.precondition(sampler, sampler.refresh(state.engine, recentre=i <= warm), i)
+        # Control variates are centered at the end of the warm start and stay there.
+        engine = kernel.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
         noise = gradient_noise(sampler, engine)
         state = state._replace(engine=engine, gradient_noise=noise.mean)
         if not kernel.chooses_step_size:

@@ -11,8 +11,8 @@ from jax import lax
 from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.primitives import Messenger
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._plates import full_trace, isolated
 from numpyro_bnn.infer.linear import Linear, Structure, log_marginal, sample

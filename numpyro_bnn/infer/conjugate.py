@@ -34,7 +34,7 @@ class Child(NamedTuple):
 
 
 class Conjugate(NamedTuple):
-    """A site whose conditional is generalised inverse Gaussian, and where that is found.
+    """A site whose conditional is generalized inverse Gaussian, and where that is found.
 
     :param name: of the site.
     :param power: the sd of its children is proportional to value^power: -1/2 a precision, 1/2 a variance, 1 an sd.
@@ -123,7 +123,7 @@ def draw(
 
 
 def independent(found: Sequence[Conjugate]) -> list[list[Conjugate]]:
-    """Neighbouring sites without common children: given everything else, they are independent."""
+    """Neighboring sites without common children: given everything else, they are independent."""
     groups: list[list[Conjugate]] = []
     seen: set[str] = set()
     for one in found:
@@ -206,7 +206,7 @@ def _read_site(
     depending = {key for key, sites in used.items() if name in sites}
     for kind, other in sorted(depending):
         if kind != "sd":
-            return f"{'the mean of ' if kind == 'mean' else ''}{other!r} depends on it (a centred prior would not)"
+            return f"{'the mean of ' if kind == 'mean' else ''}{other!r} depends on it (a centered prior would not)"
     if not depending:
         return "no normal site depends on it"
     followed = [_follow(name, other, parts, values) for _, other in sorted(depending)]

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infer.sgld import SGLD
 
 __all__ = ["CyclicalSGLD"]

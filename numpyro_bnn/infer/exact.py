@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.momentum import check_momentum_decay, friction_of
 
@@ -53,7 +53,7 @@ class MALA(AllDataKernel):
     'accept_prob'
     """
 
-    target_accept = 0.574
+    target_accept_prob = 0.574
 
     def __init__(
         self, model: Callable, step_size: Any = None, *, steps_per_draw: int = 10, **options: Any
@@ -88,7 +88,7 @@ class GGMC(SGMCMCKernel):
     """
 
     exact = True
-    target_accept = 0.65
+    target_accept_prob = 0.65
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infer.block import Block
 from numpyro_bnn.infer.linear import Linear, Structure, log_marginal, sample
 from numpyro_bnn.infer.linearity import check_names, read
@@ -49,7 +49,7 @@ class GaussianGibbs(Block):
     :param model: the NumPyro model.
     :param sites: names of sites w with independent normal priors.
     :param collapsed: names of scalar positive sites.
-    :raises ValueError: on initialisation, where the model is not linear in w, noise or prior are not normal, scales
+    :raises ValueError: on initialization, where the model is not linear in w, noise or prior are not normal, scales
         depend on w, or no kernel draws some other site.
     :raises TypeError: for names that are no sequence of strings.
 

@@ -6,10 +6,10 @@ from typing import Any
 from numpyro_bnn import sgmcmc
 from numpyro_bnn.infer.exact import AllDataKernel
 
-__all__ = ["PersistentHMC"]
+__all__ = ["GHMC"]
 
 
-class PersistentHMC(AllDataKernel):
+class GHMC(AllDataKernel):
     r"""Hamiltonian Monte Carlo in long trajectories; momentum may persist, and step sizes follow groups of sites.
 
     A step is a trajectory of ``num_steps`` leapfrogs, of random step size, whose momentum is
@@ -29,18 +29,18 @@ class PersistentHMC(AllDataKernel):
     :param momentum_decay: share of the momentum that a trajectory forgets, in [0, 1]; 1 is plain HMC.
     :param jitter: leapfrog steps of a trajectory are h times a uniform number in [1 - jitter, 1 + jitter].
     :param preconditioner: ``"prior"`` as above, or as for all kernels: one step size for all by default.
-    :raises ValueError: for numbers out of range; on initialisation, where a prior variance depends on a site that
+    :raises ValueError: for numbers out of range; on initialization, where a prior variance depends on a site that
         this kernel draws.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts trajectories.
 
     Reference: Neal (1996), chapter 3, for step sizes by group; Horowitz (1991) for persistence.
 
-    >>> PersistentHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
+    >>> GHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
     True
     """
 
-    target_accept = 0.8
+    target_accept_prob = 0.8
     preconditioners: tuple[str, ...] = ("prior",)
 
     def __init__(

@@ -12,8 +12,8 @@ from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
 from numpyro.primitives import Messenger
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infer.plates import Plate, first_batch, give_indices, on_batch
 
 __all__ = ["check_indices", "check_latent_sites", "subsampled", "trace_of"]

@@ -11,9 +11,9 @@ import numpyro.distributions as dist
 from jax import random
 from numpyro.infer.gibbs import latent_sample_sites
 
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
-from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear import Linear, Structure, log_density, weights
 
@@ -205,7 +205,7 @@ def _check_linear(call: str, linear: Linear, hypers: dict[str, jax.Array]) -> bo
 
 
 def _measure(call: str, linear: Linear, hypers: dict[str, jax.Array]) -> None:
-    """Compare means with their linearisation at random values."""
+    """Compare means with their linearization at random values."""
     refused = partial(argument_error, call)
     jacobian, start = linear.jacobian(hypers), linear.mean(hypers, linear.zeros())
     for i, size in enumerate(SIZES):

@@ -11,12 +11,11 @@ import numpy as np
 from jax import lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infer.adaptation import LEAST, Averaging, autocorrelation_time, smallest_change
 from numpyro_bnn.infer.microcanonical import MicrocanonicalKernel
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.sgmcmc.parts import check_number
 
 __all__ = ["AdjustedMCLMC", "MCLMC", "implied_bias"]
 
@@ -24,7 +23,7 @@ EARLY = 100.0  # by how much the first target of the energy variance exceeds the
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
 LEAST_NOISE = 1e-2  # of the mean noise, is assumed where less is seen
 LEAST_TOLD = 10  # steps of a draw that tell their energy error, or a tenth of them
-DECOHERENCE = 0.4  # decoherence length by the distance travelled per effective draw
+DECOHERENCE = 0.4  # decoherence length by the distance traveled per effective draw
 
 
 def implied_bias(energy_variance: Any) -> Any:
@@ -187,7 +186,7 @@ class MCLMC(MicrocanonicalKernel):
         return lax.cond(i == stages.last - 1, self._relaxed, lambda s: s, state)
 
     def _relaxed(self, state: SGMCMCState) -> SGMCMCState:
-        """Set the length to a share of the distance travelled per effective draw, where draws are correlated."""
+        """Set the length to a share of the distance traveled per effective draw, where draws are correlated."""
         time = autocorrelation_time(state.tuning.record) * self.stages.stride
         found = DECOHERENCE * time * self._steps_per_draw * state.base_step_size
         # Draws that are almost independent do not tell how much closer they could be.
@@ -216,12 +215,12 @@ class AdjustedMCLMC(MicrocanonicalKernel):
     (:class:`~numpyro_bnn.sgmcmc.MicrocanonicalMetropolis`). On rejection the chain stays, and its direction is
     flipped. A ``subsample_size`` of the model is set aside: it uses all the data.
 
-    Warm-up: dual averaging of the step size to ``target_accept``; preconditioner and length from variances of draws.
+    Dual averaging of the step size to ``target_accept_prob``; preconditioner and length from variances of draws.
 
     :param step_size: length of a step; ``None`` has it chosen.
     :param decoherence_length: L, mean length of a trajectory; ``None`` has it chosen.
     :param integrator: as for :class:`MCLMC`.
-    :param target_accept: acceptance that the step size is chosen for.
+    :param target_accept_prob: acceptance that the step size is chosen for.
     :param momentum_decay: share of the direction that a new trajectory forgets, in (0, 1]; 1 draws it anew.
     :param max_steps: bound of the steps of a trajectory.
     :param steps_per_draw: trajectories per draw.
@@ -242,7 +241,7 @@ class AdjustedMCLMC(MicrocanonicalKernel):
         model: Callable,
         step_size: Any = None,
         *,
-        target_accept: float = 0.9,
+        target_accept_prob: float = 0.9,
         momentum_decay: float = 1.0,
         max_steps: int = 1000,
         steps_per_draw: int = 5,
@@ -255,16 +254,18 @@ class AdjustedMCLMC(MicrocanonicalKernel):
                 "a value",
                 "It uses the full gradient and has no bias: leave them.",
             )
-        self.target_accept: float = target_accept
+        self.target_accept_prob: float = target_accept_prob
         self._momentum_decay = momentum_decay
         self._max_steps = max_steps
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        check_number(self._call, "target_accept", self.target_accept, strict=True)
-        if self.target_accept >= 1:
-            raise argument_error(self._call, "target_accept", self.target_accept, "Pass a number in (0, 1).")
+        check_number(self._call, "target_accept_prob", self.target_accept_prob, strict=True)
+        if self.target_accept_prob >= 1:
+            raise argument_error(
+                self._call, "target_accept_prob", self.target_accept_prob, "Pass a number in (0, 1)."
+            )
         self.dynamics(lambda z: z, 1.0)  # the part checks the rest
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
@@ -287,7 +288,7 @@ class AdjustedMCLMC(MicrocanonicalKernel):
         begun = jax.tree.map(lambda a, b: jnp.where(i == self.stages.begin, a, b), fresh, tuning.averaging)
         seen = jnp.asarray(state.accept_prob)
         accept = jnp.where(broken | ~jnp.isfinite(seen), 0.0, seen)
-        averaging = begun.update(self.target_accept - accept)
+        averaging = begun.update(self.target_accept_prob - accept)
         step_size = jnp.exp(averaging.value).astype(state.base_step_size.dtype)
         if self._length is None:  # until draws tell one: of a standard normal posterior, or ten steps
             assumed = jnp.minimum(state.engine.position.size**0.5, 10 * step_size)

@@ -10,13 +10,12 @@ import numpy as np
 from jax import lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import unknown_name
+from numpyro_bnn._checks import check_number, unknown_name
 from numpyro_bnn.infer.adaptation import LEAST, Averaging, Spread, Stages, Tuning, chosen_coordinates, start
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.sgmcmc.microcanonical import INTEGRATORS
-from numpyro_bnn.sgmcmc.parts import check_number
 
 __all__ = ["MicrocanonicalKernel"]
 
@@ -93,14 +92,14 @@ class MicrocanonicalKernel(SGMCMCKernel):
     def _adapted(
         self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
     ) -> SGMCMCState:
-        stages, broken = self.stages, after.diverged
+        stages, broken = self.stages, after.diverging
         # A step that was too large for a start from nowhere is no reason to give up: go back, and make it smaller.
         kept, z = jax.tree.map(
             lambda a, b: jnp.where(broken, a, b), (before.engine, before.z), (after.engine, after.z)
         )
         unharmed = jnp.full_like(kept.first_divergence, -1)
         engine = kept._replace(step=after.engine.step, first_divergence=unharmed)
-        state = after._replace(z=z, engine=engine, diverged=jnp.zeros_like(broken))
+        state = after._replace(z=z, engine=engine, diverging=jnp.zeros_like(broken))
         if self.chooses_step_size:
             state = self.steer(state, broken, i)
         state = self._noted(state, sampler, i)

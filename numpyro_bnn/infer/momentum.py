@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.infer.base import SGMCMCKernel
 
 __all__ = ["SGHMC", "SGNHT", "check_momentum_decay", "friction_of"]

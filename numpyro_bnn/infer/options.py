@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_count, check_number, unknown_name
 from numpyro_bnn.infer.preconditioning import NAMES, is_warm_start
 from numpyro_bnn.infer.target import MINIBATCHES
 from numpyro_bnn.infer.warm_start import WarmStart
-from numpyro_bnn.sgmcmc.parts import check_count, check_number
 
 __all__ = ["OPTIONS", "check_options", "warm_start_of"]
 

@@ -51,18 +51,18 @@ class OrbitMoves(Around):
     .. math:: \pi(g) \propto p(g\theta)\,\Big|\frac{\partial g\theta}{\partial\theta}\Big|\,dg,
 
     and a move needs neither data nor gradients. Where that density is known it is drawn from: the radius of
-    Gaussian weights before a normalisation (chi), the scale of ReLU units under Gaussian priors (generalised inverse
+    Gaussian weights before a normalization (chi), the scale of ReLU units under Gaussian priors (generalized inverse
     Gaussian), biases without effect, hyper-scales, signs, orders. Elsewhere a random walk on the group is corrected
     with it; its width is adapted in warm-up only. The inner kernel then refreshes its cached energy and gradient.
 
-    Moves do not make functions mix faster, and they take a *centred* inner kernel to radii its step size does not
-    fit: prefer non-centred priors inside, or :func:`~numpyro_bnn.symmetry.quotient`.
+    Moves do not make functions mix faster, and they take a *centered* inner kernel to radii its step size does not
+    fit: prefer non-centered priors inside, or :func:`~numpyro_bnn.symmetry.quotient`.
 
     ``orbit_accept_prob`` holds the acceptance of every symmetry.
 
     :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
         kernel with a model and ``refresh``.
-    :param symmetries: what :func:`~numpyro_bnn.symmetry.find` or :func:`~numpyro_bnn.symmetry.of` gives, or your own.
+    :param symmetries: from :func:`~numpyro_bnn.symmetry.find`, or your own.
     :param exact: leave the likelihood out of every ratio. The symmetries are measured on the model first and refused
         where they do not hold (:func:`~numpyro_bnn.symmetry.check`). With ``False`` nothing is measured and the
         likelihood of all the data enters every ratio.

@@ -69,7 +69,7 @@ def put(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
 def renew(kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
     """Return ``state`` with energies and gradients recomputed at its values.
 
-    :param state: of one chain, or of vectorised chains.
+    :param state: of one chain, or of vectorized chains.
     """
     if isinstance(kernel, Gibbs):
         return _renew_blocks(kernel, state, args, kwargs)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import random
 from numpyro.primitives import Messenger
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import draw_indices, full_plates
 
 __all__ = ["KEY", "Plate", "Rows", "first_batch", "give_indices", "on_batch", "only_rows"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import random
 from numpyro.infer.gibbs import latent_sample_sites
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.block import Block
 from numpyro_bnn.infer.conjugate import Conjugate, draw, independent, read
@@ -27,15 +27,15 @@ class PrecisionGibbs(Block):
         \tau_y \mid w, D &\sim
             \mathrm{Gamma}\big(\alpha + \tfrac N2,\ \beta + \tfrac12 \textstyle\sum_i (y_i - f_i)^2\big).
 
-    Also drawn: inverse-Gamma, Gamma and exponential variances, half-normal scales (generalised inverse Gaussian), and
+    Also drawn: inverse-Gamma, Gamma and exponential variances, half-normal scales (generalized inverse Gaussian), and
     half-Cauchy scales, such as those of a horseshoe, through two inverse Gammas. One site may scale several normal
     sites, and its elements may belong to elements, rows or columns of them. Scales (``handlers.scale``, tempering)
-    and masks of the log density count. The normal sites must be *centred*: sample the weight itself.
+    and masks of the log density count. The normal sites must be *centered*: sample the weight itself.
 
     Cost: one pass of the model for sites that scale different normal sites.
 
     :param model: the NumPyro model.
-    :raises ValueError: on initialisation, for a site without a conjugate conditional, with the reason.
+    :raises ValueError: on initialization, for a site without a conjugate conditional, with the reason.
 
     Reference: Neal (1996), section 3.5; Makalic & Schmidt (2016), equations 9 to 11, for the half-Cauchy.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.sgmcmc import Blocks, Curvature, Dense, Diagonal, Identity, Preconditioner, RMSProp
 
 __all__ = ["is_named", "is_warm_start", "resolve"]

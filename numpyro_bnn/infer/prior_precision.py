@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from numpyro.distributions import biject_to, constraints
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_trace
 
 __all__ = ["prior_precision"]

@@ -10,7 +10,7 @@ __all__ = ["SGMCMCState"]
 
 
 class SGMCMCState(NamedTuple):
-    """State of these kernels; all but ``z`` and those after ``diverged`` are statistics of the last draw.
+    """State of these kernels; all but ``z`` and those after ``diverging`` are statistics of the last draw.
 
     :param z: unconstrained values by site; NaN from a divergence on.
     :param step_size: eps of the last step: theta += (eps / 2) g~ + N(0, eps T).
@@ -21,7 +21,7 @@ class SGMCMCState(NamedTuple):
     :param accept_prob: mean acceptance probability; ``None`` where nothing is rejected.
     :param energy_variance: mean squared energy error of a step, per parameter; microcanonical kernels only.
     :param decoherence_length: L of these kernels.
-    :param diverged: whether the chain has met a position or gradient that is not finite.
+    :param diverging: whether the chain has met a position or gradient that is not finite.
     :param i: transitions so far.
     :param base_step_size: the chosen or adapted step size that the schedule multiplies.
     :param engine: state of the engine (position, momentum, preconditioner, step number).
@@ -39,7 +39,7 @@ class SGMCMCState(NamedTuple):
     accept_prob: jax.Array | None
     energy_variance: jax.Array | None
     decoherence_length: jax.Array | None
-    diverged: jax.Array
+    diverging: jax.Array
     i: jax.Array
     base_step_size: jax.Array
     engine: sgmcmc.State

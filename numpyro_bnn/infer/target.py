@@ -12,11 +12,11 @@ from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import initialize_model, transform_fn, unconstrain_fn
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.inspection import check_indices, check_latent_sites, subsampled, trace_of
 from numpyro_bnn.infer.plates import KEY, Plate, first_batch, on_batch, only_rows
-from numpyro_bnn.sgmcmc import Epochs, Keys, Nothing, Stream, Together, WithReplacement
+from numpyro_bnn.sgmcmc import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 __all__ = ["MINIBATCHES", "Target", "bind", "given_values", "stream_of"]
 
@@ -60,7 +60,7 @@ def bind(
     """Inspect a model, refuse what would be silently wrong, and find initial values.
 
     :param call: name of the kernel, for error messages.
-    :param rng_key: one key, or a batch of them for vectorised chains.
+    :param rng_key: one key, or a batch of them for vectorized chains.
     :return: the target and initial unconstrained values.
     :raises ValueError: for latent sites inside a subsampled plate, discrete latent sites, a pre-seeded model, a
         plate whose indices are not used or reach beyond the data.
@@ -181,4 +181,4 @@ def stream_of(call: str, target: Target, minibatches: str) -> Stream:
     }
     if target.stochastic:
         streams[KEY] = Keys()
-    return Together(streams) if streams else Nothing()
+    return ProductStream(streams) if streams else FullData()

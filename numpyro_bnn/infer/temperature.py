@@ -2,7 +2,7 @@
 
 from statistics import NormalDist
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["temperature_band"]
 
@@ -13,7 +13,7 @@ def temperature_band(
     r"""Central band of the temperature of one state: quantiles of T chi^2_P / P (Wilson and Hilferty).
 
     The kinetic temperature m' M^-1 m / P of one state has exactly this law at stationarity; the configurational one
-    has it on a centred Gaussian target with exact gradients. Statistics of a draw are means over its steps, so a
+    has it on a centered Gaussian target with exact gradients. Statistics of a draw are means over its steps, so a
     kinetic value outside means that something is wrong: gradient noise heats, or the chain has not arrived. Values
     inside may still have a mean that is off.
 

@@ -12,7 +12,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear import log_density
 from numpyro_bnn.infer.placing import put, renew
@@ -30,7 +30,7 @@ class TemperingState(NamedTuple):
     :param z: of the first replica, as its kernel represents it.
     :param base: states of the inner kernel, (R, ...).
     :param inverse_temperatures: from 1 down, (R,).
-    :param swap_accept_prob: acceptance probability of an exchange between neighbours, (R - 1,).
+    :param swap_accept_prob: acceptance probability of an exchange between neighbors, (R - 1,).
     :param diverging: whether the transition of the first replica diverged.
     :param round_trips: journeys of any state from the posterior to the last temperature and back, since warm-up.
     :param walk: whether the state at each temperature has been at the last since it was at the first, (R,).
@@ -55,7 +55,7 @@ class ParallelTempering(MCMCKernel):
     r"""Replicas of a kernel on tempered posteriors, which exchange their states, so that chains cross between modes.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
-    :math:`p(\theta, D)^{\beta_r}` with ``temper="joint"``. After each transition neighbours exchange their states
+    :math:`p(\theta, D)^{\beta_r}` with ``temper="joint"``. After each transition neighbors exchange their states
     with probability
 
     .. math:: \min\big(1, \exp\{(\beta_r - \beta_{r+1})\,(\ell_{r+1} - \ell_r)\}\big),
@@ -64,7 +64,7 @@ class ParallelTempering(MCMCKernel):
     of diffusing. The draws are those of the first replica, and they are exact. In warm-up the ladder is respaced to
     equal rejection rates, after 2, 4, 8, ... transitions.
 
-    All replicas run in one vectorised program. ``swap_accept_prob`` is a sample statistic; 0.3 to 0.8 is well.
+    All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; 0.3 to 0.8 is well.
     ``round_trips`` of the last state counts how often a state came back from the last temperature: without some, the
     modes have not been weighed.
 
@@ -288,9 +288,9 @@ class ParallelTempering(MCMCKernel):
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
-        """Names of the axis of statistics that runs over neighbours on the ladder."""
+        """Names of the axis of statistics that runs over neighbors on the ladder."""
         pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
-        return {"swap_accept_prob": ("neighbours", pairs)}
+        return {"swap_accept_prob": ("neighbors", pairs)}
 
 
 # ------------------------------------------------------------------------------------------------ tempered models
@@ -334,7 +334,7 @@ class _Tempered:
 def exchange(
     rng_key: jax.Array, betas: jax.Array, log_density: jax.Array, i: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Propose exchanges between neighbours: the pairs (1, 2), (3, 4), ... in even transitions, the others in odd.
+    """Propose exchanges between neighbors: the pairs (1, 2), (3, 4), ... in even transitions, the others in odd.
 
     :param betas: inverse temperatures (R,).
     :param log_density: tempered log density of the state at each temperature, (R,).
@@ -353,12 +353,12 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     """A ladder with equal rejection rates, by interpolation of their running sum along log beta.
 
     :param betas: inverse temperatures, decreasing, (R,).
-    :param rejections: rejection probabilities between neighbours, up to a factor, (R - 1,).
+    :param rejections: rejection probabilities between neighbors, up to a factor, (R - 1,).
 
     >>> respaced(jnp.array([1.0, 0.1, 0.01]), jnp.array([0.9, 0.1])).round(2).tolist()  # doctest: +ELLIPSIS
     [1.0, 0.2..., 0.0...]
     """
-    floor = 0.05 * jnp.mean(rejections) + 1e-6  # neighbours that always exchange stay apart
+    floor = 0.05 * jnp.mean(rejections) + 1e-6  # neighbors that always exchange stay apart
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
     inner = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))

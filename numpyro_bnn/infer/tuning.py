@@ -12,7 +12,7 @@ from numpyro_bnn.sgmcmc import Sampler, State
 if TYPE_CHECKING:
     from numpyro_bnn.infer.base import SGMCMCKernel
 
-__all__ = ["Noise", "gradient_noise", "largest_curvature", "optimise", "steer_acceptance"]
+__all__ = ["Noise", "gradient_noise", "largest_curvature", "optimize", "steer_acceptance"]
 
 POWER_STEPS = 24
 NOISE_BATCHES = 16
@@ -73,14 +73,14 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
 
     gradients = lax.map(one, lax.iota(jnp.int32, NOISE_BATCHES))
     mean = jnp.mean(gradients, axis=0)
-    centred = gradients - mean
+    centered = gradients - mean
     # The small Gram matrix has the eigenvalues of the covariance that the sample can show.
-    eigenvalues = jnp.linalg.eigvalsh(centred @ centred.T) / (NOISE_BATCHES - 1)
+    eigenvalues = jnp.linalg.eigvalsh(centered @ centered.T) / (NOISE_BATCHES - 1)
     total, tiny = jnp.sum(eigenvalues), jnp.finfo(mean.dtype).tiny
     return Noise(eigenvalues[-1], total / mean.size, total / jnp.maximum(jnp.vdot(mean, mean), tiny))
 
 
-def optimise(
+def optimize(
     sampler: Sampler, state: State, optimizer: Any, memory: Any, start: jax.Array, num_steps: int
 ) -> tuple[State, Any, jax.Array]:
     """Descend on the minibatch potential.
@@ -110,7 +110,7 @@ def steer_acceptance(kernel: "SGMCMCKernel", state: SGMCMCState, i: jax.Array) -
 
     It begins anew in the middle: what the way to the typical set has taught is forgotten there.
     """
-    target = kernel.target_accept
+    target = kernel.target_accept_prob
     if target is None or not kernel.chooses_step_size or state.accept_prob is None:
         return state
     begin, end = kernel.warm_start_length, kernel.num_warmup

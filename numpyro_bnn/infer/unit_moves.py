@@ -11,9 +11,9 @@ from jax import lax, random
 from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.infer.mcmc import MCMCKernel
 
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn._group_student import GroupStudentT
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.around import Around

@@ -1,4 +1,4 @@
-"""The warm start: an optimiser per chain before it samples; its ends are a deep ensemble."""
+"""The warm start: an optimizer per chain before it samples; its ends are a deep ensemble."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,9 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error, check_count, check_number
 from numpyro_bnn.infer.state import SGMCMCState
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.sgmcmc.parts import check_count, check_number
 
 if TYPE_CHECKING:
     from numpyro_bnn.infer.base import SGMCMCKernel
@@ -24,7 +23,7 @@ __all__ = ["Member", "WarmStart", "check_held_out", "held_out_rows", "members_of
 class Member(NamedTuple):
     """State of a warm start.
 
-    :param optimizer: of the optimiser.
+    :param optimizer: of the optimizer.
     :param position: (P,) where the chain is, or was best on held-out rows.
     :param score: held-out log density there, per row.
     """
@@ -41,10 +40,10 @@ class WarmStart:
     The ends are a deep ensemble, from which ``to_inference_data(mcmc, members=True)`` predicts.
 
     :param share: of the transitions of the warm-up, in [0, 1); 0 for none.
-    :param num_steps: steps of the optimiser, in all; by default as many as that share would sample.
+    :param num_steps: steps of the optimizer, in all; by default as many as that share would sample.
     :param optimizer: optax transformation; by default Adam with learning rate 0.01, of gradients clipped to norm 1:
         at a random start one may be a billion times larger than the others, and Adam's scale would not forget it.
-    :param held_out: share of the rows that are kept from the optimiser, in [0, 1). Where it is not 0, a chain goes on
+    :param held_out: share of the rows that are kept from the optimizer, in [0, 1). Where it is not 0, a chain goes on
         from the transition whose end predicts them best: early stopping, judged afterwards. The same rows for all
         chains; sampling then uses all rows.
     :param spread: factor of the initial unconstrained values, for overdispersed starts.
@@ -73,7 +72,7 @@ class WarmStart:
 
     @property
     def transformation(self) -> Any:
-        """The optimiser."""
+        """The optimizer."""
         usual = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
         return usual if self.optimizer is None else self.optimizer
 

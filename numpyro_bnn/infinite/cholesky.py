@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 
-__all__ = ["Factor", "factorise", "log_density", "whitened_density"]
+__all__ = ["Factor", "factorize", "log_density", "whitened_density"]
 
 # Added to the diagonal, relative to its mean: nothing, then steps of ten from a few rounding errors upwards.
 STEPS = 8
@@ -17,22 +17,22 @@ class Factor(NamedTuple):
     """L L' = A + jitter I.
 
     :param lower: L, (N, N); NaN where even the largest jitter was not enough.
-    :param jitter: what was added to the diagonal, 0 where A itself could be factorised.
+    :param jitter: what was added to the diagonal, 0 where A itself could be factorized.
     """
 
     lower: jax.Array
     jitter: jax.Array
 
 
-def factorise(matrix: jax.Array) -> Factor:
+def factorize(matrix: jax.Array) -> Factor:
     """Cholesky factor of a covariance, with the smallest jitter of 0, e, 10 e, ... that makes it possible.
 
     e is N times the rounding error of the mean of the diagonal.
 
     :param matrix: symmetric, (N, N).
 
-    >>> singular = factorise(jnp.ones((2, 2)))
-    >>> bool(singular.jitter > 0), float(factorise(jnp.eye(2)).jitter)
+    >>> singular = factorize(jnp.ones((2, 2)))
+    >>> bool(singular.jitter > 0), float(factorize(jnp.eye(2)).jitter)
     (True, 0.0)
     """
     unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
@@ -64,7 +64,7 @@ def log_density(matrix: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> round(float(log_density(jnp.eye(1), jnp.zeros(1))[0]), 4)
     -0.9189
     """
-    factor = factorise(matrix)
+    factor = factorize(matrix)
     return whitened_density(factor.lower, solve_triangular(factor.lower, y, lower=True)), factor.jitter
 
 
@@ -84,7 +84,7 @@ def whitened_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:
 @log_density.defjvp
 def _log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     (matrix, y), (d_matrix, d_y) = primals, tangents
-    factor = factorise(matrix)
+    factor = factorize(matrix)
     whitened = solve_triangular(factor.lower, y, lower=True)
     solved = solve_triangular(factor.lower, whitened, lower=True, trans=1)
     columns = solved.reshape((len(y), -1))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.moments import prior_moments
 from numpyro_bnn.nn import BatchNorm, Layer, fan_in, role
 from numpyro_bnn.nn.base import Params
@@ -36,7 +36,7 @@ def empirical_ntk(
     .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial w}
               \frac{\partial f_l(x')}{\partial w},
 
-    with the variances of the prior, that is the sum over standardised parameters v = (w - mean) / sd. For parameters
+    with the variances of the prior, that is the sum over standardized parameters v = (w - mean) / sd. For parameters
     drawn from the prior :func:`ntk` is its limit as the width grows. Jacobians are made for a block of data points at
     a time and contracted; two blocks of them, (B, K, P) with P parameters, are in memory.
 
@@ -60,7 +60,7 @@ def empirical_ntk(
     call = "infinite.empirical_ntk"
     for argument, value in (("x1", x1), ("x2", x2)):
         if value is not None:
-            _checks.finite(call, argument, value)
+            _checks.check_finite(call, argument, value)
     shape = np.shape(x1)[1:]
     found = prior_moments(call, net, shape, prior, scales)
     _check(call, net, params, shape)

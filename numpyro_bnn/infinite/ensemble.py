@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.gp import Prediction
 from numpyro_bnn.infinite.kernel import both_kernels
 from numpyro_bnn.nn import Layer
@@ -28,7 +28,7 @@ def ntk_ensemble(
 ) -> Prediction:
     r"""Distribution of infinitely wide networks, drawn from the prior and trained for some time.
 
-    Gradient flow dv/dt = -d/dv sum_n (f(x_n) - y_n)^2 / 2 on the standardised parameters of :func:`ntk`. With K the
+    Gradient flow dv/dt = -d/dv sum_n (f(x_n) - y_n)^2 / 2 on the standardized parameters of :func:`ntk`. With K the
     NNGP kernel and T the tangent kernel,
 
     .. math::
@@ -36,7 +36,7 @@ def ntk_ensemble(
         \mathrm{Cov}[f_*] &= K_{**} + G K G' - (G K_*' + K_* G').
 
     This is what an ensemble of such networks gives, not a Bayesian posterior. After full-batch steps with learning
-    rate r on the standardised parameters t is r times their number, where r is small against 2 / the largest
+    rate r on the standardized parameters t is r times their number, where r is small against 2 / the largest
     eigenvalue of T.
 
     :param net: as for :func:`nngp`.
@@ -60,10 +60,10 @@ def ntk_ensemble(
     ([1.0, 2.0], True)
     """
     call = "infinite.ntk_ensemble"
-    _checks.finite(call, "y", y)
+    _checks.check_finite(call, "y", y)
     if np.ndim(y) not in (1, 2):
         raise argument_error(call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K).")
-    _checks.same_length(call, x=x, y=y)
+    _checks.check_same_length(call, x=x, y=y)
     if not np.ndim(time) == 0 or not float(time) >= 0:
         raise argument_error(call, "time", time, "Pass 0 or more, `float('inf')` for the end of training.")
     x, y, x_new = (np.asarray(value, np.float64) for value in (x, y, x_new))

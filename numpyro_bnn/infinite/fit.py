@@ -10,7 +10,7 @@ import numpy as np
 import numpyro.distributions as dist
 from scipy.optimize import minimize
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.cholesky import log_density
 from numpyro_bnn.infinite.gp import check_data, with_noise
 from numpyro_bnn.infinite.kernel import kernels
@@ -62,14 +62,14 @@ def prior_fit(
 ) -> PriorFit:
     r"""Choose prior scales and noise by the marginal likelihood of the infinitely wide network.
 
-    Maximises log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for the kernel and one for the
+    Maximizes log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for the kernel and one for the
     biases of each layer, and the noise, by L-BFGS in float64. A wide network with this prior is close to the process,
     so the scales are a cheap start for it: empirical Bayes for as many Cholesky factors as there are steps.
 
     :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are refused.
     :param x: inputs ``(N, *input_shape)``; a few thousand at most.
-    :param y: targets (N,), or (N, K); centre them.
-    :param prior: where the search begins, ``priors.Normal()`` by default; gains of normalisations stay as it says.
+    :param y: targets (N,), or (N, K); center them.
+    :param prior: where the search begins, ``priors.Normal()`` by default; gains of normalizations stay as it says.
     :param scales: values of its hyper-sites.
     :param noise_sd: where the noise begins; by default a third of the sd of y.
     :param ard: one scale for each input instead of one for the first kernel, for networks that begin with

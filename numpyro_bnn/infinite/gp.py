@@ -11,8 +11,8 @@ from jax.scipy.linalg import solve_triangular
 from scipy.stats import norm
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.infinite.cholesky import factorise, log_density, whitened_density
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.infinite.cholesky import factorize, log_density, whitened_density
 from numpyro_bnn.infinite.kernel import nngp, prior_variance
 from numpyro_bnn.nn import Layer
 
@@ -72,7 +72,7 @@ class GPRegression:
         """
         call = "GPRegression.predict"
         if x is not None:
-            _checks.finite(call, "x", x)
+            _checks.check_finite(call, "x", x)
             if np.shape(x)[1:] != self.x.shape[1:]:
                 instead = f"Pass (M, *{self.x.shape[1:]}), like the data."
                 raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
@@ -109,7 +109,7 @@ class GPRegression:
         """
         mean, covariance = self.predict(x)
         with jax.enable_x64(True):
-            lower = np.asarray(factorise(jnp.asarray(covariance)).lower)
+            lower = np.asarray(factorize(jnp.asarray(covariance)).lower)
             noise = np.asarray(jax.random.normal(rng_key, (*sample_shape, *mean.shape)))
         return mean + np.einsum("mn,...nk->...mk", lower, noise) if mean.ndim > 1 else mean + noise @ lower.T
 
@@ -137,7 +137,7 @@ def gp_regression(
 
     :param net: as for :func:`nngp`.
     :param x: inputs ``(N, *input_shape)``.
-    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Their prior mean is 0: centre them.
+    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Their prior mean is 0: center them.
     :param noise_sd: sd of the noise, in units of y.
     :param prior: as for :func:`nngp`; :func:`prior_fit` finds one.
     :param scales: values of the prior's hyper-sites.
@@ -160,7 +160,7 @@ def gp_regression(
         raise argument_error(call, "noise_sd", noise_sd, "Pass a positive number, e.g. `noise_sd=0.1`.")
     with jax.enable_x64(True):
         covariance = with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd)
-        factor = factorise(covariance)
+        factor = factorize(covariance)
         if bool(jnp.isnan(factor.lower).any()):
             came = f"a kernel that no jitter makes positive definite, with {noise_sd}"
             raise argument_error(call, "noise_sd", came, "Pass a larger one, or leave out repeated inputs.")
@@ -212,7 +212,7 @@ def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
 def check_data(call: str, x: Any, y: Any) -> None:
     """Refuse NaN, targets of another rank, and lengths that differ."""
     for argument, value in (("x", x), ("y", y)):
-        _checks.finite(call, argument, value)
+        _checks.check_finite(call, argument, value)
     if np.ndim(y) not in (1, 2):
         raise argument_error(call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K).")
-    _checks.same_length(call, x=x, y=y)
+    _checks.check_same_length(call, x=x, y=y)

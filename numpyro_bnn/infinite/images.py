@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.rules import Context, average, on_inputs, rule, weighted
 from numpyro_bnn.infinite.state import Covariance, Given, Inputs, State, Units, variance
 from numpyro_bnn.nn import AvgPool, Conv2d, Flatten, Layer

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.images import needs_pixels
 from numpyro_bnn.infinite.moments import Moments, PriorMoments, prior_moments
 from numpyro_bnn.infinite.rules import Context, propagate
@@ -88,7 +88,7 @@ def ntk(
 ) -> Any:
     r"""Neural tangent kernel of a network, as its hidden layers get infinitely wide.
 
-    The parameters are v with w = mean + sd v, sd that of the prior: v ~ N(0, 1) (the NTK parametrisation; in w itself
+    The parameters are v with w = mean + sd v, sd that of the prior: v ~ N(0, 1) (the NTK parametrization; in w itself
     the kernel would grow with the width). With T the sum over all v of df/dv df'/dv, a dense
     layer makes of the kernel T of its inputs
 
@@ -264,7 +264,7 @@ def _in_blocks(settings: tuple, sites: Any, x1: np.ndarray, x2: Any, size: int) 
 
 
 def _inputs(call: str, argument: str, value: Any) -> Any:
-    _checks.finite(call, argument, value)
+    _checks.check_finite(call, argument, value)
     if np.ndim(value) < 2:
         instead = "Pass one row per data point, (N, D), e.g. `x[:, None]`."
         raise argument_error(call, argument, f"shape {np.shape(value)}", instead)

@@ -9,8 +9,8 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
 
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn.nn import Layer, Shape, fan_in, role
 from numpyro_bnn.priors import Normal, as_prior
 

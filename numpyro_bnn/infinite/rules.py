@@ -6,12 +6,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.activations import Dual, dual
 from numpyro_bnn.infinite.moments import Moments
 from numpyro_bnn.infinite.quadrature import nodes
 from numpyro_bnn.infinite.state import Covariance, Given, Inputs, State, Units, full, outer, variance, within
-from numpyro_bnn.nn import Activation, BatchNorm, Conv2d, Dense, Layer, LayerNorm, Residual, Run, Sequential
+from numpyro_bnn.nn import (
+    Activation,
+    BatchNorm,
+    Conv2d,
+    Dense,
+    ForwardContext,
+    Layer,
+    LayerNorm,
+    Residual,
+    Sequential,
+)
 
 __all__ = ["RULES", "Context", "propagate", "rule", "unsupported"]
 
@@ -97,7 +107,7 @@ def propagate(layer: Layer, context: Context, state: State) -> State:
 
 def on_inputs(layer: Layer, context: Context, state: Inputs) -> Inputs:
     """A layer without parameters, before any weights."""
-    return Inputs(*(layer.forward(Run({}, context.path), x) for x in state))
+    return Inputs(*(layer.forward(ForwardContext({}, context.path), x) for x in state))
 
 
 def unsupported(layer: Layer, context: Context, why: str) -> Exception:
@@ -188,7 +198,7 @@ def average(given: Given) -> Covariance:
     return jax.tree.map(lambda part: jnp.tensordot(given.weights, part, 1), given.k)
 
 
-# -- normalisation -----------------------------------------------------------------------------------------
+# -- normalization -----------------------------------------------------------------------------------------
 
 
 @rule(LayerNorm)
@@ -199,7 +209,7 @@ def layer_norm(layer: LayerNorm, context: Context, state: State) -> State:
             why = "On inputs write `LayerNorm(use_scale=False, use_bias=False)`: few random gains have no limit."
             raise unsupported(layer, context, why)
         return on_inputs(layer, context, state)
-    unit, bias = _standardised(state.k), context.bias(layer.use_bias)
+    unit, bias = _standardized(state.k), context.bias(layer.use_bias)
     if not layer.use_scale:
         return Units(_shifted(unit, 1.0, 0.0, bias), state.gaussian)
     context.need_normal("scale", "Gains enter each unit as they are")
@@ -210,7 +220,7 @@ def layer_norm(layer: LayerNorm, context: Context, state: State) -> State:
     return Units(average(given), gaussian=False, given=given if state.gaussian else None)
 
 
-def _standardised(k: Covariance) -> Covariance:
+def _standardized(k: Covariance) -> Covariance:
     pixels = full(k)
 
     def scaled(block: jax.Array, one: tuple, sd: tuple) -> jax.Array:

@@ -23,7 +23,7 @@ class Covariance(NamedTuple):
     (h, w, h, w), those of the first data point in front, where averages over pixels follow. S is () or (h, w).
 
     :param nngp: E f(x1) f(x2), (N1, N2, *P).
-    :param ntk: sum over standardised parameters of the products of their derivatives, like ``nngp``; or ``None``.
+    :param ntk: sum over standardized parameters of the products of their derivatives, like ``nngp``; or ``None``.
     :param own1: ``nngp`` of every first data point with itself, (N1, *P).
     :param own2: the same of the second ones, (N2, *P).
     :param mean1: E f(x1), (N1, *S).

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["draws_and_targets", "predictive", "probabilities", "probs_and_labels", "stacked", "vector"]
 
@@ -15,8 +15,8 @@ _SUM_TOLERANCE = 1e-2
 def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     """Finite numbers, one per data point: (N,)."""
     array = np.asarray(value, dtype=np.float64)
-    _checks.rank(call, argument, array, 1, "(N,)")
-    _checks.finite(call, argument, array)
+    _checks.check_rank(call, argument, array, 1, "(N,)")
+    _checks.check_finite(call, argument, array)
     return array
 
 
@@ -39,8 +39,8 @@ def draws_and_targets(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Finite draws, as (S, N), and the targets (N,) they predict."""
     array, target = stacked(call, "draws", draws), vector(call, "y", y)
-    _checks.finite(call, "draws", array)
-    _checks.same_length(call, draws=array.T, y=target)
+    _checks.check_finite(call, "draws", array)
+    _checks.check_same_length(call, draws=array.T, y=target)
     return array, target
 
 
@@ -51,7 +51,7 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
         raise argument_error(
             call, "probs", f"shape {array.shape}", f"Pass probabilities shaped {' or '.join(ranks.values())}."
         )
-    _checks.finite(call, "probs", array)
+    _checks.check_finite(call, "probs", array)
     if array.min() < 0:
         raise argument_error(
             call,
@@ -66,7 +66,7 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
             call,
             "probs",
             f"rows that do not sum to 1 (one sums to {worst:.4g})",
-            "Normalise over the last axis.",
+            "Normalize over the last axis.",
         )
     return array
 
@@ -82,7 +82,7 @@ def probs_and_labels(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Predictive probabilities (N, K) and the labels (N,) in 0..K-1."""
     array, known = predictive(call, probs), np.asarray(labels)
-    _checks.rank(call, "labels", known, 1, "(N,)")
-    _checks.same_length(call, probs=array, labels=known)
-    _checks.labels(call, "labels", known, array.shape[1])
+    _checks.check_rank(call, "labels", known, 1, "(N,)")
+    _checks.check_same_length(call, probs=array, labels=known)
+    _checks.check_labels(call, "labels", known, array.shape[1])
     return array, known.astype(np.int64)

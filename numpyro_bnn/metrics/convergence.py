@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz, _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["FunctionSpace", "function_space"]
 
@@ -14,7 +14,7 @@ __all__ = ["FunctionSpace", "function_space"]
 class FunctionSpace(NamedTuple):
     """Convergence of predictions, one value per input (and output).
 
-    :param rhat: (N, ...) rank-normalised split R-hat.
+    :param rhat: (N, ...) rank-normalized split R-hat.
     :param ess_bulk: (N, ...) bulk effective sample size.
     :param ess_tail: (N, ...) tail effective sample size.
     """
@@ -65,5 +65,5 @@ def function_space(draws: ArrayLike) -> FunctionSpace:
             f"shape {array.shape}",
             "Pass predictions shaped (C, S, N, ...), chains first.",
         )
-    _checks.finite("function_space", "draws", array)
+    _checks.check_finite("function_space", "draws", array)
     return FunctionSpace(_arviz.rhat(array), _arviz.ess(array, "bulk"), _arviz.ess(array, "tail"))

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["relative_logit_variance"]
 
@@ -39,8 +39,8 @@ def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
         raise argument_error(
             call, "logits", f"shape {array.shape}", "Pass at least two draws, a row and two classes."
         )
-    _checks.finite(call, "logits", array)
-    centred = draws - draws.mean(axis=-1, keepdims=True)
-    variance, square = centred.var(axis=0).sum(axis=-1), (centred.mean(axis=0) ** 2).sum(axis=-1)
+    _checks.check_finite(call, "logits", array)
+    centered = draws - draws.mean(axis=-1, keepdims=True)
+    variance, square = centered.var(axis=0).sum(axis=-1), (centered.mean(axis=0) ** 2).sum(axis=-1)
     with np.errstate(divide="ignore"):
         return np.divide(variance, square, out=np.zeros_like(variance), where=variance > 0)

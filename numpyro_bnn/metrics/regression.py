@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.metrics._inputs import draws_and_targets, stacked, vector
 from numpyro_bnn.metrics.score import Score, mean_score, standard_error
 
@@ -45,7 +45,7 @@ def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
     3.0
     """
     mean, target = vector("rmse", "predictions", predictions), vector("rmse", "y", y)
-    _checks.same_length("rmse", predictions=mean, y=target)
+    _checks.check_same_length("rmse", predictions=mean, y=target)
     errors = np.abs(mean - target)
     value = float(np.sqrt(np.mean(errors**2)))
     error = standard_error(errors**2) / (2 * value) if value > 0 else 0.0
@@ -116,7 +116,7 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
         raise argument_error(
             "crps", "draws", "one draw", "Pass at least two; for one, use the absolute error."
         )
-    # Centred at the target, so that a large offset costs no digits.
+    # Centered at the target, so that a large offset costs no digits.
     errors = np.sort(array - target, axis=0)
     weights = 2.0 * np.arange(1, size + 1) - size - 1
     half_spread = weights @ errors / (size * (size - 1))
@@ -157,7 +157,7 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
 
 
 def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArray[np.float64]:
-    r"""Probability integral transform of every target, randomised: uniform if y is exchangeable with its draws.
+    r"""Probability integral transform of every target, randomized: uniform if y is exchangeable with its draws.
 
     .. math:: (\#\{x_s < y\} + (1 + \#\{x_s = y\})\, u) / (S + 1), \quad u \sim U(0, 1)
 

@@ -1,7 +1,7 @@
 """Means and variances carried through any JAX program, without sampling."""
 
 from numpyro_bnn.moments import closed_forms, linear, structural  # noqa: F401  (they fill the tables)
-from numpyro_bnn.moments.closed_forms import two_slopes
+from numpyro_bnn.moments.closed_forms import leaky_relu
 from numpyro_bnn.moments.elementwise import register_elementwise
 from numpyro_bnn.moments.gaussian import Gaussian
 from numpyro_bnn.moments.interpret import Equation, Interpreter
@@ -20,5 +20,5 @@ __all__ = [
     "rectified",
     "maximum",
     "maximum_of",
-    "two_slopes",
+    "leaky_relu",
 ]

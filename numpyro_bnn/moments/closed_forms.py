@@ -9,10 +9,10 @@ from jax import lax
 
 from numpyro_bnn.moments.expectation import closed_form, moments_of
 from numpyro_bnn.moments.gaussian import Gaussian
-from numpyro_bnn.moments.rectifier import normal_cdf_pdf, rectified, standardise
+from numpyro_bnn.moments.rectifier import normal_cdf_pdf, rectified, standardize
 from numpyro_bnn.moments.term import Term
 
-__all__ = ["two_slopes"]
+__all__ = ["leaky_relu"]
 
 
 def _normal(term: Any) -> Gaussian | None:
@@ -50,21 +50,21 @@ def _clipped(term: Term, sign: int) -> Gaussian | None:
 @closed_form("abs")
 def _abs(term: Term) -> Gaussian | None:
     x = _normal(term.operands[0])
-    return None if x is None else two_slopes(x, -1.0, 1.0)
+    return None if x is None else leaky_relu(x, -1.0, 1.0)
 
 
-def two_slopes(x: Gaussian, below: Any, above: Any) -> Gaussian:
+def leaky_relu(x: Gaussian, below: Any, above: Any) -> Gaussian:
     """Moments of ``above * x`` for x >= 0 and ``below * x`` for x < 0.
 
     With r = max(x, 0) it is below * x + (above - below) * r, and Cov(x, r) = v Phi.
 
     >>> import jax.numpy as jnp
     >>> unit = Gaussian(jnp.array(0.0), jnp.array(1.0))
-    >>> [round(float(moment), 4) for moment in two_slopes(unit, -1.0, 1.0)]  # sqrt(2 / pi), 1 - 2 / pi
+    >>> [round(float(moment), 4) for moment in leaky_relu(unit, -1.0, 1.0)]  # sqrt(2 / pi), 1 - 2 / pi
     [0.7979, 0.3634]
     """
     mean, var = rectified(x.mean, x.var)
-    cdf = normal_cdf_pdf(standardise(x.mean, x.var)[0])[0]
+    cdf = normal_cdf_pdf(standardize(x.mean, x.var)[0])[0]
     step = above - below
     return Gaussian(
         below * x.mean + step * mean, (below * below + 2 * below * step * cdf) * x.var + step * step * var
@@ -84,7 +84,7 @@ def _select(term: Term) -> Gaussian | None:
     if x is None or any(slope is None for slope in slopes):
         return None
     below, above = slopes if positive else slopes[::-1]
-    return two_slopes(x, below, above)
+    return leaky_relu(x, below, above)
 
 
 _FLIPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}

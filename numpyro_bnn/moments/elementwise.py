@@ -154,7 +154,7 @@ def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
         raise equation.refuse(
             "has no moments for a Gaussian argument, since it is not defined on the whole line",
             "Divide by, or take such functions of, what is not random; "
-            "normalisation layers have no closed-form moments.",
+            "normalization layers have no closed-form moments.",
         )
 
 
@@ -167,7 +167,7 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
             if one.parts & other.reduced:
                 raise equation.refuse(
                     "combines a random array with a reduction of itself (a sum or maximum of its elements)",
-                    "Moments carry no covariance between the two; normalise with plain numbers instead.",
+                    "Moments carry no covariance between the two; normalize with plain numbers instead.",
                 )
             if one.path == other.path:
                 raise equation.refuse(

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["Gaussian", "as_gaussian", "is_gaussian"]
 

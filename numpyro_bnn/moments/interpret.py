@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import needed_equations
-from numpyro_bnn._errors import argument_error
 
 __all__ = ["CALLS", "Equation", "Interpreter", "Rule", "inner_jaxpr"]
 

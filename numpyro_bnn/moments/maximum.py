@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from numpyro_bnn.moments.gaussian import Gaussian
-from numpyro_bnn.moments.rectifier import normal_cdf_pdf, standardise
+from numpyro_bnn.moments.rectifier import normal_cdf_pdf, standardize
 
 __all__ = ["maximum", "maximum_of"]
 
@@ -34,7 +34,7 @@ def maximum(x: Gaussian, y: Gaussian) -> Gaussian:
     [0.5642, 0.6817]
     """
     total = x.var + y.var
-    alpha, theta = standardise(x.mean - y.mean, total)
+    alpha, theta = standardize(x.mean - y.mean, total)
     cdf, pdf = normal_cdf_pdf(alpha)
     upper = normal_cdf_pdf(-alpha)[0]
     mean = x.mean * cdf + y.mean * upper + theta * pdf
@@ -67,7 +67,7 @@ def maximum_of(mean: jax.Array, var: jax.Array, present: Any = True, num_nodes: 
         for start, end in ((low, middle), (middle, high)):
             half = (end - start) / 2
             t = (start + end) / 2 + half * node
-            alpha, _ = standardise(jnp.where(present, t - mean, 1), var)
+            alpha, _ = standardize(jnp.where(present, t - mean, 1), var)
             cdf = jnp.prod(jnp.where(present, normal_cdf_pdf(alpha)[0], 1), axis=0)
             total += weight * half * cdf
             below += weight * half * 2 * (high - t) * cdf

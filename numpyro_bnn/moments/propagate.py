@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.moments.expectation import moments_of, num_nodes
 from numpyro_bnn.moments.gaussian import as_gaussian, is_gaussian
 from numpyro_bnn.moments.interpret import Interpreter

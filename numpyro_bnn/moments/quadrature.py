@@ -72,17 +72,17 @@ def _sums(evaluate: Callable, nodes: tuple[Any, Any, Any], like: jax.Array) -> t
         weights = weights / weights.sum(0)
         mean = jnp.sum(weights * values, 0)
         return mean, jnp.sum(weights * jnp.square(values - mean), 0)
-    centre = evaluate(*(a[len(a) // 2] for a in nodes))[0]
+    center = evaluate(*(a[len(a) // 2] for a in nodes))[0]
 
     @jax.checkpoint
     def add(sums: tuple, node: tuple) -> tuple:
         value, weight = evaluate(*node)
-        away = value - centre
+        away = value - center
         return (sums[0] + weight, sums[1] + weight * away, sums[2] + weight * away * away), None
 
     (total, first, second), _ = jax.lax.scan(add, (jnp.zeros_like(like),) * 3, nodes)
     mean = first / total
-    return centre + mean, jnp.maximum(second / total - mean * mean, 0)
+    return center + mean, jnp.maximum(second / total - mean * mean, 0)
 
 
 def _derivatives(fn: Callable[[Any], Any], x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -71,7 +71,7 @@ def normal_cdf_pdf(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
     return cdf, jnp.exp(-0.5 * alpha * alpha) * (1 / math.sqrt(2 * math.pi))
 
 
-def standardise(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
+def standardize(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(alpha, sd): m / sqrt(v), cut where both tails are empty in any precision, and sqrt(v); safe at v = 0."""
     positive = var > 0
     sd = jnp.where(positive, jnp.sqrt(jnp.where(positive, var, 1)), 0)
@@ -92,7 +92,7 @@ def rectified(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rectified(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, ...]:
-    alpha, sd = standardise(mean, var)
+    alpha, sd = standardize(mean, var)
     t = jnp.abs(alpha)
     pdf = jnp.exp(-0.5 * t * t) * (1 / math.sqrt(2 * math.pi))
     first, second = (pdf * integral for integral in _tail_integrals(t))

@@ -2,7 +2,7 @@
 
 from numpyro_bnn.nn.activations import ACTIVATIONS, Activation
 from numpyro_bnn.nn.architectures import CNN, MLP, ResNet
-from numpyro_bnn.nn.base import Layer, Moments, Run, Shape
+from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer, Shape
 from numpyro_bnn.nn.containers import Residual, Sequential
 from numpyro_bnn.nn.conv import AvgPool, Conv2d, Flatten, MaxPool
 from numpyro_bnn.nn.dense import Dense
@@ -26,8 +26,8 @@ __all__ = [
     "MLP",
     "CNN",
     "ResNet",
-    "Moments",
-    "Run",
+    "BatchStatistics",
+    "ForwardContext",
     "Shape",
     "fan_in",
     "input_axis",

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.special
 
-from numpyro_bnn._errors import argument_error, unknown_name
-from numpyro_bnn.nn.base import Layer, Run, Shape
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn.nn.base import ForwardContext, Layer, Shape
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
 __all__ = ["ACTIVATIONS", "Activation"]
@@ -59,7 +59,7 @@ class Activation(Layer):
             wiring.activate(x, homogeneous=self.name in HOMOGENEOUS, odd=self.name in ODD)
         return x, shape
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         if self.name == "leaky_relu":
             return ACTIVATIONS[self.name](x, self.negative_slope)
         return ACTIVATIONS[self.name](x)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn.base import Layer, positive
 from numpyro_bnn.nn.containers import Residual, Sequential
 from numpyro_bnn.nn.conv import AvgPool, Conv2d, Flatten, MaxPool
@@ -26,7 +26,7 @@ def MLP(widths: Sequence[int], activation: Layer | str = "relu", norm: Layer | N
 
     :param widths: units of every layer, the last one the output, e.g. ``[50, 50, 1]``.
     :param activation: name or layer, after every dense layer but the last.
-    :param norm: a normalisation put between dense layer and activation, e.g. ``BatchNorm()``.
+    :param norm: a normalization put between dense layer and activation, e.g. ``BatchNorm()``.
 
     >>> MLP([50, 50, 1], activation="tanh").output_shape((13,))
     (1,)
@@ -55,7 +55,7 @@ def CNN(
     :param pool: pooling layer; by default ``MaxPool(2)``.
     :param padding: of the convolutions.
     :param activation: name or layer.
-    :param norm: normalisation before each activation.
+    :param norm: normalization before each activation.
 
     >>> CNN([64], [10]).output_shape((28, 28, 1))
     (10,)
@@ -83,7 +83,7 @@ def ResNet(
     :param outputs: number of outputs K.
     :param blocks: blocks per stage.
     :param activation: name or layer.
-    :param norm: normalisation after each convolution, e.g. ``BatchNorm()``.
+    :param norm: normalization after each convolution, e.g. ``BatchNorm()``.
 
     Reference: He et al. (2016), section 4.2.
 

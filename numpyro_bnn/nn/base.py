@@ -9,37 +9,47 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 if TYPE_CHECKING:
     from numpyro_bnn.nn.wiring import Feature, Wiring
 
-__all__ = ["Layer", "Moments", "Params", "Run", "Shape", "join", "per_feature", "positive", "shape_error"]
+__all__ = [
+    "Layer",
+    "BatchStatistics",
+    "Params",
+    "ForwardContext",
+    "Shape",
+    "join",
+    "per_feature",
+    "positive",
+    "shape_error",
+]
 
 Shape = tuple[int, ...]
 Params = Mapping[str, jax.Array]
 
 
-class Moments(NamedTuple):
-    """Statistics a batch normalisation divides by: ``mean`` and ``sd`` of each feature, shape (H,)."""
+class BatchStatistics(NamedTuple):
+    """Statistics a batch normalization divides by: ``mean`` and ``sd`` of each feature, shape (H,)."""
 
     mean: jax.Array
     sd: jax.Array
 
 
 @dataclass(frozen=True)
-class Run:
+class ForwardContext:
     """What a layer sees during one pass: its own parameters, its path, and batch statistics.
 
-    ``given`` holds statistics to normalise with (prediction); where it is ``None`` every batch normalisation
+    ``given`` holds statistics to normalize with (prediction); where it is ``None`` every batch normalization
     uses its own batch and writes what it used into ``seen``. This is the only thing a pass writes to, and it
     lives no longer than the pass.
     """
 
     params: Params
     path: str = ""
-    given: Mapping[str, Moments] | None = None
-    seen: dict[str, Moments] = field(default_factory=dict)
+    given: Mapping[str, BatchStatistics] | None = None
+    seen: dict[str, BatchStatistics] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> jax.Array:
         full = join(self.path, name)
@@ -50,8 +60,8 @@ class Run:
                 "nn.apply", "params", f"no entry {full!r}", f"Present: {', '.join(self.params) or 'none'}."
             ) from None
 
-    def child(self, name: str) -> "Run":
-        return Run(self.params, join(self.path, name), self.given, self.seen)
+    def child(self, name: str) -> "ForwardContext":
+        return ForwardContext(self.params, join(self.path, name), self.given, self.seen)
 
 
 def join(path: str, name: str) -> str:
@@ -90,7 +100,7 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         """Map a batch through the layer; parameters are ``run["kernel"]`` and so on."""
 
     def connect(self, wiring: "Wiring", path: str, x: "Feature", shape: Shape) -> tuple["Feature", Shape]:
@@ -124,29 +134,29 @@ class Layer(ABC):
         return self.shapes(_checked_shape(input_shape))[1]
 
     def apply(
-        self, params: Params, x: jax.Array, statistics: Mapping[str, Moments] | None = None
+        self, params: Params, x: jax.Array, statistics: Mapping[str, BatchStatistics] | None = None
     ) -> jax.Array:
         """Evaluate the network.
 
         :param params: flat dictionary ``{path: array}`` as :meth:`param_shapes` lists it.
         :param x: inputs of shape ``(..., *input_shape)``; integers (bytes of an image) become floats.
         :param statistics: batch statistics from :meth:`statistics`. Without them every
-            :class:`~numpyro_bnn.nn.BatchNorm` normalises with the batch it is given.
+            :class:`~numpyro_bnn.nn.BatchNorm` normalizes with the batch it is given.
         :return: outputs of shape ``(..., *output_shape)``.
         """
-        return self.forward(Run(params, given=statistics), _as_inputs(x))
+        return self.forward(ForwardContext(params, given=statistics), _as_inputs(x))
 
-    def statistics(self, params: Params, x: jax.Array) -> dict[str, Moments]:
-        """Return the batch statistics of every normalisation for the data ``x``; a pure function of both.
+    def statistics(self, params: Params, x: jax.Array) -> dict[str, BatchStatistics]:
+        """Return the batch statistics of every normalization for the data ``x``; a pure function of both.
 
         For prediction evaluate this once per draw on the training inputs and pass it to :meth:`apply`.
         """
-        run = Run(params)
+        run = ForwardContext(params)
         self.forward(run, _as_inputs(x))
         return run.seen
 
     def init(self, rng_key: jax.Array, input_shape: Shape) -> dict[str, jax.Array]:
-        """Draw parameters for optimisation: kernels N(0, 1/fan_in), biases 0, normalisation scales 1."""
+        """Draw parameters for optimization: kernels N(0, 1/fan_in), biases 0, normalization scales 1."""
         from numpyro_bnn.nn.fans import fan_in, role
 
         shapes = self.param_shapes(input_shape)

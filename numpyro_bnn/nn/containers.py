@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn.activations import Activation
-from numpyro_bnn.nn.base import Layer, Run, Shape, join, shape_error
+from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
 __all__ = ["Residual", "Sequential"]
@@ -72,7 +72,7 @@ class Sequential(Layer):
             x, shape = layer.connect(wiring, join(path, name), x, shape)
         return x, shape
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         for name, layer in self.children():
             x = layer.forward(run.child(name), x)
         return x
@@ -120,7 +120,7 @@ class Residual(Layer):
             x, _ = self.shortcut.connect(wiring, join(path, "shortcut"), x, shape)
         return wiring.add(x, y), out
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         skip = x if self.shortcut is None else self.shortcut.forward(run.child("shortcut"), x)
         y = self.body.forward(run.child("body"), x)
         self._check_sum(run.path, x.shape, y.shape, skip.shape)

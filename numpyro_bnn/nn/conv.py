@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error, unknown_name
-from numpyro_bnn.nn.base import Layer, Run, Shape, join, per_feature, positive, shape_error
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, positive, shape_error
 from numpyro_bnn.nn.convolve import convolve
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -54,7 +54,7 @@ def _window_shape(
     return tuple((n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True))  # type: ignore
 
 
-def _as_images(layer: Layer, run: Run, x: jax.Array) -> jax.Array:
+def _as_images(layer: Layer, run: ForwardContext, x: jax.Array) -> jax.Array:
     if x.ndim < 3:
         raise shape_error(layer, run.path, IMAGE + " behind any batch axes", x.shape)
     layer.shapes(x.shape[-3:], run.path)  # refuses images smaller than the window
@@ -105,7 +105,7 @@ class Conv2d(Layer):
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
         return wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases), self.output_shape(shape)
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         kernel, images = run["kernel"], _as_images(self, run, x)
         if images.shape[-1] != kernel.shape[2]:
             raise shape_error(self, run.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
@@ -172,7 +172,7 @@ class MaxPool(_Pool):
 
     linear: ClassVar[bool] = False
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         images = _as_images(self, run, x)
         window, strides = self._geometry(images.shape[1:3])
         if window == strides and self.padding == "VALID":
@@ -228,7 +228,7 @@ class AvgPool(_Pool):
 
     linear: ClassVar[bool] = True
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         images = _as_images(self, run, x)
         total = self._reduce(images, 0.0, lax.add)
         # One count per window, the same for every image and channel.
@@ -257,7 +257,7 @@ class Flatten(Layer):
     def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
         return x._replace(repeats=x.repeats * prod(shape[:-1])), (prod(shape),)
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         if x.ndim < self.rank:
             raise shape_error(self, run.path, f"at least {self.rank} axes (argument `rank`)", x.shape)
         return x.reshape((*x.shape[: x.ndim - self.rank], -1))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from numpyro_bnn.nn.base import Layer, Run, Shape, join, per_feature, positive, shape_error
+from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, positive, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 __all__ = ["Dense"]
@@ -44,7 +44,7 @@ class Dense(Layer):
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
         return wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases), (self.units,)
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         kernel = run["kernel"]
         if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
             raise shape_error(self, run.path, f"(..., {kernel.shape[0]})", x.shape)

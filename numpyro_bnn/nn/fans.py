@@ -14,7 +14,7 @@ def role(name: str, shape: Shape) -> Role:
     """Tell a parameter's role from its name and shape.
 
     ``kernel``: weights that multiply inputs — Flax/NNX/ours ``...kernel`` and ``...embedding``, Equinox
-    ``...weight`` with at least two axes. ``scale``: the gain of a normalisation (``...scale``, or a
+    ``...weight`` with at least two axes. ``scale``: the gain of a normalization (``...scale``, or a
     one-dimensional ``...weight``). Everything else is a ``bias``.
 
     >>> role("Dense_0.kernel", (3, 8)), role("layers[0].weight", (8, 3)), role("BatchNorm_0.scale", (8,))

@@ -1,4 +1,4 @@
-"""Normalisation layers, exactly invariant to the scale of what feeds them."""
+"""Normalization layers, exactly invariant to the scale of what feeds them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.nn.base import Layer, Moments, Run, Shape, join, per_feature, shape_error
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 
 __all__ = ["BatchNorm", "LayerNorm", "standardize"]
@@ -19,19 +19,19 @@ def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Power of two near the size of ``x`` along ``axes``, a constant for differentiation.
 
     Dividing by it first is exact and keeps squares within range whatever the scale of the weights. The
-    normalisation does not depend on the unit, so its derivative through the unit is zero.
+    normalization does not depend on the unit, so its derivative through the unit is zero.
     """
     largest = lax.stop_gradient(jnp.max(jnp.abs(x), axis=axes, keepdims=True))
     _, exponent = jnp.frexp(largest)
     return jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1)
 
 
-def _divide(centred: jax.Array, sd: jax.Array) -> jax.Array:
-    """Centred values over their sd; 0, with gradient 0, where the sd is 0."""
-    return jnp.where(sd > 0, centred / jnp.where(sd > 0, sd, 1), 0)
+def _divide(centered: jax.Array, sd: jax.Array) -> jax.Array:
+    """Centered values over their sd; 0, with gradient 0, where the sd is 0."""
+    return jnp.where(sd > 0, centered / jnp.where(sd > 0, sd, 1), 0)
 
 
-def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, Moments]:
+def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchStatistics]:
     """Return (x - mean) / sd along ``axes`` and the statistics used.
 
     For any c > 0, ``standardize(c * x)`` equals ``standardize(x)`` to rounding: there is no additive
@@ -48,13 +48,15 @@ def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, Moments
     unit = _unit(x, axes)
     u = x / unit
     mean = jnp.mean(u, axis=axes, keepdims=True)
-    centred = u - mean
-    var = jnp.mean(centred**2, axis=axes, keepdims=True)
+    centered = u - mean
+    var = jnp.mean(centered**2, axis=axes, keepdims=True)
     # The threshold is relative to the feature's own size: both sides scale with c^2, so the invariance holds.
     rounding = 8 * jnp.finfo(u.dtype).eps
     constant = var <= rounding**2 * jnp.mean(u**2, axis=axes, keepdims=True)
     sd = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, var)))
-    return _divide(centred, sd), Moments(jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes))
+    return _divide(centered, sd), BatchStatistics(
+        jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes)
+    )
 
 
 def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
@@ -80,9 +82,9 @@ class _Norm(Layer):
     def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
         gain = join(path, "scale") if self.use_scale else None
         shift = join(path, "bias") if self.use_bias else None
-        return wiring.normalise(x, self.reach, gain, shift), shape
+        return wiring.normalize(x, self.reach, gain, shift), shape
 
-    def _affine(self, run: Run, y: jax.Array) -> jax.Array:
+    def _affine(self, run: ForwardContext, y: jax.Array) -> jax.Array:
         for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):
             if on:
                 values = run[name]
@@ -93,7 +95,7 @@ class _Norm(Layer):
 
 @dataclass(frozen=True)
 class BatchNorm(_Norm):
-    """Normalise every feature (or channel) with mean and variance over the batch (and the image).
+    """Normalize every feature (or channel) with mean and variance over the batch (and the image).
 
     y = scale * (x - mean) / sd + bias, without an additive epsilon: the layer is exactly invariant to the
     scale of what feeds it, and constant features give ``bias``.
@@ -106,7 +108,7 @@ class BatchNorm(_Norm):
     :param use_scale: whether to learn a gain per feature.
     :param use_bias: whether to learn a shift per feature.
 
-    :raises ValueError: if there is only one value per feature to normalise with.
+    :raises ValueError: if there is only one value per feature to normalize with.
 
     Reference: Ioffe & Szegedy (2015), algorithm 1, with epsilon = 0.
 
@@ -121,11 +123,11 @@ class BatchNorm(_Norm):
 
     reach: ClassVar[Reach] = "unit"
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             raise shape_error(self, run.path, "at least one axis of features", x.shape)
         if run.given is not None:
-            return self._affine(run, self._normalise_with(run.given, run.path, x))
+            return self._affine(run, self._normalize_with(run.given, run.path, x))
         if x.size == x.shape[-1]:
             raise argument_error(
                 f"nn.BatchNorm at {run.path!r}" if run.path else "nn.BatchNorm",
@@ -136,7 +138,7 @@ class BatchNorm(_Norm):
         y, run.seen[run.path] = standardize(x, tuple(range(x.ndim - 1)))
         return self._affine(run, y)
 
-    def _normalise_with(self, given: Mapping[str, Moments], path: str, x: jax.Array) -> jax.Array:
+    def _normalize_with(self, given: Mapping[str, BatchStatistics], path: str, x: jax.Array) -> jax.Array:
         try:
             mean, sd = given[path]
         except KeyError:
@@ -152,7 +154,7 @@ class BatchNorm(_Norm):
 
 @dataclass(frozen=True)
 class LayerNorm(_Norm):
-    """Normalise the features of each data point with their own mean and variance.
+    """Normalize the features of each data point with their own mean and variance.
 
     y = scale * (x - mean) / sd + bias over the last axis, without an additive epsilon.
 
@@ -168,7 +170,7 @@ class LayerNorm(_Norm):
 
     reach: ClassVar[Reach] = "layer"
 
-    def forward(self, run: Run, x: jax.Array) -> jax.Array:
+    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             raise shape_error(self, run.path, "at least one axis of features", x.shape)
         return self._affine(run, standardize(x, (x.ndim - 1,))[0])

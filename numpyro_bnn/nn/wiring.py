@@ -28,23 +28,23 @@ class Wire(NamedTuple):
 class Segment:
     """A stretch of a network in which the values of every unit keep their meaning up to a common factor.
 
-    It begins where parameters write to the units and ends where others read them; a normalisation ends it and
+    It begins where parameters write to the units and ends where others read them; a normalization ends it and
     begins the next.
 
     :ivar units: number of units or channels.
     :ivar writers: affine parameters whose values are added into the units: kernels (output axis), biases, gains.
     :ivar readers: kernels that take the units as inputs.
-    :ivar norms: how far each normalisation that reads the units reaches: ``"unit"`` (batch), ``"layer"``,
+    :ivar norms: how far each normalization that reads the units reaches: ``"unit"`` (batch), ``"layer"``,
         or ``"image"``, a layer with its pixels (after ``Flatten``).
-    :ivar gains: gains of these normalisations.
+    :ivar gains: gains of these normalizations.
     :ivar homogeneous: whether every activation satisfies f(c x) = c f(x) for c > 0.
     :ivar odd: whether every activation satisfies f(-x) = -f(x).
     :ivar linear: whether there is no activation.
     :ivar pointwise: whether no maximum is taken over pixels, which may each be shifted by another number.
-    :ivar bound: whether something writes to the units that no parameter scales: inputs, a normalisation without gain.
+    :ivar bound: whether something writes to the units that no parameter scales: inputs, a normalization without gain.
     :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer of unknown kind.
-    :ivar before: segments whose normalisation begins this one.
-    :ivar flipped_with: the segments among them that change sign with it, because their normalisation has no gain.
+    :ivar before: segments whose normalization begins this one.
+    :ivar flipped_with: the segments among them that change sign with it, because their normalization has no gain.
 
     >>> Segment(3, writers=[Wire("Dense_0.kernel", 1)]).odd
     True
@@ -133,8 +133,8 @@ class Wiring:
         segment.odd &= odd
         segment.linear = False
 
-    def normalise(self, x: Feature, reach: Reach, gain: str | None, shift: str | None) -> Feature:
-        """A normalisation reads the features and begins a segment of its own."""
+    def normalize(self, x: Feature, reach: Reach, gain: str | None, shift: str | None) -> Feature:
+        """A normalization reads the features and begins a segment of its own."""
         gains = [Wire(gain, 0, x.repeats)] if gain else []
         shifts = [Wire(shift, 0, x.repeats)] if shift else []
         segment = self[x]

@@ -22,7 +22,7 @@ def upright(
     places: NDArray[np.float64],
     draws: NDArray[np.float64],
     level: float,
-    colour: str,
+    color: str,
     label: str,
     *,
     lying: bool = False,
@@ -33,6 +33,6 @@ def upright(
     ``dot`` is the size of the dot in points.
     """
     low, middle, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], axis=0, method="weibull")
-    (axis.hlines if lying else axis.vlines)(places, low, high, color=colour, linewidth=0.32 * dot)
+    (axis.hlines if lying else axis.vlines)(places, low, high, color=color, linewidth=0.32 * dot)
     at = (middle, places) if lying else (places, middle)
-    axis.plot(*at, linestyle="", marker="o", markersize=dot, color=colour, label=label)
+    axis.plot(*at, linestyle="", marker="o", markersize=dot, color=color, label=label)

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = [
     "COLUMN",
@@ -17,7 +17,7 @@ __all__ = [
     "OBSERVATION",
     "PALE",
     "axes",
-    "chain_colour",
+    "chain_color",
     "log_ticks",
     "pyplot",
     "styled",
@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Inches of one column of a two-column paper.
 COLUMN = 3.4
 
-# Colours that people with any colour vision tell apart (Okabe and Ito, 2008); grey tones differ as well.
+# Colors that people with any color vision tell apart (Okabe and Ito, 2008); gray tones differ as well.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 FUNCTION, MISSED = CYCLE[0], CYCLE[1]
 OBSERVATION, DATA = "#808080", "#000000"
@@ -59,8 +59,8 @@ SETTINGS = {
 }
 
 
-def chain_colour(chain: int) -> str:
-    """The colour of a chain, a member or a variable by its number."""
+def chain_color(chain: int) -> str:
+    """The color of a chain, a member or a variable by its number."""
     return CYCLE[chain % len(CYCLE)]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.plots import _read, _style
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def predictive_band(
 ) -> "Axes":
     """Mean and central intervals of the function and of observations along a one-dimensional input.
 
-    Blue bands are the uncertainty about the function (epistemic, it shrinks with data); grey ones add the
+    Blue bands are the uncertainty about the function (epistemic, it shrinks with data); gray ones add the
     noise of an observation.
 
     :param idata: result of ``to_inference_data`` with the group ``predictions`` (else the data are drawn).
@@ -94,16 +94,16 @@ def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _fill(
-    axis: "Axes", x: NDArray, draws: NDArray[np.float64], shares: Sequence[float], colour: str, name: str
+    axis: "Axes", x: NDArray, draws: NDArray[np.float64], shares: Sequence[float], color: str, name: str
 ) -> None:
     """Nested central intervals, the widest first and palest."""
     for place, share in enumerate(shares, start=1):
         low, high = np.quantile(draws, [(1 - share) / 2, (1 + share) / 2], axis=0, method="weibull")
         # Opaque tones: overlapping transparent ones would show levels that do not exist.
         strength = 0.15 + 0.35 * place / len(shares)
-        tone = 1 - strength * (1 - np.asarray(_rgb(colour)))
+        tone = 1 - strength * (1 - np.asarray(_rgb(color)))
         axis.fill_between(x, low, high, color=tone, linewidth=0, label=f"{name}, {100 * share:g} %")
 
 
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+def _rgb(color: str) -> tuple[float, ...]:
+    return tuple(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))

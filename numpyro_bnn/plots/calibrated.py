@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import metrics
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.plots import _read, _style
 from numpyro_bnn.plots._binomial import SPREAD, binomial_band, reliability_curve
 
@@ -27,7 +27,7 @@ def calibration(
     seed: int = 0,
     ax: Any = None,
 ) -> "NDArray[Any]":
-    """Two views of calibration; grey bands hold 95 % of what a calibrated model gives for as many points.
+    """Two views of calibration; gray bands hold 95 % of what a calibrated model gives for as many points.
 
     For numbers: the histogram of probability integral transforms (a hump is too wide a prediction, a valley
     too narrow a one) and the share of targets in central intervals of every level. For classes: how often
@@ -38,7 +38,7 @@ def calibration(
     :param group: ``"predictions"`` or ``"posterior_predictive"``; by default the first that has targets.
     :param target: name of the new targets in ``predictions_constant_data``; by default that of the site.
     :param bins: bins of the histogram.
-    :param seed: seed of the randomised transform.
+    :param seed: seed of the randomized transform.
     :param ax: two axes to draw on; by default those of a new figure.
     :return: the two axes.
     :raises ValueError: if there are no targets, or no draws of the site.

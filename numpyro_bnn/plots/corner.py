@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.plots import _read, _style
 
 __all__ = ["canonical_corner"]
@@ -28,7 +28,7 @@ def canonical_corner(
 ) -> "NDArray[Any]":
     """Pair plots of some weights: above the diagonal as they were drawn, below it after ``symmetry.canonical``.
 
-    One colour a chain. On the diagonal are the histograms of all chains, grey as drawn and blue in canonical form.
+    One color a chain. On the diagonal are the histograms of all chains, gray as drawn and blue in canonical form.
     Symmetries show above as mirror images and exchanged chains; what is left below is the posterior, or units that
     it does not tell apart.
 
@@ -78,7 +78,7 @@ def canonical_corner(
         axes[-1, row].set_xlabel(_text(chosen[row]))
     axes[0, 0].set_ylabel("")
     if ax is None:
-        title = "grey and above: as drawn; blue and below: canonical"
+        title = "gray and above: as drawn; blue and below: canonical"
         axes[0, 0].figure.suptitle(title, fontsize=8)
         axes[0, 0].figure.align_ylabels(list(axes[:, 0]))
     return axes
@@ -156,7 +156,7 @@ def _dots(axis: Any, x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
             x[chain, ::every],
             y[chain, ::every],
             s=size,
-            color=_style.chain_colour(chain),
+            color=_style.chain_color(chain),
             alpha=0.5,
             linewidths=0,
             rasterized=True,
@@ -167,9 +167,9 @@ def _histograms(
     axis: Any, before: NDArray[np.float64], after: NDArray[np.float64], ends: tuple[float, float], bins: int
 ) -> None:
     edges = np.linspace(*ends, bins + 1)
-    for values, colour, filled in ((before, _style.OBSERVATION, True), (after, _style.FUNCTION, False)):
+    for values, color, filled in ((before, _style.OBSERVATION, True), (after, _style.FUNCTION, False)):
         share = np.histogram(values, edges)[0] / values.size
-        axis.stairs(share, edges, fill=filled, color=colour, alpha=0.5 if filled else 1.0, linewidth=1.0)
+        axis.stairs(share, edges, fill=filled, color=color, alpha=0.5 if filled else 1.0, linewidth=1.0)
     axis.set_yticks([])
     axis.spines["left"].set_visible(False)
 

@@ -33,14 +33,14 @@ def example_results(num_points: int = 120, num_chains: int = 4, num_samples: int
     ['y', 'y_mean']
     """
     rng = np.random.default_rng(seed)
-    centres = np.linspace(-3.0, 3.0, 13)
+    centers = np.linspace(-3.0, 3.0, 13)
     x = np.sort(np.concatenate([rng.uniform(-2.0, -0.5, 30), rng.uniform(0.7, 2.0, 30)]))
     x_new = np.linspace(-2.5, 2.5, num_points)
     y, y_new = (_truth(inputs) + SIGMA * rng.normal(size=inputs.size) for inputs in (x, x_new))
-    phi, phi_new = _bumps(x, centres), _bumps(x_new, centres)
-    covariance = np.linalg.inv(phi.T @ phi / SIGMA**2 + np.eye(centres.size))
+    phi, phi_new = _bumps(x, centers), _bumps(x_new, centers)
+    covariance = np.linalg.inv(phi.T @ phi / SIGMA**2 + np.eye(centers.size))
     root = np.linalg.cholesky(covariance)
-    w = covariance @ phi.T @ y / SIGMA**2 + rng.normal(size=(num_chains, num_samples, centres.size)) @ root.T
+    w = covariance @ phi.T @ y / SIGMA**2 + rng.normal(size=(num_chains, num_samples, centers.size)) @ root.T
     groups = {"posterior": _arviz.dataset({"w": (("chain", "draw", "w_dim_0"), w)})}
     for name, features in (("posterior_predictive", phi), ("predictions", phi_new)):
         mean = w @ features.T
@@ -91,5 +91,5 @@ def _truth(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.sin(2 * x) + 0.3 * x
 
 
-def _bumps(x: NDArray[np.float64], centres: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.exp(-0.5 * ((x[:, None] - centres) / 0.5) ** 2)
+def _bumps(x: NDArray[np.float64], centers: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.exp(-0.5 * ((x[:, None] - centers) / 0.5) ** 2)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import metrics
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.plots import _read, _style
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ SCORES: dict[str, tuple[str, bool, Score]] = {
         lambda probs: metrics.uncertainty(probs).mutual_information,
     ),
     "entropy": ("entropy of the prediction [nats]", True, lambda probs: metrics.uncertainty(probs).total),
-    "doubt": ("1 - largest class probability", True, lambda probs: 1 - probs.mean(axis=(0, 1)).max(axis=-1)),
+    "max_prob": (
+        "1 - largest class probability",
+        True,
+        lambda probs: 1 - probs.mean(axis=(0, 1)).max(axis=-1),
+    ),
     "function_sd": ("sd of the function over draws", False, _spread),
 }
 
@@ -57,7 +61,7 @@ def ood_histograms(
 
     :param inside: result of ``to_inference_data`` with predictions at known points, or scores (N,) of them.
     :param outside: the same for foreign points, or several by name, e.g. ``{"MNIST": idata_mnist}``.
-    :param score: of class probabilities ``"mutual_information"`` (their default), ``"entropy"`` or ``"doubt"``, one
+    :param score: of class probabilities ``"mutual_information"`` (their default), ``"entropy"`` ``"max_prob"``, one
         minus the largest; of any function ``"function_sd"`` (the default of numbers); or a function from draws
         (C, S, N, ...) of probabilities, or of the mean, to scores (N,).
     :param site: observed site; by default the only one.
@@ -100,7 +104,7 @@ def ood_histograms(
             share,
             edges,
             fill=place == 0,
-            color=_style.OBSERVATION if place == 0 else _style.chain_colour(place - 1),
+            color=_style.OBSERVATION if place == 0 else _style.chain_color(place - 1),
             alpha=0.5 if place == 0 else 1.0,
             linewidth=1.2,
             label=label if place == 0 else f"{label}, {_auroc(known, values)}",

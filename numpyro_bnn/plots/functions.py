@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.plots import _read, _style
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def posterior_functions(
     ylabel: str | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draws of the function along a one-dimensional input, one colour a chain (or member of an ensemble).
+    """Draws of the function along a one-dimensional input, one color a chain (or member of an ensemble).
 
     Chains whose lines keep apart sample modes of their own; :func:`member_intervals` shows the same at points of
     several inputs.
@@ -72,10 +72,8 @@ def posterior_functions(
     for place, draw in enumerate(shown):
         for chain, draws in enumerate(function):
             label = f"{word} {chain}" if place == 0 and chains <= len(_style.CYCLE) else None
-            colour = _style.chain_colour(chain)
-            axis.plot(
-                values[order], draws[draw][order], color=colour, linewidth=0.7, alpha=faint, label=label
-            )
+            color = _style.chain_color(chain)
+            axis.plot(values[order], draws[draw][order], color=color, linewidth=0.7, alpha=faint, label=label)
     points = None if drawn.classes else _read.training_points(idata, drawn.site, name)
     if points is not None:
         dots = float(np.clip(60 / np.sqrt(len(points[0])), 1.0, 8.0))

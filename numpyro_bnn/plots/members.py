@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.plots import _intervals, _read, _style
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def member_intervals(
 ) -> "Axes":
     """Median and central interval of the function at some points, of every chain or member for itself.
 
-    Chains whose intervals do not meet sample modes of their own. Grey dashes are the targets, where there are any;
+    Chains whose intervals do not meet sample modes of their own. Gray dashes are the targets, where there are any;
     the points stand in the order of those.
 
     :param fits: result of ``to_inference_data``, or several of the same points by name, e.g. ``{"ensemble":
-        to_inference_data(mcmc, members=True), "MCLMC": idata}``: one colour each.
+        to_inference_data(mcmc, members=True), "MCLMC": idata}``: one color each.
     :param points: how many points, spread over the sorted targets, or their indices.
     :param level: probability inside the intervals, over the draws of one chain.
     :param site: observed site; by default the only one.
@@ -83,8 +83,8 @@ def member_intervals(
     for number, ((name, function), offsets) in enumerate(zip(functions.items(), places, strict=True)):
         for chain, offset in enumerate(offsets[: len(function)]):
             label = name if chain == 0 and name else "_"
-            colour = _style.chain_colour(chain if alone else number)
-            _intervals.upright(axis, at + offset, function[chain][:, chosen], level, colour, label, dot=dot)
+            color = _style.chain_color(chain if alone else number)
+            _intervals.upright(axis, at + offset, function[chain][:, chosen], level, color, label, dot=dot)
     if observed is not None and observed.size == sizes[first_name]:
         axis.hlines(observed[chosen], at - 0.45, at + 0.45, color="0.6", zorder=0, label="target")
     what = _read.label(held[first_name], first.group, first.site)

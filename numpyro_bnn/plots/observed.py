@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numpyro_bnn import metrics
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.plots import _read, _style
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def predicted_vs_observed(
     (axis,) = _style.axes(call, ax, size=(_style.COLUMN, _style.COLUMN))
     faint = float(np.clip(12 / np.sqrt(observed.size), 0.12, 0.6))
     dots = float(np.clip(60 / np.sqrt(observed.size), 1.5, 8.0))
-    for inside, colour in ((True, _style.FUNCTION), (False, _style.MISSED)):
+    for inside, color in ((True, _style.FUNCTION), (False, _style.MISSED)):
         these = coverage.inside == inside
-        axis.vlines(observed[these], low[these], high[these], color=colour, alpha=faint, linewidth=0.6)
+        axis.vlines(observed[these], low[these], high[these], color=color, alpha=faint, linewidth=0.6)
         label = f"{'inside' if inside else 'outside'} its {100 * level:g} % interval"
-        axis.scatter(observed[these], mean[these], s=dots, color=colour, linewidths=0, zorder=3, label=label)
+        axis.scatter(observed[these], mean[these], s=dots, color=color, linewidths=0, zorder=3, label=label)
     ends = [min(observed.min(), low.min()), max(observed.max(), high.max())]
     axis.plot(ends, ends, color=_style.DATA, linewidth=0.6, zorder=2)
     axis.set_aspect("equal")

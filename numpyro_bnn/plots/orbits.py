@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.plots import _style
 
 __all__ = ["orbit_traces"]
@@ -23,7 +23,7 @@ def orbit_traces(
     labels: Mapping[str, str] | None = None,
     ax: Any = None,
 ) -> "NDArray[Any]":
-    """Trace of each orbit coordinate, one colour a chain, with R-hat and effective sample size.
+    """Trace of each orbit coordinate, one color a chain, with R-hat and effective sample size.
 
     Along an orbit the posterior is the prior, and moves along it mix at once; a gradient sampler drifts there.
 
@@ -32,7 +32,7 @@ def orbit_traces(
         ``symmetry.invariants``.
     :param names: which of them, in this order; by default all.
     :param unit: index of the hidden unit, where a coordinate has several.
-    :param exact: name -> (low, middle, high), an interval and the mean that are known: a grey band with a line.
+    :param exact: name -> (low, middle, high), an interval and the mean that are known: a gray band with a line.
     :param labels: name -> label of the y axis; without one the name stands above.
     :param ax: one axes a coordinate to draw on; by default those of a new figure, one column wide.
     :return: the axes, one a coordinate.
@@ -58,8 +58,8 @@ def orbit_traces(
             axis.axhspan(low, high, color=_style.PALE, linewidth=0, zorder=0)
             axis.axhline(middle, color=_style.DATA, linewidth=0.6, zorder=3)
         for chain, values in enumerate(draws):
-            colour = _style.chain_colour(chain)
-            axis.plot(values, color=colour, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
+            color = _style.chain_color(chain)
+            axis.plot(values, color=color, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
         rhat, size = float(_arviz.rhat(draws)), float(_arviz.ess(draws))
         what = "" if name in (labels or {}) else f"{name}: "
         axis.set_title(f"{what}R-hat {rhat:.2f}, ESS {size:.0f}", loc="left", fontsize=7, pad=2)

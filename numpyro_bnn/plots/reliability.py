@@ -26,7 +26,7 @@ def reliability_diagram(
 ) -> "Axes":
     """How often the most probable class is right, by its probability, and how many points have that probability.
 
-    Grey bars hold 95 % of the shares that as many points of a calibrated model would have (binomial); the
+    Gray bars hold 95 % of the shares that as many points of a calibrated model would have (binomial); the
     histogram is the share of points in each bin. For predicted numbers draw :func:`calibration`.
 
     :param idata: result of ``to_inference_data`` of a classifier whose predictions have labels (else the data are

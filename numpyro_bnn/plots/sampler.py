@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.plots import _read, _style
 
 __all__ = ["sampler_traces"]
@@ -35,10 +35,10 @@ STATISTICS = {
 
 @_style.styled
 def sampler_traces(idata: Any, var_names: Sequence[str] | None = None, *, ax: Any = None) -> "NDArray[Any]":
-    """Traces of what the kernel tells of each draw, one colour a chain, with means and their Monte Carlo errors.
+    """Traces of what the kernel tells of each draw, one color a chain, with means and their Monte Carlo errors.
 
     Where it is known what a mean should be (temperatures: that of the target; energy variance of ``infer.MCLMC``:
-    what its steps are steered to) a black line stands there, in a grey band of two standard errors of the mean. The
+    what its steps are steered to) a black line stands there, in a gray band of two standard errors of the mean. The
     mean is a dotted line: outside of the band it is not what it should be. (A logarithmic axis has no band
     that reaches below 0.)
 
@@ -74,8 +74,8 @@ def sampler_traces(idata: Any, var_names: Sequence[str] | None = None, *, ax: An
         draws = _read.chains_first(stats, name)
         draws = draws.mean(axis=tuple(range(2, draws.ndim)))
         for chain, values in enumerate(draws):
-            colour = _style.chain_colour(chain)
-            axis.plot(values, color=colour, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
+            color = _style.chain_color(chain)
+            axis.plot(values, color=color, linewidth=0.5, alpha=0.8, label=f"chain {chain}")
         if known.log and (draws[np.isfinite(draws)] > 0).all():
             _style.log_ticks(axis.yaxis)
         else:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.plots import _intervals, _read, _style
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ def relevance(
     (axis,) = _style.axes(call, ax, size=(_style.COLUMN, max(1.4, room)))
     for place, (label, offset) in enumerate(zip(groups, _intervals.offsets(len(groups)), strict=True)):
         values = groups[label].reshape(-1, size)[:, order]
-        _intervals.upright(
-            axis, places + offset, values, level, _style.chain_colour(place), label, lying=True
-        )
+        _intervals.upright(axis, places + offset, values, level, _style.chain_color(place), label, lying=True)
     _style.log_ticks(axis.xaxis)
     axis.set_yticks(places, [inputs[i] for i in order])
     axis.set_ylim(size - 0.5, -0.5)

@@ -6,7 +6,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from numpyro_bnn import metrics
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.plots import _read, _style
 
 __all__ = ["function_trace"]
@@ -23,7 +23,7 @@ def function_trace(
     ylabel: str | None = None,
     ax: Any = None,
 ) -> "NDArray[Any]":
-    """Trace of the function at chosen inputs, one colour a chain, with R-hat and effective sample sizes.
+    """Trace of the function at chosen inputs, one color a chain, with R-hat and effective sample sizes.
 
     :param idata: result of ``to_inference_data`` with predictions (else the function at the data is drawn).
     :param points: how many points, spread over the data, or their indices.
@@ -56,7 +56,7 @@ def function_trace(
     for place, (axis, point) in enumerate(zip(axes, chosen, strict=True)):
         for chain, values in enumerate(function[:, :, point]):
             axis.plot(
-                values, color=_style.chain_colour(chain), linewidth=0.5, alpha=0.8, label=f"chain {chain}"
+                values, color=_style.chain_color(chain), linewidth=0.5, alpha=0.8, label=f"chain {chain}"
             )
         sizes = f"ESS {found.ess_bulk[place]:.0f} bulk, {found.ess_tail[place]:.0f} tail"
         axis.set_title(

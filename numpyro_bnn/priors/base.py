@@ -15,8 +15,8 @@ from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn.nn import Shape, fan_in, input_axis, output_axis, role
 
 __all__ = ["NonCentered", "Prior", "check_positive", "gaussian", "noncenter", "unit_shape"]
@@ -25,7 +25,7 @@ __all__ = ["NonCentered", "Prior", "check_positive", "gaussian", "noncenter", "u
 class NonCentered(dist.TransformedDistribution):
     """A transformed unit normal that asks to be sampled in the space of its base.
 
-    As a distribution it is the ordinary, centred one. :func:`noncenter` turns a latent site with it into a
+    As a distribution it is the ordinary, centered one. :func:`noncenter` turns a latent site with it into a
     ``<name>_base`` site and a deterministic site.
     """
 
@@ -36,7 +36,7 @@ def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
 
 
 class _NonCenter(handlers.reparam):
-    """Reparameterisation that names its sites once where scopes stand inside it.
+    """Reparameterization that names its sites once where scopes stand inside it.
 
     NumPyro's module functions open their scope inside the model. The name that arrives here then has the prefix
     already, and the ``<name>_base`` site, sampled while that scope is still active, would get it again.
@@ -61,7 +61,7 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
     the same with and without; the geometry that a gradient sampler sees is not.
 
     :param model: a NumPyro model; without it the result is a context manager.
-    :return: the model with a site ``w`` of a non-centred prior replaced by a sample site ``w_base`` ~ N(0, 1)
+    :return: the model with a site ``w`` of a non-centered prior replaced by a sample site ``w_base`` ~ N(0, 1)
         and a deterministic site ``w``.
 
     >>> import numpyro
@@ -77,7 +77,7 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
 
 
 def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Distribution:
-    """Independent N(0, scale^2) of ``shape``; non-centred unless asked otherwise."""
+    """Independent N(0, scale^2) of ``shape``; non-centered unless asked otherwise."""
     if centered:
         return dist.Normal(0.0, scale)
     unit = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape))
@@ -122,12 +122,12 @@ class Prior(ABC):
     """Base of every prior family: a callable ``(name, shape) -> Distribution`` that may sample hyper-sites.
 
     The role of a parameter is read from its name (:func:`~numpyro_bnn.nn.role`). Families define what a
-    *kernel* gets; biases are N(0, bias_scale^2) and normalisation gains N(1, gain_scale^2).
+    *kernel* gets; biases are N(0, bias_scale^2) and normalization gains N(1, gain_scale^2).
 
     :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior of functions has a
         limit as layers get wide.
     :param bias_scale: prior sd of biases.
-    :param gain_scale: prior sd of the gains of normalisation layers around 1.
+    :param gain_scale: prior sd of the gains of normalization layers around 1.
 
     >>> import jax
     >>> from numpyro_bnn import priors
@@ -154,7 +154,7 @@ class Prior(ABC):
         return dist.Normal(0.0, self.bias_scale)
 
     def scale(self, name: str, shape: Shape) -> dist.Distribution:
-        """Prior of the gains of normalisation layers."""
+        """Prior of the gains of normalization layers."""
         return dist.Normal(1.0, self.gain_scale)
 
     def fan_in_factor(self, name: str, shape: Shape) -> float:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpyro.distributions as dist
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.nn import Shape
 
 __all__ = ["BySite", "PriorLike", "as_prior"]

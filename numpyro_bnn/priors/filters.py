@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.nn import Shape, inputs_first
 from numpyro_bnn.priors.base import NonCentered, Prior, check_positive
 from numpyro_bnn.priors.independent import Normal

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._group_student import GroupStudentT
 from numpyro_bnn.nn import Shape
 from numpyro_bnn.priors.base import Prior, check_positive, gaussian
@@ -56,7 +56,7 @@ class GammaPrecision(Prior):
                 "priors.GammaPrecision",
                 "marginal",
                 "True with `centered=True`",
-                "Without precision there is nothing to centre on: pass one of them.",
+                "Without precision there is nothing to center on: pass one of them.",
             )
 
     def _group(self, name: str, shape: Shape, width: float) -> dist.Distribution:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._errors import unknown_name
+from numpyro_bnn._checks import unknown_name
 from numpyro_bnn.nn import Shape
 from numpyro_bnn.priors.base import Prior, check_positive, gaussian, unit_shape
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpyro.distributions as dist
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn import Shape
 from numpyro_bnn.priors.base import Prior, check_positive
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 
 __all__ = ["Arguments", "bind", "for_prediction"]
 
@@ -65,7 +65,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
     for length in {np.shape(value)[0] for value in arguments.arrays.values()}:
         # Arguments of one length in the run are rows of one table, and stay so.
         together = {k: v for k, v in arrays.items() if np.shape(arguments.values[k])[:1] == (length,)}
-        _checks.same_length(CALL, **together)
+        _checks.check_same_length(CALL, **together)
     _check_left_out(arguments, arrays, observed)
     parameters = arguments.signature.parameters
     dropped = {
@@ -76,7 +76,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
 
 def _check_like(name: str, value: Any, old: Any) -> None:
     if np.issubdtype(np.asarray(value).dtype, np.floating):
-        _checks.finite(CALL, f"predictions[{name!r}]", value)
+        _checks.check_finite(CALL, f"predictions[{name!r}]", value)
     if _is_array(old) and np.shape(value)[1:] != np.shape(old)[1:]:
         raise argument_error(
             CALL,

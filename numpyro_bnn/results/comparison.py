@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._table import text_table
 
 __all__ = ["LOO", "LOOComparison", "compare_loo", "loo"]

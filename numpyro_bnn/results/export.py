@@ -12,8 +12,8 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.results.arguments import Arguments, for_prediction
 from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text
@@ -59,7 +59,7 @@ def to_inference_data(
       that are functions of arguments (kept out of ``posterior``, which is about parameters).
     - ``log_likelihood``: pointwise, at the training data.
     - ``predictions``: the same as ``posterior_predictive`` at new inputs, and ``y_log_likelihood`` where new
-      targets are given. Batch normalisations use the statistics of the
+      targets are given. Batch normalizations use the statistics of the
       training data under each draw.
     - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer import MCMC
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.results.arguments import Arguments, bind

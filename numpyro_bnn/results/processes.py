@@ -8,7 +8,7 @@ import numpy as np
 from scipy.stats import norm
 
 from numpyro_bnn import _arviz, _checks
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.infinite import GPRegression
 
 __all__ = ["process_attrs", "process_groups"]
@@ -88,11 +88,11 @@ def _new_inputs(gp: GPRegression, predictions: Mapping[str, Any] | None) -> dict
     new = {name: np.asarray(value) for name, value in predictions.items()}
     for name, old in (("x", gp.x), ("y", gp.y)):
         if name in new:
-            _checks.finite(CALL, f"predictions[{name!r}]", new[name])
+            _checks.check_finite(CALL, f"predictions[{name!r}]", new[name])
             if new[name].shape[1:] != old.shape[1:] or new[name].ndim != old.ndim:
                 instead = f"Pass (M, *{old.shape[1:]}), one row per new point."
                 raise argument_error(CALL, f"predictions[{name!r}]", f"shape {new[name].shape}", instead)
-    _checks.same_length(CALL, **new)
+    _checks.check_same_length(CALL, **new)
     return new
 
 

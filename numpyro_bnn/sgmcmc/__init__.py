@@ -3,11 +3,27 @@
 from numpyro_bnn.sgmcmc.engine import Sampler, Seeds, State, Statistics, build, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import SVRG, ControlVariates, Full, Minibatch
 from numpyro_bnn.sgmcmc.hamiltonian import HMC
+from numpyro_bnn.sgmcmc.interfaces import (
+    Dynamics,
+    Evaluation,
+    Gradient,
+    Preconditioner,
+    StepContext,
+    StepRandomness,
+    StepResult,
+)
 from numpyro_bnn.sgmcmc.metropolis import GGMC, MALA
 from numpyro_bnn.sgmcmc.microcanonical import Direction, Microcanonical, MicrocanonicalMetropolis
-from numpyro_bnn.sgmcmc.minibatches import Epochs, Keys, Nothing, Rows, Stream, Together, WithReplacement
+from numpyro_bnn.sgmcmc.minibatches import (
+    Epochs,
+    FullData,
+    Keys,
+    ProductStream,
+    Rows,
+    Stream,
+    WithReplacement,
+)
 from numpyro_bnn.sgmcmc.overdamped import Overdamped
-from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Evaluation, Gradient, Move, Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import (
     Blocks,
     Curvature,
@@ -35,12 +51,12 @@ __all__ = [
     "ControlVariates",
     "SVRG",
     "Stream",
-    "Nothing",
+    "FullData",
     "WithReplacement",
     "Epochs",
     "Keys",
     "Rows",
-    "Together",
+    "ProductStream",
     "Dynamics",
     "Overdamped",
     "BAOAB",
@@ -66,8 +82,8 @@ __all__ = [
     "constant",
     "polynomial",
     "cyclical",
-    "Draw",
-    "Environment",
+    "StepRandomness",
+    "StepContext",
     "Evaluation",
-    "Move",
+    "StepResult",
 ]

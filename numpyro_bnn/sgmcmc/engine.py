@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error, check_count, check_number
 from numpyro_bnn.sgmcmc import noise
-from numpyro_bnn.sgmcmc.parts import (
-    Draw,
+from numpyro_bnn.sgmcmc.interfaces import (
     Dynamics,
-    Environment,
     Evaluation,
     Gradient,
-    Move,
     Preconditioner,
-    check_count,
-    check_number,
+    StepContext,
+    StepRandomness,
+    StepResult,
     squared_norm,
 )
 from numpyro_bnn.sgmcmc.preconditioners import Identity
@@ -28,7 +26,7 @@ from numpyro_bnn.sgmcmc.schedules import Schedule, as_schedule
 
 __all__ = ["Sampler", "State", "Seeds", "Statistics", "build", "fresh_seeds", "reset_statistics"]
 
-# Numbers drawn ahead in one block: enough to amortise the cost of a draw, few enough to stay in cache.
+# Numbers drawn ahead in one block: enough to amortize the cost of a draw, few enough to stay in cache.
 _BLOCK_NORMALS, _BLOCK_STEPS = 2**15, 64
 # Most memory for the rows of data of a block.
 _BLOCK_BYTES = 2**21
@@ -155,17 +153,19 @@ class Sampler:
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
 
-    def refresh(self, state: State, recentre: bool | jax.Array = False) -> State:
+    def refresh(self, state: State, recenter: bool | jax.Array = False) -> State:
         """Recompute what the state caches of the target, after its position or the target has changed.
 
-        :param recentre: move the centre of control variates to the position instead of keeping it.
+        :param recenter: move the center of control variates to the position instead of keeping it.
         :return: the state with fresh gradients and potentials; momenta and thermostat stay.
         """
-        kept_centre = state.position if state.estimator == () else state.estimator.position
-        centre = jnp.where(recentre, state.position, kept_centre)
-        estimator = self.gradient.init(centre)
+        kept_center = state.position if state.estimator == () else state.estimator.position
+        center = jnp.where(recenter, state.position, kept_center)
+        estimator = self.gradient.init(center)
         fresh = self._start_memory(state.position, state.step, state.seeds, estimator, state.adaptation)
-        kept = {n: getattr(state.memory, n) for n in self.dynamics.kept if hasattr(state.memory, n)}
+        kept = {
+            n: getattr(state.memory, n) for n in self.dynamics.persistent_fields if hasattr(state.memory, n)
+        }
         return state._replace(estimator=estimator, memory=fresh._replace(**kept) if kept else fresh)
 
     def step(self, state: State) -> State:
@@ -251,7 +251,7 @@ class Sampler:
         self, position: jax.Array, step: jax.Array, seeds: Seeds, estimator: Any, adaptation: Any
     ) -> Any:
         """Memory of a dynamics that starts at a position: momenta drawn, gradients evaluated."""
-        draw = Draw(
+        draw = StepRandomness(
             noise.normal(seeds.start, step, position.shape[0], position.dtype)[None],
             self.gradient.stream.draw(seeds.start_batch, step),
             jnp.ones((), position.dtype),
@@ -259,7 +259,7 @@ class Sampler:
         environment = self._environment(estimator, adaptation, step, jnp.asarray(False), position.dtype)
         return self.dynamics.init(environment, position, draw)
 
-    def _draw(self, seeds: Seeds, step: jax.Array, position: jax.Array) -> Draw:
+    def _draw(self, seeds: Seeds, step: jax.Array, position: jax.Array) -> StepRandomness:
         """Make all random numbers of one step."""
         rows, batches, size = self.dynamics.rows, self.dynamics.batches, position.shape[0]
         flat = noise.normal(seeds.noise, step, rows * size, position.dtype)
@@ -269,18 +269,20 @@ class Sampler:
         else:
             counters = step * batches + lax.iota(jnp.int32, batches)
             batch = jax.vmap(stream.draw, (None, 0))(seeds.batch, counters)
-        return Draw(flat.reshape(rows, size), batch, noise.uniform(seeds.uniform, step, position.dtype))
+        return StepRandomness(
+            flat.reshape(rows, size), batch, noise.uniform(seeds.uniform, step, position.dtype)
+        )
 
     def _environment(
         self, estimator: Any, adaptation: Any, step: jax.Array, warming: jax.Array, dtype: Any
-    ) -> Environment:
+    ) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)
             return Evaluation(
                 position, potential, gradient, self.preconditioner.update(adaptation, gradient, warming)
             )
 
-        return Environment(
+        return StepContext(
             evaluate,
             self.preconditioner.root,
             self.preconditioner.transpose,
@@ -289,7 +291,7 @@ class Sampler:
             jnp.asarray(self.temperature(step), dtype),
         )
 
-    def _advance(self, state: State, draw: Draw) -> State:
+    def _advance(self, state: State, draw: StepRandomness) -> State:
         """Make one step with given random numbers; a step that is not finite freezes the chain."""
         step, dtype = state.step, state.position.dtype
         estimator, renewals = self.gradient.refresh(state.estimator, state.position, step)
@@ -322,7 +324,9 @@ class Sampler:
             first_divergence=jnp.where(newly, step, state.first_divergence),
         )
 
-    def _count(self, statistics: Statistics, move: Move, virial: jax.Array, spent: jax.Array) -> Statistics:
+    def _count(
+        self, statistics: Statistics, move: StepResult, virial: jax.Array, spent: jax.Array
+    ) -> Statistics:
         count, size = statistics.num_steps + 1, move.position.shape[0]
         weight = 1.0 / count.astype(virial.dtype)
         momentum = self.dynamics.momentum(move.memory)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.sgmcmc.ahead import separate
-from numpyro_bnn.sgmcmc.minibatches import Nothing, Stream
-from numpyro_bnn.sgmcmc.parts import Gradient, check_count
+from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn.sgmcmc.hoisting import separate
+from numpyro_bnn.sgmcmc.interfaces import Gradient
+from numpyro_bnn.sgmcmc.minibatches import FullData, Stream
 
-__all__ = ["Full", "Minibatch", "ControlVariates", "SVRG", "Centre"]
+__all__ = ["Full", "Minibatch", "ControlVariates", "SVRG", "Center"]
 
 Potential = Callable[[jax.Array, Any], jax.Array]
 FullPotential = Callable[[jax.Array], jax.Array]
@@ -45,7 +45,7 @@ class Full(Gradient):
     """
 
     potential_fn: FullPotential
-    stream: Stream = field(default=Nothing(), init=False)
+    stream: Stream = field(default=FullData(), init=False)
 
     def __call__(self, state: Any, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
         return jax.value_and_grad(self.potential_fn)(position)
@@ -78,7 +78,7 @@ class Minibatch(Gradient):
         return _separate(self, position, batch)
 
 
-class Centre(NamedTuple):
+class Center(NamedTuple):
     """A position (P,) with the full potential and full gradient (P,) there."""
 
     position: jax.Array
@@ -88,17 +88,17 @@ class Centre(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ControlVariates(Gradient):
-    r"""Minibatch gradients with a control variate at a fixed centre, best a posterior mode.
+    r"""Minibatch gradients with a control variate at a fixed center, best a posterior mode.
 
     .. math:: \tilde g(q) = \nabla U(\hat q) + \nabla \tilde U_b(q) - \nabla \tilde U_b(\hat q)
 
-    with the same minibatch b at both points. Unbiased for every centre; its variance falls with the squared distance
-    from the centre. Start the chain there.
+    with the same minibatch b at both points. Unbiased for every center; its variance falls with the squared distance
+    from the center. Start the chain there.
 
     :param potential_fn: ``potential_fn(position, batch) -> U~``, scaled to the full data.
     :param full_potential_fn: ``full_potential_fn(position) -> U``; evaluated once.
     :param stream: source of minibatches.
-    :param centre: (P,); default the initial position of the chain.
+    :param center: (P,); default the initial position of the chain.
 
     Reference: Baker, Fearnhead, Fox and Nemeth (2019), section 3.1.
 
@@ -115,22 +115,22 @@ class ControlVariates(Gradient):
     potential_fn: Potential
     full_potential_fn: FullPotential
     stream: Stream
-    centre: jax.Array | None = None
+    center: jax.Array | None = None
 
     evaluations = 2
 
-    def init(self, position: jax.Array) -> Centre:
-        centre = position if self.centre is None else jnp.asarray(self.centre, position.dtype)
-        if centre.shape != position.shape:
+    def init(self, position: jax.Array) -> Center:
+        center = position if self.center is None else jnp.asarray(self.center, position.dtype)
+        if center.shape != position.shape:
             raise argument_error(
                 "sgmcmc.ControlVariates",
-                "centre",
-                f"shape {centre.shape}",
+                "center",
+                f"shape {center.shape}",
                 f"Pass a flat vector like the position, {position.shape}.",
             )
-        return _centre_at(self.full_potential_fn, centre)
+        return _center_at(self.full_potential_fn, center)
 
-    def __call__(self, state: Centre, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, state: Center, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
         here = _value_and_grad(self.potential_fn, position, batch)
         there = _value_and_grad(self.potential_fn, state.position, batch)
         return state.potential + (here[0] - there[0]), state.gradient + (here[1] - there[1])
@@ -141,7 +141,7 @@ class ControlVariates(Gradient):
 
 @dataclass(frozen=True, eq=False)
 class SVRG(ControlVariates):
-    """Control variates whose centre is renewed, with one full gradient, every ``period`` steps.
+    """Control variates whose center is renewed, with one full gradient, every ``period`` steps.
 
     The estimate depends on the history of the chain, so the exact minibatch samplers refuse it. Chains run under
     ``jax.vmap`` pay the full gradient at every step; run such chains one after the other.
@@ -152,8 +152,8 @@ class SVRG(ControlVariates):
     Reference: Dubey et al. (2016), algorithm 2.
 
     >>> import jax.numpy as jnp
-    >>> from numpyro_bnn.sgmcmc.minibatches import Nothing
-    >>> estimate = SVRG(lambda q, batch: q @ q, lambda q: q @ q, Nothing(), period=2)
+    >>> from numpyro_bnn.sgmcmc.minibatches import FullData
+    >>> estimate = SVRG(lambda q, batch: q @ q, lambda q: q @ q, FullData(), period=2)
     >>> state, count = estimate.refresh(estimate.init(jnp.zeros(1)), jnp.ones(1), jnp.int32(2))
     >>> state.gradient.tolist(), int(count)
     ([2.0], 1)
@@ -166,9 +166,9 @@ class SVRG(ControlVariates):
 
     markov = False
 
-    def refresh(self, state: Centre, position: jax.Array, step: jax.Array) -> tuple[Centre, jax.Array]:
+    def refresh(self, state: Center, position: jax.Array, step: jax.Array) -> tuple[Center, jax.Array]:
         due = (step > 0) & (step % self.period == 0)
-        renewed = lax.cond(due, lambda: _centre_at(self.full_potential_fn, position), lambda: state)
+        renewed = lax.cond(due, lambda: _center_at(self.full_potential_fn, position), lambda: state)
         return renewed, due.astype(jnp.int32)
 
 
@@ -177,5 +177,5 @@ def _separate(estimator: Any, position: jax.Array, batch: Any) -> tuple[Callable
     return prepare, replace(estimator, potential_fn=finish)
 
 
-def _centre_at(full_potential_fn: FullPotential, position: jax.Array) -> Centre:
-    return Centre(position, *jax.value_and_grad(full_potential_fn)(position))
+def _center_at(full_potential_fn: FullPotential, position: jax.Array) -> Center:
+    return Center(position, *jax.value_and_grad(full_potential_fn)(position))

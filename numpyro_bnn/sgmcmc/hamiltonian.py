@@ -9,19 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.stats import norm
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.sgmcmc.metropolis import accept, check_all_data, select
-from numpyro_bnn.sgmcmc.parts import (
-    Draw,
+from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn.sgmcmc.interfaces import (
     Dynamics,
-    Environment,
     Evaluation,
     Gradient,
-    Move,
-    check_count,
-    check_number,
+    StepContext,
+    StepRandomness,
+    StepResult,
     squared_norm,
 )
+from numpyro_bnn.sgmcmc.metropolis import accept, check_all_data, select
 from numpyro_bnn.sgmcmc.underdamped import refreshed
 
 __all__ = ["HMC", "Phase"]
@@ -87,10 +85,12 @@ class HMC(Dynamics):
     def check(self, gradient: Gradient) -> None:
         check_all_data("sgmcmc.HMC", gradient)
 
-    def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Phase:
+    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Phase:
         return Phase(jnp.sqrt(environment.temperature) * draw.noise[0])
 
-    def step(self, environment: Environment, position: jax.Array, memory: Phase, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Phase, draw: StepRandomness
+    ) -> StepResult:
         temperature = environment.temperature
         rate = jnp.asarray(math.inf if self.momentum_decay == 1 else -math.log1p(-self.momentum_decay))
         start = refreshed(memory.momentum, draw.noise[0], rate, temperature)
@@ -102,14 +102,19 @@ class HMC(Dynamics):
         error = there.potential - here.potential + 0.5 * (squared_norm(end) - squared_norm(start))
         accepted, probability = accept(-error / temperature, draw.uniform)
         kept, momentum = select(accepted, (there.position, end), (position, self.after_rejection(start)))
-        return Move(kept, Phase(momentum), here, probability)
+        return StepResult(kept, Phase(momentum), here, probability)
 
     def after_rejection(self, momentum: jax.Array) -> jax.Array:
         """Return the momentum with which a rejected trajectory goes on: minus the one it started with."""
         return -momentum
 
     def _leapfrog(
-        self, environment: Environment, here: Evaluation, momentum: jax.Array, h: jax.Array, draw: Draw
+        self,
+        environment: StepContext,
+        here: Evaluation,
+        momentum: jax.Array,
+        h: jax.Array,
+        draw: StepRandomness,
     ) -> tuple[Evaluation, jax.Array]:
         adaptation = environment.adaptation
 

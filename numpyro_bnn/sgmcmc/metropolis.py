@@ -8,19 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.sgmcmc.minibatches import Nothing
-from numpyro_bnn.sgmcmc.parts import (
-    Draw,
+from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn.sgmcmc.interfaces import (
     Dynamics,
-    Environment,
     Evaluation,
     Gradient,
-    Move,
-    check_count,
-    check_number,
+    StepContext,
+    StepRandomness,
+    StepResult,
     squared_norm,
 )
+from numpyro_bnn.sgmcmc.minibatches import FullData
 from numpyro_bnn.sgmcmc.underdamped import refreshed
 
 __all__ = ["MALA", "GGMC", "Trajectory"]
@@ -57,7 +55,7 @@ def check_all_data(
     >>> from numpyro_bnn.sgmcmc import Full
     >>> check_all_data("sgmcmc.MALA", Full(lambda q: q @ q))
     """
-    if not isinstance(gradient.stream, Nothing):
+    if not isinstance(gradient.stream, FullData):
         raise argument_error(call, "gradient", type(gradient).__name__, instead)
 
 
@@ -84,10 +82,12 @@ class MALA(Dynamics):
     def check(self, gradient: Gradient) -> None:
         check_all_data("sgmcmc.MALA", gradient)
 
-    def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Evaluation:
+    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Evaluation:
         return environment.evaluate(position, draw.batch)
 
-    def step(self, environment: Environment, position: jax.Array, memory: Evaluation, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Evaluation, draw: StepRandomness
+    ) -> StepResult:
         h, temperature = jnp.sqrt(environment.step_size), environment.temperature
         adaptation = environment.adaptation
         start = jnp.sqrt(temperature) * draw.noise[0]
@@ -97,7 +97,7 @@ class MALA(Dynamics):
         error = seen.potential - memory.potential + 0.5 * (squared_norm(end) - squared_norm(start))
         accepted, probability = accept(-error / temperature, draw.uniform)
         kept = select(accepted, seen, memory._replace(adaptation=adaptation))
-        return Move(kept.position, kept, kept, probability)
+        return StepResult(kept.position, kept, kept, probability)
 
 
 class Trajectory(NamedTuple):
@@ -163,25 +163,27 @@ class GGMC(Dynamics):
                 "Its minibatches depend on the past of the chain: sample with replacement, without SVRG.",
             )
 
-    def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Trajectory:
+    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Trajectory:
         start = jnp.sqrt(environment.temperature) * draw.noise[0]
         return Trajectory(start, self.full_potential_fn(position))
 
-    def step(self, environment: Environment, position: jax.Array, memory: Trajectory, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Trajectory, draw: StepRandomness
+    ) -> StepResult:
         end, momentum, work, seen = self._simulate(environment, position, memory.momentum, draw)
         potential = self.full_potential_fn(end)
         error = potential - memory.potential + work
         accepted, probability = accept(-error / environment.temperature, draw.uniform)
         back = (position, Trajectory(self.after_rejection(memory.momentum), memory.potential))
         kept, trajectory = select(accepted, (end, Trajectory(momentum, potential)), back)
-        return Move(kept, trajectory, seen, probability)
+        return StepResult(kept, trajectory, seen, probability)
 
     def after_rejection(self, momentum: jax.Array) -> jax.Array:
         """Return the momentum with which a rejected trajectory goes on: minus the one it started with."""
         return -momentum
 
     def _simulate(
-        self, environment: Environment, position: jax.Array, momentum: jax.Array, draw: Draw
+        self, environment: StepContext, position: jax.Array, momentum: jax.Array, draw: StepRandomness
     ) -> tuple[jax.Array, jax.Array, jax.Array, Evaluation]:
         """Return the end (theta_L, r_L), the sum of kinetic changes, and the first evaluation."""
         h, adaptation = jnp.sqrt(environment.step_size), environment.adaptation

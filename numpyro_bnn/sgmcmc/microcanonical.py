@@ -7,19 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error, unknown_name
-from numpyro_bnn.sgmcmc.metropolis import accept, check_all_data, select
-from numpyro_bnn.sgmcmc.parts import (
-    Draw,
+from numpyro_bnn._checks import argument_error, check_count, check_number, unknown_name
+from numpyro_bnn.sgmcmc.interfaces import (
     Dynamics,
-    Environment,
     Evaluation,
     Gradient,
-    Move,
-    check_count,
-    check_number,
+    StepContext,
+    StepRandomness,
+    StepResult,
     squared_norm,
 )
+from numpyro_bnn.sgmcmc.metropolis import accept, check_all_data, select
 
 __all__ = ["INTEGRATORS", "Direction", "Microcanonical", "MicrocanonicalMetropolis"]
 
@@ -56,7 +54,7 @@ def turn(direction: jax.Array, slope: jax.Array, time: jax.Array) -> tuple[jax.A
     """Turn a unit vector (P,) towards ``slope`` for a while; return it, the change of the kinetic energy, and delta.
 
     With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
-    is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalised, and minus the energy is the logarithm of the
+    is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized, and minus the energy is the logarithm of the
     Jacobian of this map of the sphere.
     """
     freedom = slope.shape[0] - 1
@@ -65,7 +63,7 @@ def turn(direction: jax.Array, slope: jax.Array, time: jax.Array) -> tuple[jax.A
     delta = time * norm / freedom
     along = jnp.clip(jnp.vdot(direction, slope) / norm, -1.0, 1.0)
     zeta = jnp.exp(-delta)
-    # The length of what is normalised; known, so that it need not be measured.
+    # The length of what is normalized; known, so that it need not be measured.
     length = jnp.maximum(1.0 + along + (1.0 - along) * zeta**2, tiny)
     towards = (1.0 - zeta) * (1.0 + zeta + along * (1.0 - zeta)) / (length * norm)
     # log(cosh delta + along sinh delta), without the cancellation of that form.
@@ -74,7 +72,7 @@ def turn(direction: jax.Array, slope: jax.Array, time: jax.Array) -> tuple[jax.A
     return towards * slope + (2.0 * zeta / length) * direction, kinetic, delta
 
 
-def normalised(v: jax.Array) -> jax.Array:
+def normalized(v: jax.Array) -> jax.Array:
     """Return v / |v|."""
     return v * lax.rsqrt(squared_norm(v))
 
@@ -96,10 +94,10 @@ class _Microcanonical(Dynamics):
         return True
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def persistent_fields(self) -> tuple[str, ...]:
         return ("direction", "length", "trajectory")
 
-    def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Direction:
+    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Direction:
         if position.shape[0] < 2:
             raise argument_error(
                 f"sgmcmc.{type(self).__name__}",
@@ -110,11 +108,11 @@ class _Microcanonical(Dynamics):
         seen = environment.evaluate(position, draw.batch)
         length = jnp.asarray(position.size**0.5 if self.length is None else self.length, position.dtype)
         return Direction(
-            normalised(draw.noise[0]), seen.potential, seen.gradient, length, jnp.zeros((), jnp.uint32)
+            normalized(draw.noise[0]), seen.potential, seen.gradient, length, jnp.zeros((), jnp.uint32)
         )
 
     def _integrate(
-        self, environment: Environment, seen: Evaluation, direction: jax.Array, batch: Any
+        self, environment: StepContext, seen: Evaluation, direction: jax.Array, batch: Any
     ) -> tuple[Evaluation, jax.Array, jax.Array, jax.Array]:
         """One step of the deterministic part: evaluation at its end, direction, energy error, and largest delta."""
         turns, drifts = INTEGRATORS[self.integrator]
@@ -130,7 +128,7 @@ class _Microcanonical(Dynamics):
             seen = environment.evaluate(position, batch)
             direction, change, delta = turn(direction, slope(seen.gradient), share * eps)
             kinetic, largest = kinetic + change, jnp.maximum(largest, delta)
-        # The potentials of neighbouring positions: their difference is exact where that of far ones loses digits.
+        # The potentials of neighboring positions: their difference is exact where that of far ones loses digits.
         return seen, direction, kinetic - scale * (seen.potential - start), largest
 
 
@@ -177,18 +175,20 @@ class Microcanonical(_Microcanonical):
     def evaluations(self) -> int:
         return len(INTEGRATORS[self.integrator][1]) + self.fresh
 
-    def step(self, environment: Environment, position: jax.Array, memory: Direction, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Direction, draw: StepRandomness
+    ) -> StepResult:
         # Bounded, because an infinite weight of the noise would be no number.
         blur = jnp.minimum(2.0 * environment.step_size / memory.length, 50.0)
         spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
-        direction = normalised(memory.direction + spread * draw.noise[0])
+        direction = normalized(memory.direction + spread * draw.noise[0])
         here = Evaluation(position, memory.potential, memory.gradient, environment.adaptation)
         if self.fresh:
             here = environment.evaluate(position, draw.batch)
         seen, direction, error, _ = self._integrate(environment, here, direction, draw.batch)
         potential = seen.potential if self.energy else memory.potential
         after = memory._replace(direction=direction, potential=potential, gradient=seen.gradient)
-        return Move(seen.position, after, seen, energy_error=error if self.energy else None)
+        return StepResult(seen.position, after, seen, energy_error=error if self.energy else None)
 
 
 @dataclass(frozen=True)
@@ -242,17 +242,19 @@ class MicrocanonicalMetropolis(_Microcanonical):
         most = jnp.asarray(self.max_steps, step_size.dtype)
         return jnp.clip(jnp.ceil(2.0 * share * memory.length / step_size), 1.0, most).astype(jnp.int32)
 
-    def step(self, environment: Environment, position: jax.Array, memory: Direction, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Direction, draw: StepRandomness
+    ) -> StepResult:
         keep = 1.0 - self.momentum_decay
         spread = ((1.0 - keep**2) / position.shape[0]) ** 0.5
-        direction = normalised(keep * memory.direction + spread * draw.noise[0])
+        direction = normalized(keep * memory.direction + spread * draw.noise[0])
         here = Evaluation(position, memory.potential, memory.gradient, environment.adaptation)
 
         def advance(_: jax.Array, carry: tuple) -> tuple:
             seen, direction, error = carry
             seen, direction, change, delta = self._integrate(environment, seen, direction, draw.batch)
             change = jnp.where(delta < limit, change, jnp.inf)
-            return seen._replace(adaptation=environment.adaptation), normalised(direction), error + change
+            return seen._replace(adaptation=environment.adaptation), normalized(direction), error + change
 
         # A direction that was turned further has lost its digits, and with them the way back: refused, on either way.
         limit = -SHARPEST * jnp.log(jnp.finfo(position.dtype).eps)
@@ -268,4 +270,4 @@ class MicrocanonicalMetropolis(_Microcanonical):
             trajectory=memory.trajectory + 1,
         )
         spent = number * len(INTEGRATORS[self.integrator][1])
-        return Move(kept.position, after, kept, probability, error, spent)
+        return StepResult(kept.position, after, kept, probability, error, spent)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.sgmcmc.noise import integers, multiply_high, threefry, typed_key
 
-__all__ = ["Stream", "Nothing", "WithReplacement", "Epochs", "Keys", "Rows", "Together", "permute"]
+__all__ = ["Stream", "FullData", "WithReplacement", "Epochs", "Keys", "Rows", "ProductStream", "permute"]
 
 # Each round spends one bit per element: 2^64 paths lead to fewer than 2^31 places.
 _ROUNDS = 64
@@ -46,10 +46,10 @@ def _check_sizes(call: str, num_data: Any, batch_size: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class FullData:
     """The stream of a full-data gradient: no indices.
 
-    >>> Nothing().draw(None, None)
+    >>> FullData().draw(None, None)
     ()
     """
 
@@ -228,13 +228,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Together:
+class ProductStream:
     """Several streams side by side, one per name (nested or parallel plates), with independent seeds.
 
     :param streams: name -> stream.
 
     >>> import jax, jax.numpy as jnp
-    >>> both = Together({"rows": WithReplacement(100, 4), "columns": Epochs(10, 5)})
+    >>> both = ProductStream({"rows": WithReplacement(100, 4), "columns": Epochs(10, 5)})
     >>> {name: block.shape for name, block in both.draw(jnp.uint32([1, 2]), jnp.uint32(0)).items()}
     {'rows': (4,), 'columns': (5,)}
     """

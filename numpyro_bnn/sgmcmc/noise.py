@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 
 __all__ = ["seeds", "threefry", "normal", "box_muller", "uniform", "integers", "multiply_high", "typed_key"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Move
+from numpyro_bnn.sgmcmc.interfaces import Dynamics, StepContext, StepRandomness, StepResult
 
 __all__ = ["Overdamped"]
 
@@ -27,8 +27,10 @@ class Overdamped(Dynamics):
     1
     """
 
-    def step(self, environment: Environment, position: jax.Array, memory: tuple[()], draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: tuple[()], draw: StepRandomness
+    ) -> StepResult:
         seen = environment.evaluate(position, draw.batch)
         drift = (-0.5 * environment.step_size) * environment.transpose(seen.adaptation, seen.gradient)
         noise = jnp.sqrt(environment.step_size * environment.temperature) * draw.noise[0]
-        return Move(position + environment.root(seen.adaptation, drift + noise), memory, seen)
+        return StepResult(position + environment.root(seen.adaptation, drift + noise), memory, seen)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.sgmcmc.parts import Preconditioner, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 
 __all__ = [
     "Identity",

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
-from numpyro_bnn.sgmcmc.parts import check_count, check_number
+from numpyro_bnn._checks import argument_error, check_count, check_number
 
 __all__ = [
     "Schedule",
@@ -134,7 +133,7 @@ class Cyclical:
         return step % self.cycle_length >= math.ceil(self.explore * self.cycle_length - 1e-9)
 
     def temperature(self, step: Any) -> Any:
-        """Return 0 while exploring (optimisation without noise) and 1 while sampling; a schedule of temperatures."""
+        """Return 0 while exploring (optimization without noise) and 1 while sampling; a schedule of temperatures."""
         return jnp.where(self.collects(step), 1.0, 0.0)
 
     def __call__(self, step: Any) -> Any:

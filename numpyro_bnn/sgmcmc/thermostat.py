@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Move, check_number, squared_norm
+from numpyro_bnn._checks import check_number
+from numpyro_bnn.sgmcmc.interfaces import Dynamics, StepContext, StepRandomness, StepResult, squared_norm
 
 __all__ = ["NoseHoover", "Thermostat"]
 
@@ -51,12 +52,14 @@ class NoseHoover(Dynamics):
         check_number("sgmcmc.NoseHoover", "friction", self.friction)
         check_number("sgmcmc.NoseHoover", "mass", self.mass, strict=True)
 
-    def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Thermostat:
+    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Thermostat:
         start = jnp.sqrt(environment.temperature) * draw.noise[0]
         gradient = environment.evaluate(position, draw.batch).gradient
         return Thermostat(start, gradient, jnp.asarray(self.friction, position.dtype))
 
-    def step(self, environment: Environment, position: jax.Array, memory: Thermostat, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Thermostat, draw: StepRandomness
+    ) -> StepResult:
         h, temperature = jnp.sqrt(environment.step_size), environment.temperature
         half, size = 0.5 * h, position.shape[0]
         kicked = memory.momentum - half * environment.transpose(environment.adaptation, memory.gradient)
@@ -67,7 +70,7 @@ class NoseHoover(Dynamics):
         position = position + half * environment.root(environment.adaptation, kicked + fresh)
         seen = environment.evaluate(position, draw.batch)
         last = fresh - half * environment.transpose(environment.adaptation, seen.gradient)
-        return Move(position, Thermostat(last, seen.gradient, xi), seen)
+        return StepResult(position, Thermostat(last, seen.gradient, xi), seen)
 
     def _variance(self, xi: jax.Array, h: jax.Array) -> jax.Array:
         """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi = 0."""

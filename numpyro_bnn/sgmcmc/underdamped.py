@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn.sgmcmc.parts import Draw, Dynamics, Environment, Move, check_number
+from numpyro_bnn._checks import check_number
+from numpyro_bnn.sgmcmc.interfaces import Dynamics, StepContext, StepRandomness, StepResult
 
 __all__ = ["BAOAB", "OBABO", "Momentum", "refreshed"]
 
@@ -31,18 +32,18 @@ class _Underdamped(Dynamics):
     def __post_init__(self) -> None:
         check_number(f"sgmcmc.{type(self).__name__}", "friction", self.friction, infinite=True)
 
-    def init(self, environment: Environment, position: jax.Array, draw: Draw) -> Momentum:
+    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Momentum:
         start = jnp.sqrt(environment.temperature) * draw.noise[0]
         return Momentum(start, environment.evaluate(position, draw.batch).gradient)
 
     def momentum(self, memory: Momentum) -> jax.Array:
         return memory.momentum
 
-    def _kick(self, environment: Environment, momentum: jax.Array, gradient: jax.Array) -> jax.Array:
+    def _kick(self, environment: StepContext, momentum: jax.Array, gradient: jax.Array) -> jax.Array:
         half = 0.5 * jnp.sqrt(environment.step_size)
         return momentum - half * environment.transpose(environment.adaptation, gradient)
 
-    def _rate(self, environment: Environment) -> jax.Array:
+    def _rate(self, environment: StepContext) -> jax.Array:
         return self.friction * jnp.sqrt(environment.step_size)
 
 
@@ -59,7 +60,7 @@ class BAOAB(_Underdamped):
     One gradient per step: the last kick of a step and the first of the next share it, each step has a new minibatch.
     The step size has the meaning it has everywhere in this package: at infinite friction
     :math:`\theta \leftarrow \theta + \tfrac\epsilon2 \tilde g + \sqrt{\epsilon T} (z_n + z_{n+1}) / 2`, SGLD with
-    neighbouring noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum decay 1 - a. On
+    neighboring noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum decay 1 - a. On
     N(0, 1 / lam) with exact gradients the positions have the exact variance T / lam, the momenta after a step
     T (1 - eps lam / 4). Friction 0 is leapfrog; T = 0 damped gradient descent.
 
@@ -72,14 +73,18 @@ class BAOAB(_Underdamped):
     1
     """
 
-    def step(self, environment: Environment, position: jax.Array, memory: Momentum, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Momentum, draw: StepRandomness
+    ) -> StepResult:
         half = 0.5 * jnp.sqrt(environment.step_size)
         kicked = self._kick(environment, memory.momentum, memory.gradient)
         fresh = refreshed(kicked, draw.noise[0], self._rate(environment), environment.temperature)
         # Both half drifts in one product: nothing in between depends on the position.
         position = position + half * environment.root(environment.adaptation, kicked + fresh)
         seen = environment.evaluate(position, draw.batch)
-        return Move(position, Momentum(self._kick(environment, fresh, seen.gradient), seen.gradient), seen)
+        return StepResult(
+            position, Momentum(self._kick(environment, fresh, seen.gradient), seen.gradient), seen
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class OBABO(_Underdamped):
 
     rows = 2
 
-    def step(self, environment: Environment, position: jax.Array, memory: Momentum, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: jax.Array, memory: Momentum, draw: StepRandomness
+    ) -> StepResult:
         h, rate = jnp.sqrt(environment.step_size), 0.5 * self._rate(environment)
         fresh = refreshed(memory.momentum, draw.noise[0], rate, environment.temperature)
         kicked = self._kick(environment, fresh, memory.gradient)
@@ -109,4 +116,4 @@ class OBABO(_Underdamped):
         seen = environment.evaluate(position, draw.batch)
         kicked = self._kick(environment, kicked, seen.gradient)
         last = refreshed(kicked, draw.noise[1], rate, environment.temperature)
-        return Move(position, Momentum(last, seen.gradient), seen)
+        return StepResult(position, Momentum(last, seen.gradient), seen)

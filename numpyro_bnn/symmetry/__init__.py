@@ -4,7 +4,7 @@ from numpyro_bnn.symmetry.additive import Shift
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.canonical import canonical
 from numpyro_bnn.symmetry.checking import Invariance, check, invariance
-from numpyro_bnn.symmetry.derive import of
+from numpyro_bnn.symmetry.derive import from_network
 from numpyro_bnn.symmetry.discrete import Permutation, SignFlip
 from numpyro_bnn.symmetry.find import find
 from numpyro_bnn.symmetry.invariants import invariants, orbit_coordinates
@@ -13,7 +13,7 @@ from numpyro_bnn.symmetry.quotient import quotient
 from numpyro_bnn.symmetry.scaling import JointRescale, JointScale, Rescale, Scale
 
 __all__ = [
-    "of",
+    "from_network",
     "find",
     "quotient",
     "check",

@@ -1,4 +1,4 @@
-"""Groups of shifts: biases before a normalisation, a common shift of all class logits."""
+"""Groups of shifts: biases before a normalization, a common shift of all class logits."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ __all__ = ["Shift"]
 class Shift(OnElements):
     r"""A number added to all elements of a unit: w -> w + g.
 
-    A bias before batch normalisation: the number of each unit is free. Class logits: one number for all classes,
+    A bias before batch normalization: the number of each unit is free. Class logits: one number for all classes,
     and one per input of the last layer. Orbit conditional: the prior draw for a unit of one element; for Gaussian
     elements N(m_k, s_k^2)
 

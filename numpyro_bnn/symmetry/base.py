@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.symmetry.parts import Part, Values
 
 __all__ = ["OnElements", "Symmetry", "as_parts", "as_symmetries"]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.discrete import Permutation, SignFlip
 from numpyro_bnn.symmetry.draws import Points, act, by_unit, in_gauge, norms, read
@@ -28,7 +28,7 @@ def canonical(
 ) -> dict[str, np.ndarray]:
     r"""Move every draw along its orbits to a canonical representative; the likelihood of no draw changes.
 
-    - :class:`Shift`: the elements of a unit have mean 0 (a bias before batch normalisation becomes 0).
+    - :class:`Shift`: the elements of a unit have mean 0 (a bias before batch normalization becomes 0).
     - :class:`Scale` and :class:`Rescale`: the d (incoming) elements of a unit have norm :math:`\sqrt d`; in a
       residual stream those of its first layer.
     - :class:`SignFlip` and :class:`Permutation`: for every draw the signs and the order of units with the largest
@@ -38,16 +38,16 @@ def canonical(
     Without a reference, the first one is the draw whose norms of units are nearest to the median over all draws, its
     units in the order of their norms with positive sums of cubed weights; after each sweep the mean of the canonical
     draws replaces it. So the result depends neither on the order of the chains nor on where on its orbit a draw lies.
-    Where the posterior does not tell units apart, no labelling can: R-hat stays far from 1.
+    Where the posterior does not tell units apart, no labeling can: R-hat stays far from 1.
 
     Hyper-parameters stay as they are: a layer's scale no longer is that of the weights shown. Of a
-    non-centred weight the site ``w`` is moved, and ``w_base`` is not. Scales of single units, as of ARD or horseshoe
+    non-centered weight the site ``w`` is moved, and ``w_base`` is not. Scales of single units, as of ARD or horseshoe
     priors, are permuted only if a :class:`Permutation` names them.
 
     The time goes to the assignments: one per draw, layer and sweep, cubic in the number of units.
 
     :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
-    :param symmetries: e.g. ``symmetry.of(net, (13,))``.
+    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
     :param reference: site -> (...), one point whose signs and order are to be met.
     :param sweeps: largest number of sweeps over the layers; they stop when no draw changes.
     :return: all sites of ``draws``, as arrays of their dtypes.
@@ -60,7 +60,7 @@ def canonical(
     >>> kernel = np.array([[[[1.0, -3.0]], [[3.0, 1.0]]]])  # one chain, two draws, shape (1, 2)
     >>> out = np.array([[[[1.0], [-2.0]], [[2.0], [1.0]]]])
     >>> draws = {"net/Dense_0.kernel": kernel, "net/Dense_1.kernel": out}
-    >>> canonical(draws, symmetry.of(net, (1,)))["net/Dense_0.kernel"].tolist()
+    >>> canonical(draws, symmetry.from_network(net, (1,)))["net/Dense_0.kernel"].tolist()
     [[[[3.0, 1.0]], [[3.0, 1.0]]]]
     """
     call = "symmetry.canonical"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.prior import log_likelihoods
 from numpyro_bnn.symmetry.survey import in_latent, survey
@@ -87,7 +87,7 @@ def check(
                 "symmetry.check",
                 "symmetries",
                 f"{entry.symmetry.name}, under which the log likelihood changes by {entry.error:.1e} (relative)",
-                f"Allowed is {tolerance:.0e}. Leave it out, take the epsilon out of the normalisation, or pass"
+                f"Allowed is {tolerance:.0e}. Leave it out, take the epsilon out of the normalization, or pass"
                 " `exact=False` to OrbitMoves, which then evaluates the likelihood.",
             )
     return found

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn import Layer, Segment, Shape, Wire, Wiring
 from numpyro_bnn.symmetry.additive import Shift
 from numpyro_bnn.symmetry.base import Symmetry
@@ -11,15 +11,15 @@ from numpyro_bnn.symmetry.discrete import Permutation, SignFlip
 from numpyro_bnn.symmetry.parts import Part
 from numpyro_bnn.symmetry.scaling import Rescale, Scale
 
-__all__ = ["of"]
+__all__ = ["from_network"]
 
 
-def of(net: Layer, input_shape: Shape, name: str = "net", logits: bool = False) -> list[Symmetry]:
+def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool = False) -> list[Symmetry]:
     """Derive the symmetries of a network from its layers.
 
-    - :class:`Scale` and :class:`Shift` of what feeds a normalisation,
+    - :class:`Scale` and :class:`Shift` of what feeds a normalization,
     - :class:`Rescale` of positively homogeneous units, through convolutions, pooling and residual streams,
-    - :class:`SignFlip` of units with odd activations, and of a normalised unit with its gain,
+    - :class:`SignFlip` of units with odd activations, and of a normalized unit with its gain,
     - :class:`Permutation` of hidden units,
     - with ``logits`` a common :class:`Shift` of all outputs.
 
@@ -32,14 +32,14 @@ def of(net: Layer, input_shape: Shape, name: str = "net", logits: bool = False) 
     :param logits: whether the outputs are class logits.
 
     >>> from numpyro_bnn import nn
-    >>> [s.name for s in of(nn.MLP([8, 1], "relu"), (3,))]
+    >>> [s.name for s in from_network(nn.MLP([8, 1], "relu"), (3,))]
     ['Rescale(net/Dense_0.kernel)', 'Permutation(net/Dense_0.kernel)']
-    >>> [s.name for s in of(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
+    >>> [s.name for s in from_network(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
     """
     if not isinstance(net, Layer):
         raise argument_error(
-            "symmetry.of", "net", net, "Pass a specification such as `nn.MLP([50, 1])`.", TypeError
+            "symmetry.from_network", "net", net, "Pass a specification such as `nn.MLP([50, 1])`.", TypeError
         )
     wiring = Wiring.of(net, input_shape)
     found: list[Symmetry] = []
@@ -66,7 +66,7 @@ def _is(kind: str, wire: Wire) -> bool:
 
 
 def _reaches_far(segment: Segment) -> bool:
-    """Whether a normalisation joins its units, so that only one number for all of them is free."""
+    """Whether a normalization joins its units, so that only one number for all of them is free."""
     return any(reach != "unit" for reach in segment.norms)
 
 
@@ -79,11 +79,11 @@ def _scales(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
         if segment.readers:
             yield Rescale(_parts(segment.writers, site, layer), _parts(segment.readers, site, layer))
         elif segment.norms:
-            yield from _before_normalisation(segment, site, layer)
+            yield from _before_normalization(segment, site, layer)
 
 
-def _before_normalisation(segment: Segment, site: Namer, layer: bool) -> Iterator[Symmetry]:
-    """What feeds nothing but normalisations: its scale, and where no activation intervenes its mean, are free."""
+def _before_normalization(segment: Segment, site: Namer, layer: bool) -> Iterator[Symmetry]:
+    """What feeds nothing but normalizations: its scale, and where no activation intervenes its mean, are free."""
     biases = [wire for wire in segment.writers if _is("bias", wire)]
     factors = [wire for wire in segment.writers if wire not in biases]
     if not segment.linear:
@@ -92,7 +92,7 @@ def _before_normalisation(segment: Segment, site: Namer, layer: bool) -> Iterato
         # One factor for the layer; a shift that all units share, from the bias and from every input.
         yield Scale(_parts(segment.writers, site, True))
         for wire in factors:
-            # What an input adds differs by data point and pixel: every normalisation must be of one of them alone.
+            # What an input adds differs by data point and pixel: every normalization must be of one of them alone.
             if _is("kernel", wire) and segment.pointwise and set(segment.norms) == {"layer"}:
                 yield Shift((Part(site(wire.param), wire.axis - 1),))
         if biases:
@@ -104,7 +104,7 @@ def _before_normalisation(segment: Segment, site: Namer, layer: bool) -> Iterato
 
 
 def _flips(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
-    """Segments whose normalisation has no gain change sign with what comes before."""
+    """Segments whose normalization has no gain change sign with what comes before."""
     for members in _groups(wiring, lambda segment: segment.flipped_with):
         segments = [wiring.segments[i] for i in members]
         if any(s.fixed or not s.odd for s in segments) or not any(s.writers for s in segments):

@@ -16,7 +16,7 @@ __all__ = ["Permutation", "SignFlip"]
 class SignFlip(OnElements):
     """Units with an odd activation: everything that writes to or reads a unit changes its sign.
 
-    Also weights before a normalisation together with its gain. Orbit conditional: a unit is flipped with probability
+    Also weights before a normalization together with its gain. Orbit conditional: a unit is flipped with probability
     p(g theta) / (p(theta) + p(g theta)), one half under a symmetric prior. Gauge: see
     :func:`~numpyro_bnn.symmetry.canonical`.
 
@@ -57,5 +57,5 @@ class Permutation(OnElements):
         return part.permuted(value, g)
 
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
-        # Random 32-bit keys: ties, which would favour the old order, have a probability below U^2 2^-33.
+        # Random 32-bit keys: ties, which would favor the old order, have a probability below U^2 2^-33.
         return jnp.argsort(jax.random.bits(rng_key, (units,)))

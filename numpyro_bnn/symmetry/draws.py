@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import finite
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_finite, unknown_name
 from numpyro_bnn.symmetry.additive import Shift
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.parts import Part
@@ -36,7 +35,7 @@ def read(
     points = {}
     for site in dict.fromkeys(site for s in renamed for site in s.sites):
         value = np.asarray(draws[site], np.float64)
-        finite(call, "draws", value)
+        check_finite(call, "draws", value)
         sizes[site] = value.shape[:leading]
         points[site] = value.reshape((prod(value.shape[:leading]), *value.shape[leading:]))
     if len(set(sizes.values())) > 1 or any(len(size) < leading for size in sizes.values()):

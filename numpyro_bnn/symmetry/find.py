@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.checking import TOLERANCE, invariance
-from numpyro_bnn.symmetry.derive import of
+from numpyro_bnn.symmetry.derive import from_network
 from numpyro_bnn.symmetry.scaling import JointRescale, JointScale, Rescale, Scale
 from numpyro_bnn.symmetry.survey import survey
 
@@ -40,7 +40,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     logits = any(site.observed and issubclass(site.family, dist.CategoricalLogits) for site in sites.values())
     found: list[Symmetry] = []
     for name, net, input_shape in networks:
-        found += of(net, input_shape, name, logits)
+        found += from_network(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
     measured = invariance(model, list(dict.fromkeys(found + joint)), args, kwargs)
     return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]

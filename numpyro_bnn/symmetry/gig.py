@@ -1,4 +1,4 @@
-"""Exact draws from the generalised inverse Gaussian law, on the log scale."""
+"""Exact draws from the generalized inverse Gaussian law, on the log scale."""
 
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ def _candidates(rng_key: jax.Array, shape: _Shape, envelope: _Envelope) -> tuple
 
 
 def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax.Array:
-    r"""Exact draws of x = log t, where t is generalised inverse Gaussian.
+    r"""Exact draws of x = log t, where t is generalized inverse Gaussian.
 
     .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2)
 
@@ -97,7 +97,7 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     :param p: order; any shape, broadcast with the others.
     :param a: rate of t, at least 0.
     :param b: rate of 1 / t, at least 0.
-    :return: draws of log t in the common shape; NaN where the density cannot be normalised or a parameter is NaN.
+    :return: draws of log t in the common shape; NaN where the density cannot be normalized or a parameter is NaN.
 
     Reference: Devroye (2014), "Random variate generation for the generalized inverse Gaussian distribution",
     Statistics and Computing 24, section 4.
@@ -113,7 +113,7 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     high = jnp.hypot(order, root) + order
     shape = _Shape(root * (root / high), order)
     envelope = _envelope(shape)
-    # A density that cannot be normalised, or no density at all: such a lane would never accept.
+    # A density that cannot be normalized, or no density at all: such a lane would never accept.
     proper = ((a > 0.0) | (p < 0.0)) & ((b > 0.0) | (p > 0.0)) & jnp.isfinite(a + b)
     proper &= (envelope.area > 0.0) & jnp.isfinite(envelope.area)
 

@@ -16,7 +16,7 @@ __all__ = ["invariants", "orbit_coordinates"]
 
 
 def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
-    r"""Orbit-invariant summaries by unit, whose R-hat and ESS mean something without relabelling.
+    r"""Orbit-invariant summaries by unit, whose R-hat and ESS mean something without relabeling.
 
     They are computed in the gauge of the scales and shifts (see :func:`~numpyro_bnn.symmetry.canonical`), so that
     each is invariant under all the symmetries together, and none notices a sign.
@@ -29,7 +29,7 @@ def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict
     Where a :class:`Permutation` moves the units, they are sorted in each draw, largest first.
 
     :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
-    :param symmetries: e.g. ``symmetry.of(net, (13,))``.
+    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
     :return: name of the symmetry -> (C, S, U).
     :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
 
@@ -61,7 +61,7 @@ def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) 
     - :class:`Shift`: mean of the elements.
 
     :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
-    :param symmetries: e.g. ``symmetry.of(net, (13,))``; finite groups have no coordinate.
+    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``; finite groups have no coordinate.
     :return: name of the symmetry -> (C, S, U).
     :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
 

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     """A symmetry on the latent sites of a model.
 
     :param symmetry: with the names of the latent sites.
-    :param method: exact draws: ``"gig"`` (chi and generalised inverse Gaussian), ``"normal"``, ``"prior"``,
+    :param method: exact draws: ``"gig"`` (chi and generalized inverse Gaussian), ``"normal"``, ``"prior"``,
         ``"scale prior"`` (the hyperprior, for weights that are a scale family), ``"order"`` (a uniform order, for
         exchangeable priors), ``"flip"`` (signs); independent proposals that are corrected: ``"hyperprior"``,
         ``"shuffle"``; ``"walk"``: Metropolis-Hastings on the group.
@@ -54,7 +54,7 @@ def plan(
     """Choose for every symmetry how its orbits are moved along in this model.
 
     :param model: a NumPyro model.
-    :param symmetries: their sites are parameters of the model, centred or not.
+    :param symmetries: their sites are parameters of the model, centered or not.
     :param args: positional arguments of the model.
     :param kwargs: its keyword arguments.
     :param exact: leave the likelihood out; otherwise it enters every ratio.
@@ -124,8 +124,10 @@ def _method(symmetry: Symmetry, prior: Prior, draws: list[dict], free: bool) -> 
         return "walk"
     if isinstance(symmetry, Shift):
         return "normal"
-    centred = all(np.all(np.asarray(location) == 0) for by_site in locations for location in by_site.values())
-    return "gig" if centred and isinstance(symmetry, Scale | Rescale) else "walk"
+    centered = all(
+        np.all(np.asarray(location) == 0) for by_site in locations for location in by_site.values()
+    )
+    return "gig" if centered and isinstance(symmetry, Scale | Rescale) else "walk"
 
 
 def _locations(symmetry: Symmetry, prior: Prior, values: dict) -> dict[str, jax.Array | None]:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, pruned
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn._plates import full_trace
 
 __all__ = ["CONDITIONED", "Prior", "as_normal", "elementwise", "log_likelihoods", "prior_sites"]
@@ -61,7 +61,7 @@ class Prior:
 
     :ivar distributions: values -> distribution of every latent site.
     :ivar likelihood: values -> log likelihood.
-    :ivar noncentred: values -> for every site ``w_base`` the parameter ``w`` made from it.
+    :ivar noncentered: values -> for every site ``w_base`` the parameter ``w`` made from it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Prior:
             ]
             return {f"{name}_base": traced[name]["value"] for name in held}
 
-        self.noncentred = responses
+        self.noncentered = responses
         self._values = dict(values)
         self._distributions = distributions
         self.distributions = pruned(distributions, self._values)

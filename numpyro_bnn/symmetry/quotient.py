@@ -32,8 +32,8 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     decided afterwards by an exact draw from the prior, independently for each draw:
 
     - what the likelihood does not see at all and the prior leaves independent is not sampled: hyper-scales of weights
-      before a normalisation (:class:`JointScale`, with :math:`w \sim N(0, I)` in their place), biases before batch
-      normalisation (:class:`Shift`);
+      before a normalization (:class:`JointScale`, with :math:`w \sim N(0, I)` in their place), biases before batch
+      normalization (:class:`Shift`);
     - other touched sites are sampled in standard form, ``<site>_gauge``, normal ones as N(0, 1); their orbit
       coordinate keeps its prior shape given the orbit and stands in for the one that is drawn afterwards (radii of
       :class:`Scale`, factors of :class:`Rescale`, signs, orders).
@@ -43,7 +43,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     draws come from the bits of the draw itself: the model stays a function of its latent sites, and equal draws give
     equal results.
 
-    :param model: a NumPyro model. Non-centred priors need nothing more; Gaussian centred ones are standardised.
+    :param model: a NumPyro model. Non-centered priors need nothing more; Gaussian centered ones are standardized.
     :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are measured first, see :func:`check`.
     :param args: positional arguments of the model, with the data.
     :param kwargs: its keyword arguments.
@@ -84,7 +84,7 @@ class Gauge(NamedTuple):
     :param plans: moves that fill in the orbits.
     :param removed: latent sites that are not sampled, with the values the sampler's run takes for them.
     :param touched: latent sites that moves change.
-    :param normal: those of them that are standardised.
+    :param normal: those of them that are standardized.
     :param variant: deterministic sites that are not constant on orbits.
     """
 

@@ -1,4 +1,4 @@
-"""Groups of positive factors: scales before a normalisation, rescaling of units, weights with their scale."""
+"""Groups of positive factors: scales before a normalization, rescaling of units, weights with their scale."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.symmetry.base import Symmetry, as_parts
 from numpyro_bnn.symmetry.parts import Part, Values
 
@@ -46,13 +46,13 @@ class Multiplicative(Symmetry):
 
 @dataclass(frozen=True)
 class Scale(Multiplicative):
-    r"""Weights that feed a normalisation: w -> c w for every unit, channel or layer.
+    r"""Weights that feed a normalization: w -> c w for every unit, channel or layer.
 
     Orbit conditional: density of c proportional to c^(d-1) p(c w) with d elements per unit; for w ~ N(0, s^2 I) the
     radius is exact, :math:`|w| / s \sim \chi_d`. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
 
-    :param weights: sites or (site, axis) pairs; the axis runs over units that scale one by one (batch normalisation),
-        without axis the whole site has one factor (layer normalisation).
+    :param weights: sites or (site, axis) pairs; the axis runs over units that scale one by one (batch normalization),
+        without axis the whole site has one factor (layer normalization).
 
     >>> import jax.numpy as jnp
     >>> s = Scale([("w", 1)])
@@ -76,7 +76,7 @@ class Scale(Multiplicative):
 class Rescale(Multiplicative):
     r"""Positively homogeneous units (ReLU, leaky ReLU): incoming weights and bias times c, outgoing weights over c.
 
-    Orbit conditional under Gaussian priors: t = c^2 is generalised inverse Gaussian,
+    Orbit conditional under Gaussian priors: t = c^2 is generalized inverse Gaussian,
 
     .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2),\quad p = (d_{in} - d_{out}) / 2,\quad
               a = \sum w_{in}^2 / s_{in}^2,\quad b = \sum w_{out}^2 / s_{out}^2.
@@ -111,7 +111,7 @@ class JointScale(Multiplicative):
 
     p(w | s) does not notice, only the hyperprior does: orbit conditional s ~ p(s), drawn as an independent proposal
     and corrected where the weights are no scale family of s. A symmetry only where the scale of the weights is one.
-    In a non-centred model s moves and the standardised weights stay.
+    In a non-centered model s moves and the standardized weights stay.
 
     :param weights: sites whose scale does not matter to the likelihood, all of them driven by ``scale``.
     :param scale: the site of the hyper-parameter.
@@ -159,7 +159,7 @@ class JointRescale(Multiplicative):
 
     Incoming weights, biases and their scale times c, outgoing weights and their scale over c: the weights' priors
     given the scales do not notice, only the hyperpriors and the priors of biases do, so the ratio of the two scales
-    can make long moves. In a non-centred model the standardised weights stay. Orbit conditional: a random walk.
+    can make long moves. In a non-centered model the standardized weights stay. Orbit conditional: a random walk.
 
     :param incoming: sites of incoming kernels and biases.
     :param outgoing: sites of outgoing kernels.

@@ -9,9 +9,9 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
 
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._dependence import pruned
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._errors import argument_error, unknown_name
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.discrete import Permutation
@@ -68,7 +68,7 @@ def survey(
 def in_latent(symmetry: Symmetry, found: Survey) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
-    A non-centred parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a joint scale the base stays. Under
+    A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a joint scale the base stays. Under
     a permutation the hyper-parameters of single units move with them.
 
     :raises ValueError: for a site that the model does not have, or does not sample.
@@ -109,7 +109,7 @@ def _with_hyper_sites(symmetry: Permutation, found: Survey) -> Permutation:
     """
     values, parts = found.draws[0], list(symmetry.parts)
     units = symmetry.units(values)
-    driven = jax.jit(lambda values: elements(found.prior, values) | found.prior.noncentred(values))
+    driven = jax.jit(lambda values: elements(found.prior, values) | found.prior.noncentered(values))
     before = driven(values)
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for axis, length in enumerate(jnp.shape(values[hyper])):

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.adf import posterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
 from numpyro_bnn.guides.adf.rows import Arguments, outline, run_model
@@ -24,7 +24,7 @@ __all__ = ["ADFPosterior"]
 class ADFPosterior(AutoNormal):
     """Independent Gaussians for weights, Gammas for precisions.
 
-    Of a non-centred weight w = s w_base it is w that is independent of s: given s, w_base is N(m / s, v / s^2).
+    Of a non-centered weight w = s w_base it is w that is independent of s: given s, w_base is N(m / s, v / s^2).
     """
 
     _problem: Problem | None = None
@@ -142,7 +142,7 @@ class ADFPosterior(AutoNormal):
         return self._complete(values, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Posterior medians of the latent and deterministic sites; the base of a non-centred weight goes with them.
+        """Posterior medians of the latent and deterministic sites; the base of a non-centered weight goes with them.
 
         :param params: of a run.
         """
@@ -175,7 +175,7 @@ class ADFPosterior(AutoNormal):
     def _complete(
         self, values: dict[str, jax.Array], sample_shape: tuple, args: tuple, kwargs: Any
     ) -> dict[str, jax.Array]:
-        """Add the bases of non-centred weights and the deterministic sites of the model."""
+        """Add the bases of non-centered weights and the deterministic sites of the model."""
         assert self.prototype_trace is not None
         weights = self._known_problem().sites.weights
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf import posterior
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
@@ -26,7 +26,7 @@ class AutoADF(ADFPosterior):
 
     The posterior is a product of Gaussians, one per weight, and of Gammas for the precisions of weights and noise.
     Data points are absorbed one after the other. Means and variances are carried through the model to
-    f_n ~ N(m_f, v_f) (:func:`~numpyro_bnn.moments.propagate`), which gives the normaliser
+    f_n ~ N(m_f, v_f) (:func:`~numpyro_bnn.moments.propagate`), which gives the normalizer
     Z = \int p(y_n | f) N(f; m_f, v_f) df, and each weight N(m, v) moves to the moments of the exact posterior,
 
     .. math:: m \leftarrow m + v \frac{d\log Z}{dm}, \qquad
@@ -38,7 +38,7 @@ class AutoADF(ADFPosterior):
     The model may be any NumPyro model in which
 
     - weights have Normal priors with fixed scale, or scaled by one hyper-site: a Gamma precision (published update),
-      or any positive site (by one-dimensional quadrature); centred or not (``w_base``);
+      or any positive site (by one-dimensional quadrature); centered or not (``w_base``);
     - one site is observed, a row at a time: Normal with noise that is fixed, has a Gamma precision (published
       update) or any other prior; Categorical with logits (pairwise approximation); any other distribution of one
       linear predictor, by quadrature;

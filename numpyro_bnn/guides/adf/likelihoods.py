@@ -1,4 +1,4 @@
-"""The normaliser Z of a likelihood under Gaussian predictors, and predictive moments."""
+"""The normalizer Z of a likelihood under Gaussian predictors, and predictive moments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -224,7 +224,7 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     """Means and variances of the class indicators, or of the class probabilities.
 
     The variance of a probability is that of the logistic of the class's log odds against all others, taken as
-    Gaussian with the moments of its linearisation.
+    Gaussian with the moments of its linearization.
     """
     classes = logits.mean.shape[-1]
     log_p = jnp.stack(

@@ -42,7 +42,7 @@ class ADFState(NamedTuple):
 class Pass(NamedTuple):
     """Records of one pass over the data.
 
-    :param log_z: sum of the log normalisers.
+    :param log_z: sum of the log normalizers.
     :param refused: share of the updates of single weights that were refused, counted on a sample of the weights.
     """
 

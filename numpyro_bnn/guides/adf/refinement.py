@@ -161,12 +161,12 @@ def refine_normal(
         shaped = u.reshape((-1, *start.mean.shape))
         return sums + other.log_prior(shaped).reshape(u.shape)
 
-    centre, half = start.mean.reshape(-1), WIDTHS * jnp.sqrt(start.var.reshape(-1))
+    center, half = start.mean.reshape(-1), WIDTHS * jnp.sqrt(start.var.reshape(-1))
     for _ in range(GRIDS):
-        u = centre + half * jnp.linspace(-1.0, 1.0, POINTS)[:, None]
+        u = center + half * jnp.linspace(-1.0, 1.0, POINTS)[:, None]
         share = jax.nn.softmax(log_posterior(u), axis=0)
-        centre = (share * u).sum(axis=0)
-        var = (share * (u - centre) ** 2).sum(axis=0)
+        center = (share * u).sum(axis=0)
+        var = (share * (u - center) ** 2).sum(axis=0)
         spacing = 2 * half / (POINTS - 1)
         half = WIDTHS * jnp.maximum(jnp.sqrt(var), spacing / 2)
     given = prior_var(u)
@@ -183,5 +183,5 @@ def refine_normal(
         flat.factor.rate,
     )
     factor = jax.tree.map(lambda a, b: jnp.where(good, b, a), flat.factor, updated)
-    state = Gaussian(centre.reshape(start.mean.shape), var.reshape(start.mean.shape))
+    state = Gaussian(center.reshape(start.mean.shape), var.reshape(start.mean.shape))
     return _unflatten(new, names, sites), _unflatten(factor, names, sites), state

@@ -12,7 +12,7 @@ from numpyro import handlers
 from numpyro.distributions import Unit
 
 from numpyro_bnn import _checks
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_trace
 
 __all__ = ["Arguments", "outline", "run_model"]
@@ -117,7 +117,7 @@ class Arguments:
                 raise argument_error(
                     call, name, f"shape {np.shape(leaf)}", f"Pass (N, {expected}), rows as in the run."
                 )
-        _checks.same_length(call, **{name.replace("'", ""): leaf for name, leaf in rows.items()})
+        _checks.check_same_length(call, **{name.replace("'", ""): leaf for name, leaf in rows.items()})
         return found
 
     @property
@@ -161,7 +161,7 @@ class Arguments:
         """Refuse NaN and infinity in any argument."""
         for name, leaf in zip(self.names, self.leaves, strict=True):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
-                _checks.finite(call, name, leaf)
+                _checks.check_finite(call, name, leaf)
 
 
 def _observed_length(arguments: Arguments) -> int:

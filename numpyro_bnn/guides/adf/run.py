@@ -123,7 +123,7 @@ def _warn(record: Pass, epoch: int, max_refused: float) -> bool:
     if share > max_refused:
         warnings.warn(
             f"AutoADF refused {share:.1%} of the updates of weights in epoch {epoch + 1}, more than"
-            f" {max_refused:.0%}: the approximation is unreliable. Standardise the data, or"
+            f" {max_refused:.0%}: the approximation is unreliable. Standardize the data, or"
             " choose a likelihood that fits them better.",
             stacklevel=4,
         )

@@ -9,23 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
-from numpyro_bnn._errors import argument_error
 from numpyro_bnn.guides.adf.rows import Trace, outline, run_model
 
 __all__ = ["Sites", "Weight", "find_sites", "refuse"]
 
 CALL = "guides.AutoADF"
-# Suffixes that NumPyro's reparameterisers give to the site they sample instead of the one in the model.
-REPARAMETERISED = ("_base", "_decentered")
+# Suffixes that NumPyro's reparameterizers give to the site they sample instead of the one in the model.
+REPARAMETERizED = ("_base", "_decentered")
 
 
 @dataclass(frozen=True)
 class Weight:
     """A Gaussian weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyper-site, or no h at all.
 
-    :param latent: the site that the model samples: ``w`` itself, or its non-centred ``w_base``.
+    :param latent: the site that the model samples: ``w`` itself, or its non-centered ``w_base``.
     :param loc: prior mean, shaped like the site.
     :param scale: prior sd without its hyper-site.
     :param hyper: name of the hyper-site.
@@ -42,7 +42,7 @@ class Weight:
 
     @property
     def centered(self) -> bool:
-        return not self.latent.endswith(REPARAMETERISED)
+        return not self.latent.endswith(REPARAMETERizED)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites
     latent = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
     observed = _observation(trace)
     _check_latent(trace, latent)
-    bases = _reparameterised(trace, latent)
+    bases = _reparameterized(trace, latent)
     others = [name for name, site in latent.items() if not is_affine_normal(site["fn"], masked=True)]
     weights = {bases.get(name, name): name for name in latent if name not in others}
     if not weights:
@@ -151,11 +151,11 @@ def _data_plates(trace: Trace) -> set[str]:
     return {frame.name for site in observed for frame in site["cond_indep_stack"]}
 
 
-def _reparameterised(trace: Trace, latent: Trace) -> dict[str, str]:
-    """``{w_base: w}`` of the sites that a reparameteriser samples in another space."""
+def _reparameterized(trace: Trace, latent: Trace) -> dict[str, str]:
+    """``{w_base: w}`` of the sites that a reparameterizer samples in another space."""
     found = {}
     for name in latent:
-        for suffix in REPARAMETERISED:
+        for suffix in REPARAMETERizED:
             whole = name.removesuffix(suffix)
             same = whole != name and trace.get(whole, {}).get("type") == "deterministic"
             if same and jnp.shape(trace[whole]["value"]) == jnp.shape(trace[name]["value"]):
@@ -288,5 +288,5 @@ def _check_roles(weights: Mapping[str, Weight], reached: set[str], noise: tuple[
             raise refuse(
                 str(weight.hyper),
                 f"which scales {name!r} and enters the likelihood as well",
-                "Write the weight centred, or non-centred with `numpyro.infer.reparam`.",
+                "Write the weight centered, or non-centered with `numpyro.infer.reparam`.",
             )

@@ -1,4 +1,4 @@
-"""The updates of assumed density filtering: the posterior moments after one factor, from its log normaliser."""
+"""The updates of assumed density filtering: the posterior moments after one factor, from its log normalizer."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Gamma(NamedTuple):
     rate: jax.Array
 
     def variance(self, order: int = 0) -> jax.Array:
-        """rate / (concentration - 1 + order): what stands for 1 / precision in the normaliser Z_order."""
+        """rate / (concentration - 1 + order): what stands for 1 / precision in the normalizer Z_order."""
         return self.rate / (self.concentration + (order - 1))
 
 
@@ -31,7 +31,7 @@ def normal_log_density(residual: jax.Array, var: jax.Array) -> jax.Array:
 
 
 def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.Array]:
-    r"""Moments after a factor with normaliser Z, and where the update was refused.
+    r"""Moments after a factor with normalizer Z, and where the update was refused.
 
     .. math:: m' = m + v \frac{d \log Z}{dm}, \qquad
               v' = v - v^2 \left[\left(\frac{d \log Z}{dm}\right)^2 - 2 \frac{d \log Z}{dv}\right]
@@ -58,7 +58,7 @@ def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax
 
 
 def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
-    r"""Shape a and rate b after a factor whose normalisers are Z_0 = Z(a, b), Z_1 = Z(a + 1, b), Z_2 = Z(a + 2, b).
+    r"""Shape a and rate b after a factor whose normalizers are Z_0 = Z(a, b), Z_1 = Z(a + 1, b), Z_2 = Z(a + 2, b).
 
     .. math:: a' = \left[\frac{Z_2 Z_0}{Z_1^2} \frac{a + 1}{a} - 1\right]^{-1}, \qquad
               b' = \left[\frac{Z_2}{Z_1} \frac{a + 1}{b} - \frac{Z_1}{Z_0} \frac{a}{b}\right]^{-1}

@@ -59,7 +59,7 @@ class _RowwiseELBO(ELBO):
         """What is done to each latent site of the model; computes nothing.
 
         :param params: parameters of the guide, e.g. ``svi.get_params(state)``.
-        :return: by site ``"local reparameterisation"``, ``"flipout"``, or ``"plain: "`` and the reason.
+        :return: by site ``"local reparameterization"``, ``"flipout"``, or ``"plain: "`` and the reason.
         """
         methods: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ class _RowwiseELBO(ELBO):
     def _methods(self, terms: Terms, found: Found) -> dict[str, str]:
         plain = {name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()}
         fresh = {
-            name: "local reparameterisation" if self.local and use.local else "flipout"
+            name: "local reparameterization" if self.local and use.local else "flipout"
             for name, use in found.uses.items()
         }
         return {name: (plain | fresh)[name] for name in terms.sites}
@@ -131,7 +131,7 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
     as rows no longer share one error.
 
     That holds only while rows do not meet. The random numbers of every row are followed through the program; where
-    they mix before the likelihood (batch normalisation, attention over an axis), rows along that axis share one draw.
+    they mix before the likelihood (batch normalization, attention over an axis), rows along that axis share one draw.
     A site is drawn once for all rows, as ``Trace_ELBO`` does, if it is used in two places, if it is a matrix that is
     neither multiplied with data (``dot_general``, ``conv_general_dilated``) nor indexed by it, if it enters a loop or
     a branch (``scan``, ``while``, ``cond``), or if other sites of the guide or priors depend on it. Where outputs of
@@ -164,7 +164,7 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
     >>> svi = SVI(model, guide, numpyro.optim.Adam(1e-2), elbo)
     >>> state = svi.init(jax.random.key(0), *data)
     >>> elbo.report(model, guide, svi.get_params(state), *data)
-    {'w': 'local reparameterisation', 'b': 'local reparameterisation'}
+    {'w': 'local reparameterization', 'b': 'local reparameterization'}
     >>> bool(svi.evaluate(state, *data) > 0)
     True
     """

@@ -13,9 +13,9 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import scale_and_mask
 from numpyro.util import check_model_guide_match
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, program_dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
-from numpyro_bnn._errors import argument_error
 
 __all__ = ["Terms", "read_terms"]
 

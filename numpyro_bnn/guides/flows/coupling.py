@@ -89,7 +89,7 @@ class AffineCoupling(CouplingTransform):
 
     .. math:: y_A = x_A, \qquad y_B = x_B \odot e^{b \tanh(s(x_A)/b)} + t(x_A).
 
-    Each layer changes a scale by at most the factor e^b, so that no step of an optimiser can overflow it. It keeps
+    Each layer changes a scale by at most the factor e^b, so that no step of an optimizer can overflow it. It keeps
     the tail class of what it transforms: Gaussian tails stay Gaussian, heavy tails stay heavy.
 
     :param conditioner: maps (..., D_A) to (..., 2 D_B): s, then t.

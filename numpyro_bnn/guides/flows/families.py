@@ -15,7 +15,7 @@ from numpyro.distributions.transforms import (
     Transform,
 )
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.blocks import Block, Family
 from numpyro_bnn.guides.flows.conditioner import Conditioner, declare
 from numpyro_bnn.guides.flows.coupling import AffineCoupling, CouplingTransform
@@ -107,7 +107,7 @@ class Coupling(_CouplingFamily):
     has about L (3/2) h D parameters: linear in the D numbers of the block.
 
     Affine flows cannot change the tail class: tails stay Gaussian in unconstrained space (log-normal for positive
-    sites), so that heavy-tailed sites, like half-Cauchy scales, need a non-centred model. Like every fit of KL(q||p)
+    sites), so that heavy-tailed sites, like half-Cauchy scales, need a non-centered model. Like every fit of KL(q||p)
     it may find one of several separated modes; start wide (``init_scale``) where there are more.
 
     :param num_flows: L; 2 let every number depend on others, more bend further.

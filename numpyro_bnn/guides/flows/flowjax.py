@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.blocks import Block, Family
 
 __all__ = ["Flowjax", "FlowjaxDistribution"]

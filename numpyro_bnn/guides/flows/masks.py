@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numpyro_bnn._errors import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 
 __all__ = ["Half", "MASKS", "halves"]
 

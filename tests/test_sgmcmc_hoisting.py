@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.sgmcmc.ahead import separate
+from numpyro_bnn.sgmcmc.hoisting import separate
 
 pytestmark = pytest.mark.core
 

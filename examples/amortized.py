@@ -1,11 +1,11 @@
-"""A latent neural population model with an amortised guide, checked against the best Gaussian of each data point.
+"""A latent neural population model with an amortized guide, checked against the best Gaussian of each data point.
 
 Counts of K neurons in N time bins are Poisson with log rates C z_n + d. The guide maps the counts of a bin to the
 mean and sd of q(z_n | y_n) by a network, learned from minibatches together with q(C, d), and then gives the posterior
 of new bins without further learning. For this likelihood the ELBO of a bin has a closed form and one maximum, so that
-what the network loses against optimising each bin by itself, the amortisation gap, is known exactly.
+what the network loses against optimizing each bin by itself, the amortization gap, is known exactly.
 
-    python -m examples.amortised --help
+    python -m examples.amortized --help
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Scores(NamedTuple):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="examples.amortised",
+        prog="examples.amortized",
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num-steps", type=int, default=20_000, help="minibatch steps")
     parser.add_argument("--batch-size", type=int, default=100, help="bins of a minibatch")
-    parser.add_argument("--point-steps", type=int, default=2000, help="steps of the optimisation of each bin")
+    parser.add_argument("--point-steps", type=int, default=2000, help="steps of the optimization of each bin")
     parser.add_argument(
         "--num-draws", type=int, default=200, help="posterior draws for the coverage of log rates"
     )
@@ -164,7 +164,7 @@ def best_of_each(counts: Any, loadings: Any, offset: Any, num_steps: int) -> tup
 
 
 def compare(name: str, rows: str, data: Data, fit: tuple[Any, Any, float], args: argparse.Namespace) -> tuple:
-    """Amortised against best q of each bin, at the posterior median of C and d."""
+    """Amortized against best q of each bin, at the posterior median of C and d."""
     import jax
     import jax.numpy as jnp
 
@@ -253,17 +253,17 @@ def draw_figure(points: dict[str, dict[str, np.ndarray]], new: Data, folder: Pat
         axes[0, 0].legend(frameon=False)
         for axis, part, label in ((axes[0, 1], "mean", "mean"), (axes[1, 0], "sd", "sd")):
             draw_pairs(axis, best[f"best_{part}"].ravel(), best[part].ravel(), label)
-        for colour, (name, found) in zip(COLOURS, points.items(), strict=False):
+        for color, (name, found) in zip(COLOURS, points.items(), strict=False):
             gaps = np.sort(np.maximum(found["gap"], 1e-6))
             share = np.arange(1, len(gaps) + 1) / len(gaps)
-            axes[1, 1].step(gaps, share, color=colour, label=f"{name} hidden units", linewidth=1.2)
+            axes[1, 1].step(gaps, share, color=color, label=f"{name} hidden units", linewidth=1.2)
         axes[1, 1].set(
             xscale="log", xlabel="gap to the best q of a new bin (nats)", ylabel="share of bins below"
         )
         axes[1, 1].legend(frameon=False)
         for axis, letter in zip(axes.flat, "abcd", strict=True):
             axis.set_title(letter, loc="left", fontweight="bold", fontsize=9)
-        path = folder / "amortised.png"
+        path = folder / "amortized.png"
         figure.savefig(path, dpi=200)
     plt.close(figure)
     return path
@@ -273,7 +273,7 @@ def draw_pairs(axis: Any, best: np.ndarray, found: np.ndarray, label: str) -> No
     ends = [min(best.min(), found.min()), max(best.max(), found.max())]
     axis.plot(ends, ends, color="black", linewidth=0.6, zorder=0)
     axis.plot(best, found, ".", color=COLOURS[0], markersize=2, alpha=0.4, markeredgewidth=0)
-    axis.set(xlabel=f"{label}, each bin optimised", ylabel=f"{label}, network")
+    axis.set(xlabel=f"{label}, each bin optimized", ylabel=f"{label}, network")
 
 
 def main(argv: list[str] | None = None) -> list[Scores]:

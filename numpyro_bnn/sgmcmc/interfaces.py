@@ -1,15 +1,20 @@
 """What the parts of a sampler hand to each other: the contracts of gradient, preconditioner and dynamics."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._errors import argument_error
-
-__all__ = ["Evaluation", "Environment", "Draw", "Move", "Gradient", "Preconditioner", "Dynamics"]
+__all__ = [
+    "Evaluation",
+    "StepContext",
+    "StepRandomness",
+    "StepResult",
+    "Gradient",
+    "Preconditioner",
+    "Dynamics",
+]
 
 Array = jax.Array
 
@@ -29,7 +34,7 @@ class Evaluation(NamedTuple):
     adaptation: Any
 
 
-class Environment(NamedTuple):
+class StepContext(NamedTuple):
     """What one step of a dynamics may use.
 
     :param evaluate: ``evaluate(position, batch) -> Evaluation``.
@@ -48,7 +53,7 @@ class Environment(NamedTuple):
     temperature: Array
 
 
-class Draw(NamedTuple):
+class StepRandomness(NamedTuple):
     """The randomness of one step.
 
     :param noise: standard normals (rows, P).
@@ -61,7 +66,7 @@ class Draw(NamedTuple):
     uniform: Array
 
 
-class Move(NamedTuple):
+class StepResult(NamedTuple):
     """The outcome of one step.
 
     :param position: (P,).
@@ -183,7 +188,7 @@ class Dynamics:
 
     @property
     def exact(self) -> bool:
-        """Whether a Metropolis test removes the discretisation error."""
+        """Whether a Metropolis test removes the discretization error."""
         return False
 
     @property
@@ -192,52 +197,26 @@ class Dynamics:
         return False
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def persistent_fields(self) -> tuple[str, ...]:
         """Fields of the memory that stay when the target changes."""
         return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
         """Refuse gradient estimators under which the dynamics would be wrong; default none."""
 
-    def init(self, environment: Environment, position: Array, draw: Draw) -> Any:
+    def init(self, environment: StepContext, position: Array, draw: StepRandomness) -> Any:
         """Return the memory (momenta, cached gradients) of a chain that starts here."""
         return ()
 
-    def step(self, environment: Environment, position: Array, memory: Any, draw: Draw) -> Move:
+    def step(
+        self, environment: StepContext, position: Array, memory: Any, draw: StepRandomness
+    ) -> StepResult:
         """Make one step."""
         raise NotImplementedError
 
     def momentum(self, memory: Any) -> Array | None:
         """Return the whitened momentum (P,), or None."""
         return None
-
-
-def check_number(
-    call: str,
-    argument: str,
-    value: Any,
-    *,
-    minimum: float = 0.0,
-    strict: bool = False,
-    infinite: bool = False,
-) -> None:
-    """Refuse NaN, numbers below (``strict``: or at) ``minimum``, and infinity unless ``infinite``."""
-    if isinstance(value, jax.core.Tracer):
-        return  # its value is not known yet
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise argument_error(call, argument, value, "Pass a number.", TypeError) from None
-    low = number <= minimum if strict else number < minimum
-    if math.isnan(number) or low or (math.isinf(number) and not infinite):
-        bound = f"{'above' if strict else 'at least'} {minimum:g}"
-        raise argument_error(call, argument, value, f"Pass a finite number {bound}.")
-
-
-def check_count(call: str, argument: str, value: Any, minimum: int = 1) -> None:
-    """Refuse anything but an integer of at least ``minimum``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise argument_error(call, argument, value, f"Pass an integer, at least {minimum}.")
 
 
 def squared_norm(v: Array) -> Array:

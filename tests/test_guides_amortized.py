@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoGuideList
 from scipy import stats
 
 from numpyro_bnn import nn
-from numpyro_bnn.guides.amortised import AutoAmortized
+from numpyro_bnn.guides.amortized import AutoAmortized
 from numpyro_bnn.guides.mean_field import AutoMeanField
 
 N, K, L = 60, 5, 2

@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.initialization import init_to_median
 from numpyro.infer.util import helpful_support_errors
 
-from numpyro_bnn._errors import argument_error
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.guides.mean_field import AutoMeanField
 from numpyro_bnn.guides.recognition import (
@@ -49,7 +49,7 @@ class AutoAmortized(AutoGuide):
     .. math:: \mu_n = h_n W + a, \qquad \sigma_n = \mathrm{softplus}(h_n V + c)
 
     The number of parameters does not grow with N, a step on B rows costs O(B), and new rows have a posterior without
-    further learning. W and V start at zero, a and c at the centre and spread of the prior. Sites outside the plate
+    further learning. W and V start at zero, a and c at the center and spread of the prior. Sites outside the plate
     are approximated by the guide ``rest``, independent of the local ones.
 
     The plate may be subsampled: the plate statement of the guide draws the indices and the model takes the same
@@ -70,7 +70,7 @@ class AutoAmortized(AutoGuide):
     :param init_loc_fn: NumPyro's strategy for the values at which the model is first run.
     :param create_plates: as in NumPyro's autoguides.
     :raises ValueError: for a model without latents in a plate, inputs with another number of rows than the plate, a
-        network with batch normalisation (rows would not be independent).
+        network with batch normalization (rows would not be independent).
 
     References: Kingma & Welling (2014), *Auto-encoding variational Bayes*, section 3; Cremer, Li & Duvenaud (2018),
     *Inference suboptimality in variational autoencoders*, on the gap to the best q of each point.
