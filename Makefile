@@ -6,12 +6,13 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit lint bench docs docs-figures evidence clean
+.PHONY: help demo test test-all unit unit-all lint bench docs docs-figures evidence clean
 
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
-	@echo "make test   linter, type checker and the whole test suite"
-	@echo "make unit   the test suite alone"
+	@echo "make test   linter, type checker and the tests of every contract: about 10 minutes on two cores"
+	@echo "make test-all  everything: calibration, long fits, every example and page (an hour on two cores)"
+	@echo "make unit   the tests of make test alone"
 	@echo "make lint   linter and type checker only"
 	@echo "make bench  speed ratios, written to output/*.json"
 	@echo "make docs   the documentation as a site, warnings are errors (output/docs/index.html)"
@@ -41,9 +42,17 @@ lint: $(VENV)/.test
 
 test: lint unit
 
-# Workers begin with halves of the tests, so that what a file sets up is set up once, and take from each other at the end.
+test-all: lint unit-all
+
+# A file stays with one worker, so that what its tests share is made once.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+unit-all: $(VENV)/.test
+	@echo "The whole suite takes about an hour on two cores."
+	$(PYTEST) $(PYTEST_ARGS)
 
 bench: $(VENV)/.benchmarks
 	$(BIN)/python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json
