@@ -80,8 +80,10 @@ def compare_with_published(x, y, sizes, num_epochs):
         assert weight.mean.dtype == np.float64
         np.testing.assert_allclose(weight.mean, reference.m[layer], rtol=1e-8, atol=1e-8)
         np.testing.assert_allclose(weight.var, reference.v[layer], rtol=1e-8, atol=1e-8)
-    np.testing.assert_allclose(fit.state.others["noise"], (reference.a, reference.b), rtol=1e-8)
-    np.testing.assert_allclose(fit.state.others["precision"], (reference.a_w, reference.b_w), rtol=1e-8)
+    np.testing.assert_allclose(fit.state.hyperparameters["noise"], (reference.a, reference.b), rtol=1e-8)
+    np.testing.assert_allclose(
+        fit.state.hyperparameters["precision"], (reference.a_w, reference.b_w), rtol=1e-8
+    )
     np.testing.assert_allclose(-fit.losses, evidence, rtol=1e-5)
     assert fit.refused.max() == 0
 
@@ -317,7 +319,7 @@ def test_every_summary_and_draw_agrees(network_fits, rows, name):
     assert set(median) == set(draws) == set(low)
     kernel = "net/Dense_0.kernel"
     assert draws[kernel].shape == (2000, 3, 6)
-    for site in [kernel, *pbp._problem.others]:
+    for site in [kernel, *pbp._problem.hyperparameters]:
         # The share of draws below a quantile: a binomial sd is 0.011 at the median and 0.0067 at 0.1; 5.5 sd allowed.
         assert np.abs((draws[site] < median[site]).mean(0) - 0.5).max() < 0.061
         assert np.abs((draws[site] < low[site]).mean(0) - 0.1).max() < 0.037
@@ -343,7 +345,7 @@ def test_sites_in_their_own_plates():
     y = x @ np.array([3.0, 0.0, 0.01])
     pbp = guides.AutoADF(model)
     fit = pbp.run(jax.random.key(0), x, y, num_epochs=3, progress_bar=False)
-    precision = fit.state.others["tau"].concentration / fit.state.others["tau"].rate
+    precision = fit.state.hyperparameters["tau"].concentration / fit.state.hyperparameters["tau"].rate
     # Given w the mean of tau is (4 + 1/2) / (4 + w^2 / 2): 0.53 and 1.125. The published update of a Gamma takes the
     # Student t that it implies for w as normal, which costs 3 % at w = 0 and 30 % at w = 3.
     np.testing.assert_allclose(precision[1:], 1.125, rtol=0.05)
@@ -375,7 +377,7 @@ def test_learned_scale_matches_the_exact_posterior(prior):
     density = np.exp(log_density - log_density.max())
     density /= density.sum()
     mean = (density * u).sum()
-    found = fit.state.others["scale"]
+    found = fit.state.hyperparameters["scale"]
     # 1.5e-2 of a posterior sd of 0.08 is the effect of three passes over data of sd 0.01 on the cavities.
     assert float(found.mean) == pytest.approx(mean, abs=2e-3)
     assert float(found.var) == pytest.approx((density * (u - mean) ** 2).sum(), rel=0.02)
@@ -391,7 +393,7 @@ def test_noise_with_any_prior_is_near_its_posterior():
 
     y = 0.4 * np.random.default_rng(0).normal(size=400)
     fit = guides.AutoADF(model).run(jax.random.key(0), np.ones(400), y, num_epochs=1, progress_bar=False)
-    found = fit.state.others["sigma"]
+    found = fit.state.hyperparameters["sigma"]
     # ADF orders the points at random: a spread of a third of the posterior sd (0.035) is usual for it.
     assert float(found.mean) == pytest.approx(np.log(np.sqrt((y**2).mean())), abs=0.035)
     assert float(found.var) == pytest.approx(1 / 800, rel=0.3)

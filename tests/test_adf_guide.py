@@ -13,8 +13,8 @@ from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, infer, nn, priors
-from numpyro_bnn.guides.adf.schedule import make_once
-from numpyro_bnn.guides.adf.split import split
+from numpyro_bnn.guides.adf.observation import split
+from numpyro_bnn.guides.adf.problem import fusion_barrier
 
 
 def model(x, y=None, batch_size=None):
@@ -111,7 +111,7 @@ def test_draws_have_the_analytic_moments(fitted):
     assert np.all(np.abs(f.mean(0) - mean) < 5 * error + 1e-4)
     np.testing.assert_allclose(f.var(0), var, rtol=0.10)
     noisy = pbp.predictive_moments(fit.params, x)
-    tau = fit.state.others["tau"]
+    tau = fit.state.hyperparameters["tau"]
     np.testing.assert_allclose(noisy[1] - var, float(tau.rate / (tau.concentration - 1)), rtol=1e-3)
 
 
@@ -291,8 +291,8 @@ def test_rewriting_changes_no_number():
     draws = np.random.default_rng(0)
     x, w, v = (jnp.asarray(draws.normal(size=shape)) for shape in ((1, 4), (4, 6), (6, 1)))
     gradient = jax.grad(lambda w: (jnp.tanh(x @ w) @ v).sum())
-    np.testing.assert_array_equal(make_once(gradient, jnp.ones(()))(w), gradient(w))
-    divisions = str(jax.make_jaxpr(lambda w, one: make_once(gradient, one)(w))(w, 1.0)).count(" div ")
+    np.testing.assert_array_equal(fusion_barrier(gradient, jnp.ones(()))(w), gradient(w))
+    divisions = str(jax.make_jaxpr(lambda w, one: fusion_barrier(gradient, one)(w))(w, 1.0)).count(" div ")
     assert divisions == 2
 
 
@@ -443,7 +443,7 @@ REFUSED = {
     "random mean": (one_weight(simple, shifted), "site 'w', whose prior mean depends on 'center'"),
     "hyper-hyper-site": (one_weight(simple, nested), "site 'inner', whose prior depends on 'outer'"),
     "vague precision": (one_weight(simple, vague), "site 'tau', a Gamma with concentration 0.5"),
-    "exponential scale": (one_weight(simple, exponential), "no constant times a power of 'scale'"),
+    "exponential scale": (one_weight(simple, exponential), "not a constant times a power of 'scale'"),
     "noise that scales": (noise_and_scale, "site 'tau', which scales 'w' and enters the likelihood"),
     "no weights": (no_weights, "no Gaussian latent site"),
     "local latent": (local_latent, "site 'z', inside the plate 'data'"),
@@ -451,7 +451,7 @@ REFUSED = {
     "factor": (one_weight(factor), "site 'y', a `factor` statement"),
     "param": (one_weight(with_param), "site 'sigma', a `param` site"),
     "discrete": (one_weight(discrete), "site 'k', which is discrete"),
-    "softmax": (one_weight(softmax), "no elementwise function of a linear predictor"),
+    "softmax": (one_weight(softmax), "not an elementwise function of a linear predictor"),
     "joint": (one_weight(joint), "site 'y', a MultivariateNormal"),
 }
 

@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 from scipy.integrate import quad
 
-from numpyro_bnn.moments import Gaussian, leaky_relu, maximum, maximum_of, rectified
+from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.moments.closed_forms import leaky_relu, maximum, maximum_of, rectified
 
 # Both sides of the two thresholds, the far tails, and the middle.
 ALPHAS = np.concatenate([[-40, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013])

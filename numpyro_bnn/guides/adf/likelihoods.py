@@ -1,6 +1,7 @@
-"""The normalizer Z of a likelihood under Gaussian predictors, and predictive moments."""
+"""The normalizer Z of a likelihood under Gaussian predictors, predictive moments, and the quadrature for both."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +11,13 @@ import numpy as np
 import numpyro.distributions as dist
 from jax.scipy.special import logsumexp
 
+from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
 from numpyro_bnn.guides.adf.observation import Context, Observation
-from numpyro_bnn.guides.adf.others import Other
-from numpyro_bnn.guides.adf.quadrature import expectations, log_expectation
-from numpyro_bnn.guides.adf.sites import refuse
-from numpyro_bnn.guides.adf.updates import normal_log_density
+from numpyro_bnn.guides.adf.reading import refuse
 from numpyro_bnn.moments import Gaussian
 
-__all__ = ["Likelihood", "noise_powers", "softmax_log_mean"]
+# Gauss-Hermite points per dimension: in one dimension, and in two.
+POINTS = {1: 64, 2: 24}
 
 States = Mapping[str, Any]
 
@@ -27,18 +27,18 @@ class Likelihood:
     """An observation whose noise sites have posterior factors.
 
     :param observation: of the model.
-    :param noise: the noise sites that are Gaussian in unconstrained space.
+    :param noise: the noise hyperparameters that are Gaussian in unconstrained space.
     :param gamma: the noise precision with a Gamma posterior, if there is one.
     """
 
     observation: Observation
-    noise: Mapping[str, Other]
+    noise: Mapping[str, Hyperparameter]
     gamma: str | None
 
     def log_z(
         self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int = 0
     ) -> jax.Array:
-        """log Z of one observation, elementwise; ``order`` raises the shape of the noise precision by that number.
+        """log Z of one observation, elementwise, with ``order`` added to the shape of the noise precision.
 
         The Normal likelihood is integrated in closed form over its mean, every other quantity by quadrature.
         """
@@ -89,7 +89,7 @@ class Likelihood:
         context: Context,
         order: int,
     ) -> jax.Array:
-        """Variance of a Normal observation where integrated quantities have these values."""
+        """Variance of a Normal observation at these values of the integrated quantities."""
         given = {n: v for n, v in values.items() if n not in self.noise} | _mean("loc", quantities)
         scale = self.observation.parameters(given, self._with_noise(values, context))["scale"]
         if self.gamma is None:
@@ -97,16 +97,16 @@ class Likelihood:
         return scale * scale * states[self.gamma].variance(order)
 
     def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
-        """What is integrated by quadrature."""
+        """The Gaussians to integrate over by quadrature."""
         return {**quantities, **{name: states[name] for name in self.noise}}
 
     def _with_noise(self, values: Mapping[str, Any], context: Context) -> Context:
         """The context with noise sites at these values in unconstrained space; the Gamma precision is 1."""
-        others = dict(context["others"])
-        others |= {n: other.transform(values[n]) for n, other in self.noise.items() if n in values}
+        hypers = dict(context["hyperparameters"])
+        hypers |= {n: hyper.transform(values[n]) for n, hyper in self.noise.items() if n in values}
         if self.gamma is not None:
-            others[self.gamma] = jnp.ones_like(others[self.gamma])
-        return {**context, "others": others}
+            hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
+        return {**context, "hyperparameters": hypers}
 
     def _at(self, values: Mapping[str, Any], context: Context) -> tuple[dict[str, Any], dist.Distribution]:
         given = {n: v for n, v in values.items() if n not in self.noise}
@@ -143,22 +143,17 @@ class Likelihood:
         name = self.observation.name
         if self.observation.kind == "categorical":
             return
-        closed = {"loc"} if self.observation.kind == "normal" else set()
-        dimensions = len(set(self.observation.cut.cuts) - closed) + len(self.noise)
+        dimensions = len(self.observation.integrated) + len(self.noise)
         if dimensions > 2:
-            raise refuse(
-                name, f"whose likelihood has {dimensions} random parameters", "Two at most can be integrated."
-            )
-
+            why = f"whose likelihood has {dimensions} random parameters"
+            raise refuse(name, why, "At most two can be integrated.")
         quantities = self.observation.quantities(weights, context)
         log_z = self.log_z(quantities, states, context)
         for parameter, quantity in quantities.items():
             if np.prod(quantity.mean.shape) > np.prod(log_z.shape):
-                raise refuse(
-                    name,
-                    f"one observation of which takes {quantity.mean.shape} values of {parameter.split(' (')[0]}",
-                    "Only observations of one linear predictor each, and Categorical(logits=...), can be integrated.",
-                )
+                why = f"one observation of which takes {quantity.mean.shape} values of {parameter.split(' (')[0]}"
+                instead = "Use observations of one linear predictor each, or Categorical(logits=...)."
+                raise refuse(name, why, instead)
 
 
 def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
@@ -172,17 +167,17 @@ def _mean(name: str, quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
 def noise_powers(
     observation: Observation, noise: tuple[str, ...], context: Context
 ) -> dict[str, float | None]:
-    """Power with which each noise site enters the sd of a Normal observation; ``None`` where it is no power."""
+    """Power with which each noise site enters the sd of a Normal observation; ``None`` for another dependence."""
     if observation.kind != "normal" or "scale" in observation.cut.random or len(noise) != 1:
         return dict.fromkeys(noise)
     name = noise[0]
-    shape = jnp.shape(context["others"][name])
+    hypers = context["hyperparameters"]
 
     @jax.jit
     def log_scale(value: jax.Array) -> jax.Array:
-        others = {**context["others"], name: jnp.full(shape, value)}
+        given = {**context, "hyperparameters": hypers | {name: jnp.full(jnp.shape(hypers[name]), value)}}
         quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-        return jnp.log(observation.parameters(quantities, {**context, "others": others})["scale"])
+        return jnp.log(observation.parameters(quantities, given)["scale"])
 
     found = [np.asarray(log_scale(h) - log_scale(1.0)) / np.log(h) for h in (2.0, 5.0)]
     power = float(found[0].flat[0])
@@ -223,8 +218,8 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
 def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     """Means and variances of the class indicators, or of the class probabilities.
 
-    The variance of a probability is that of the logistic of the class's log odds against all others, taken as
-    Gaussian with the moments of its linearization.
+    The variance of a probability is that of the logistic function of the log odds of the class against all others,
+    which are approximated by a Gaussian with the moments of their linearization.
     """
     classes = logits.mean.shape[-1]
     log_p = jnp.stack(
@@ -240,3 +235,56 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     )
     first, second = expectations(lambda v: (jax.nn.sigmoid(v["o"]), jax.nn.sigmoid(v["o"]) ** 2), {"o": odds})
     return Gaussian(probs, jnp.maximum(second - first**2, 0.0))
+
+
+# -- quadrature -----------------------------------------------------------------------------------------
+
+
+def _safe_sqrt(var: jax.Array) -> jax.Array:
+    """Square root whose gradient at 0 is 0 instead of infinite."""
+    positive = var > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, var, 1.0)), 0.0)
+
+
+def _nodes(dimensions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points (Q, dimensions) and log weights (Q,) for the standard normal."""
+    if dimensions == 0:
+        return np.zeros((1, 0)), np.zeros(1)
+    x, w = np.polynomial.hermite_e.hermegauss(POINTS[dimensions])
+    grid = np.array(list(itertools.product(x, repeat=dimensions))).reshape(-1, dimensions)
+    weights = np.array([np.prod(part) for part in itertools.product(w, repeat=dimensions)])
+    return grid, np.log(weights / weights.sum())
+
+
+def _at_nodes(fn: Callable, gaussians: Mapping[str, Gaussian]) -> tuple[Any, np.ndarray]:
+    grid, log_weights = _nodes(len(gaussians))
+    names = list(gaussians)
+
+    def at(point: jax.Array) -> Any:
+        return fn(
+            {n: gaussians[n].mean + _safe_sqrt(gaussians[n].var) * point[k] for k, n in enumerate(names)}
+        )
+
+    return jax.vmap(at)(jnp.asarray(grid)), log_weights
+
+
+def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> jax.Array:
+    """log E[exp(fn(x))], element by element, over independent Gaussians by name (at most two).
+
+    >>> x = {"x": Gaussian(jnp.array(0.5), jnp.array(2.0))}
+    >>> round(float(log_expectation(lambda value: value["x"], x)), 5)         # m + v / 2
+    1.5
+    """
+    values, log_weights = _at_nodes(fn, gaussians)
+    return logsumexp(values + log_weights.reshape((-1,) + (1,) * (values.ndim - 1)), axis=0)
+
+
+def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> Any:
+    """E[fn(x)] for every leaf of ``fn``, element by element.
+
+    >>> x = {"x": Gaussian(jnp.array(0.5), jnp.array(2.0))}
+    >>> round(float(expectations(lambda value: value["x"] ** 2, x)), 5)
+    2.25
+    """
+    values, log_weights = _at_nodes(fn, gaussians)
+    return jax.tree.map(lambda leaf: jnp.tensordot(jnp.exp(log_weights), leaf, 1), values)
