@@ -152,10 +152,7 @@ def maximum_of(mean: jax.Array, var: jax.Array, present: Any = True, num_nodes: 
     Taking the maximum pair by pair would lose the skewness: with 4 equal Gaussians the variance comes out 5 % too
     small, with 64 43 %.
 
-    :param mean: (n, ...).
-    :param var: (n, ...), 0 allowed.
-    :param present: False where an element is left out; broadcasts against ``mean``.
-    :param num_nodes: nodes on each side.
+    ``mean`` and ``var`` are (n, ...); ``present`` is False for elements to leave out; ``num_nodes`` are per side.
     """
     mean, var = jnp.where(present, mean, -jnp.inf), jnp.where(present, var, 0)
     fixed_mean, reach = lax.stop_gradient((mean, 8 * jnp.sqrt(var)))

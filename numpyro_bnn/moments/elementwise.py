@@ -65,8 +65,7 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
             "joins two different random quantities",
             "Sums, differences, products, maxima and minima of them have a rule.",
         )
-    gaussians = [moments_of(o) if isinstance(o, Term) else o for o in operands]
-    return wrap(pair(equation, *gaussians))
+    return wrap(pair(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands)))
 
 
 def _affine(equation: Equation, operands: tuple[Any, ...]) -> tuple[Term, Any, Any] | None:

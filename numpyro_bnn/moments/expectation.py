@@ -22,7 +22,7 @@ NODES: ContextVar[int] = ContextVar("num_nodes", default=32)
 
 _REACH = 8.0
 _MOST_BREAKS = 3
-# Evaluations held in memory at once; more are summed up one node after the other.
+# Evaluations held in memory at once; beyond that the nodes are summed one after the other.
 _AT_ONCE = 2**24
 _COMPARED = frozenset({"max", "min", "gt", "ge", "lt", "le", "eq", "ne", "clamp"})
 

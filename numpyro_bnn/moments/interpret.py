@@ -123,15 +123,13 @@ class Interpreter:
     :param default: the rule of every other primitive with a marked operand; ``None`` refuses it.
 
     >>> import jax, jax.numpy as jnp
-    >>> class Tagged:
-    ...     pass
     >>> jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a + 2.0) * b)(1.0, 2.0)
-    >>> names = []
+    >>> tag, names = object(), []
     >>> def note(equation, *operands):
     ...     names.append(equation.name)
     ...     return operands[0]
-    >>> walk = Interpreter({}, lambda value: isinstance(value, Tagged), "example", default=note)
-    >>> isinstance(walk.run(jaxpr.jaxpr, jaxpr.consts, [Tagged(), 2.0])[0], Tagged), names
+    >>> walk = Interpreter({}, lambda value: value is tag, "example", default=note)
+    >>> walk.run(jaxpr.jaxpr, jaxpr.consts, [tag, 2.0])[0] is tag, names
     (True, ['add', 'tanh', 'mul'])
     """
 

@@ -52,9 +52,8 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     p = equation.params
     if any(d != 1 for d in p["base_dilation"]):
         raise equation.refuse("dilates its input", "Pool without dilation of the input.")
-    offsets = itertools.product(
-        *(range(0, n * d, d) for n, d in zip(p["window_dimensions"], p["window_dilation"], strict=True))
-    )
+    windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
+    offsets = itertools.product(*(range(0, n * d, d) for n, d in windows))
     shape = equation.outputs[0].shape
     taken = [_strided(x, offset, p["padding"], p["window_strides"], shape) for offset in offsets]
     present = np.stack([mask for _, mask in taken])
@@ -79,10 +78,8 @@ def _strided(
         (low - start, stride * (n - 1) + 1 + start - low - size, 0)
         for start, n, stride, size, (low, _) in zip(offset, shape, strides, sizes, padding, strict=True)
     ]
-    taken = [
-        lax.pad(a, jnp.zeros((), a.dtype), config)[tuple(slice(None, None, s) for s in strides)] for a in x
-    ]
-    return Gaussian(*taken), mask
+    steps = tuple(slice(None, None, stride) for stride in strides)
+    return Gaussian(*(lax.pad(a, jnp.zeros((), a.dtype), config)[steps] for a in x)), mask
 
 
 # Name -> number of leading operands that are data (None: all); the others are indices, which must be plain.

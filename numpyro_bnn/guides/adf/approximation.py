@@ -67,8 +67,7 @@ class ADFPosterior(AutoNormal):
         """Sample the latent sites of the model, from parameters ``<site>_<prefix>_...``."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        problem = self._known_problem()
-        start = self._start_params()
+        problem, start = self._known_problem(), self._start_params()
         plates = self._create_plates(*args, **kwargs)
 
         def parameter(site: str, field: str) -> jax.Array:
@@ -112,8 +111,6 @@ class ADFPosterior(AutoNormal):
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
 
-    # -- parameters ------------------------------------------------------------------------------------
-
     def _to_params(self, state: ADFState) -> dict[str, jax.Array]:
         """Parameters ``<site>_<prefix>_loc`` and ``_scale``, for Gamma sites ``_concentration`` and ``_rate``."""
         params: dict[str, jax.Array] = {}
@@ -137,8 +134,6 @@ class ADFPosterior(AutoNormal):
             {name: read(name, hyper.kind) for name, hyper in problem.hyperparameters.items()},
             {},
         )
-
-    # -- draws and summaries ---------------------------------------------------------------------------
 
     def sample_posterior(
         self,
@@ -166,7 +161,7 @@ class ADFPosterior(AutoNormal):
         return self._complete(values, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Posterior medians of the latent and deterministic sites; the base of a non-centered weight follows them.
+        """Posterior medians of the latent and deterministic sites; bases of non-centered weights follow from them.
 
         :param params: of a run.
         """

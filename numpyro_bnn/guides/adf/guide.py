@@ -85,8 +85,6 @@ class AutoADF(ADFPosterior):
         # Compiled programs of JAX cannot be pickled: the model is read again.
         return super().__getstate__() | {"_programs": {}, "_problem": None}
 
-    # -- learning --------------------------------------------------------------------------------------
-
     def run(
         self,
         rng_key: jax.Array,
@@ -202,8 +200,6 @@ class AutoADF(ADFPosterior):
             found = score(self._from_params(params), *data)
         return jnp.asarray(found, float)
 
-    # -- preparation -----------------------------------------------------------------------------------
-
     def _prepare(
         self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
     ) -> tuple[Program, tuple[Any, Any], int]:
@@ -269,12 +265,11 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
     """The mapped axis of each positional argument."""
     if in_axes is None:
         return (None,) * len(args)
-    good = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
-    instead = ""
-    if not batched:
-        instead = "It needs one key per data set: `jax.random.split(key, R)`."
-    elif not good or any(not (axis is None or isinstance(axis, int)) for axis in in_axes):
-        instead = f"Pass an axis or None for each of the {len(args)} positional arguments."
+    instead = "" if batched else "It needs one key per data set: `jax.random.split(key, R)`."
+    if not (isinstance(in_axes, tuple | list) and len(in_axes) == len(args)) or any(
+        not (axis is None or isinstance(axis, int)) for axis in in_axes
+    ):
+        instead = instead or f"Pass an axis or None for each of the {len(args)} positional arguments."
     if instead:
         raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
     return tuple(in_axes)

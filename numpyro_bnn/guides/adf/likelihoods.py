@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
@@ -44,76 +43,22 @@ class Likelihood:
         """
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
-            value = self.observation.parameters({"logits": logits.mean}, context)["value"]
+            value = self.observation.cut.tail({"logits": logits.mean}, context)["value"]
             return softmax_log_mean(logits, value)
         if self.observation.kind == "normal":
-            return self._log_z_normal(quantities, states, context, order)
+            loc, noise_variance, integrated = self._normal(quantities, states, context, order)
+            residual = self._parameters(_means(quantities), context)["value"] - loc.mean
 
-        def log_density(values: Mapping[str, Any]) -> jax.Array:
-            parameters, distribution = self._at(values, context)
-            return distribution.log_prob(parameters["value"])
+            def log_density(values: Mapping[str, Any]) -> jax.Array:
+                return normal_log_density(residual, loc.var + noise_variance(values))
 
-        return log_expectation(log_density, self._integrated(quantities, states))
+            return log_expectation(log_density, integrated) if integrated else log_density({})
 
-    def _log_z_normal(
-        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
-    ) -> jax.Array:
-        loc, rest = self._location(quantities, context)
-        value = self.observation.parameters(
-            {**_means(rest), **_mean("loc", quantities)}, self._with_noise({}, context)
-        )["value"]
+        def log_prob(values: Mapping[str, Any]) -> jax.Array:
+            parameters = self._parameters(values, context)
+            return self.observation.build(parameters).log_prob(parameters["value"])
 
-        def log_density(values: Mapping[str, Any]) -> jax.Array:
-            return normal_log_density(
-                value - loc.mean, loc.var + self._noise_variance(values, quantities, states, context, order)
-            )
-
-        integrated = self._integrated(rest, states)
-        return log_expectation(log_density, integrated) if integrated else log_density({})
-
-    def _location(
-        self, quantities: Mapping[str, Gaussian], context: Context
-    ) -> tuple[Gaussian, dict[str, Gaussian]]:
-        """The Gaussian mean of a Normal observation, and the other quantities."""
-        rest = {name: g for name, g in quantities.items() if name != "loc"}
-        if "loc" in quantities:
-            return quantities["loc"], rest
-        known = self.observation.parameters(_means(rest), self._with_noise({}, context))["loc"]
-        return Gaussian(known, jnp.zeros_like(known)), rest
-
-    def _noise_variance(
-        self,
-        values: Mapping[str, Any],
-        quantities: Mapping[str, Gaussian],
-        states: States,
-        context: Context,
-        order: int,
-    ) -> jax.Array:
-        """Variance of a Normal observation at these values of the integrated quantities."""
-        given = {n: v for n, v in values.items() if n not in self.noise} | _mean("loc", quantities)
-        scale = self.observation.parameters(given, self._with_noise(values, context))["scale"]
-        if self.gamma is None:
-            return scale * scale
-        return scale * scale * states[self.gamma].variance(order)
-
-    def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
-        """The Gaussians to integrate over by quadrature."""
-        return {**quantities, **{name: states[name] for name in self.noise}}
-
-    def _with_noise(self, values: Mapping[str, Any], context: Context) -> Context:
-        """The context with noise sites at these values in unconstrained space; the Gamma precision is 1."""
-        hypers = dict(context["hyperparameters"])
-        hypers |= {n: hyper.transform(values[n]) for n, hyper in self.noise.items() if n in values}
-        if self.gamma is not None:
-            hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
-        return {**context, "hyperparameters": hypers}
-
-    def _at(self, values: Mapping[str, Any], context: Context) -> tuple[dict[str, Any], dist.Distribution]:
-        given = {n: v for n, v in values.items() if n not in self.noise}
-        parameters = self.observation.parameters(given, self._with_noise(values, context))
-        return parameters, self.observation.build(parameters)
-
-    # -- prediction ------------------------------------------------------------------------------------
+        return log_expectation(log_prob, self._integrated(quantities, states))
 
     def predictive(
         self, quantities: Mapping[str, Gaussian], states: States, context: Context, noise: bool
@@ -122,21 +67,49 @@ class Likelihood:
         if self.observation.kind == "categorical":
             return _class_probabilities(quantities["logits"], noise)
         if self.observation.kind == "normal":
-            loc, rest = self._location(quantities, context)
-            if not noise:
-                return loc
-            integrated = self._integrated(rest, states)
-            variance = expectations(
-                lambda values: self._noise_variance(values, quantities, states, context, 0), integrated
-            )
-            return Gaussian(loc.mean, loc.var + variance)
+            loc, noise_variance, integrated = self._normal(quantities, states, context, 0)
+            return Gaussian(loc.mean, loc.var + expectations(noise_variance, integrated)) if noise else loc
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-            fn = self._at(values, context)[1]
+            fn = self.observation.build(self._parameters(values, context))
             return fn.mean, fn.mean**2 + (fn.variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
         return Gaussian(first, second - first**2)
+
+    def _normal(
+        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
+    ) -> tuple[Gaussian, Callable[[Mapping[str, Any]], jax.Array], dict[str, Gaussian]]:
+        """A Normal observation: its Gaussian mean, its noise variance, and the Gaussians this depends on."""
+        means = _means(quantities)
+
+        def noise_variance(values: Mapping[str, Any]) -> jax.Array:
+            scale = self._parameters({**means, **values}, context)["scale"]
+            variance = scale * scale
+            return variance if self.gamma is None else variance * states[self.gamma].variance(order)
+
+        rest = dict(quantities)
+        loc = rest.pop("loc", None)
+        if loc is None:
+            known = self._parameters(means, context)["loc"]
+            loc = Gaussian(known, jnp.zeros_like(known))
+        return loc, noise_variance, self._integrated(rest, states)
+
+    def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
+        """The Gaussians to integrate over by quadrature."""
+        return {**quantities, **{name: states[name] for name in self.noise}}
+
+    def _parameters(self, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
+        """Parameters of the distribution and the observed value, at these quantities and unconstrained noise sites.
+
+        The Gamma precision is 1.
+        """
+        hypers = dict(context["hyperparameters"])
+        hypers |= {n: hyper.transform(values[n]) for n, hyper in self.noise.items() if n in values}
+        if self.gamma is not None:
+            hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
+        given = {n: v for n, v in values.items() if n not in self.noise}
+        return self.observation.cut.tail(given, {**context, "hyperparameters": hypers})
 
     def check(self, weights: Mapping[str, Gaussian], states: States, context: Context) -> None:
         """Refuse what cannot be integrated element by element."""
@@ -160,10 +133,6 @@ def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
     return {name: quantity.mean for name, quantity in quantities.items()}
 
 
-def _mean(name: str, quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
-    return {name: quantities[name].mean} if name in quantities else {}
-
-
 def noise_powers(
     observation: Observation, noise: tuple[str, ...], context: Context
 ) -> dict[str, float | None]:
@@ -177,14 +146,11 @@ def noise_powers(
     def log_scale(value: jax.Array) -> jax.Array:
         given = {**context, "hyperparameters": hypers | {name: jnp.full(jnp.shape(hypers[name]), value)}}
         quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-        return jnp.log(observation.parameters(quantities, given)["scale"])
+        return jnp.log(observation.cut.tail(quantities, given)["scale"])
 
     found = [np.asarray(log_scale(h) - log_scale(1.0)) / np.log(h) for h in (2.0, 5.0)]
     power = float(found[0].flat[0])
     return {name: round(power, 6) if all(np.allclose(f, power) for f in found) else None}
-
-
-# -- categorical ----------------------------------------------------------------------------------------
 
 
 def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
@@ -195,14 +161,7 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
 
     Exact for two classes; the pairwise expectations are integrated by quadrature.
 
-    :param logits: (..., K).
-    :param value: class k, (...).
-
     Reference: Daunizeau (2017), arXiv:1703.00091, section 3.
-
-    >>> even = Gaussian(jnp.zeros((1, 2)), jnp.ones((1, 2)))
-    >>> round(float(jnp.exp(softmax_log_mean(even, jnp.array([0])))[0]), 4)
-    0.5
     """
     index = jnp.asarray(value, int)[..., None]
     chosen = Gaussian(*(jnp.take_along_axis(part, index, axis=-1) for part in logits))
@@ -218,8 +177,8 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
 def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     """Means and variances of the class indicators, or of the class probabilities.
 
-    The variance of a probability is that of the logistic function of the log odds of the class against all others,
-    which are approximated by a Gaussian with the moments of their linearization.
+    The variance of a probability is that of the logistic function of the log odds of the class against all others, a
+    Gaussian with the moments of their linearization.
     """
     classes = logits.mean.shape[-1]
     log_p = jnp.stack(
@@ -235,9 +194,6 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     )
     first, second = expectations(lambda v: (jax.nn.sigmoid(v["o"]), jax.nn.sigmoid(v["o"]) ** 2), {"o": odds})
     return Gaussian(probs, jnp.maximum(second - first**2, 0.0))
-
-
-# -- quadrature -----------------------------------------------------------------------------------------
 
 
 def _safe_sqrt(var: jax.Array) -> jax.Array:
@@ -269,22 +225,12 @@ def _at_nodes(fn: Callable, gaussians: Mapping[str, Gaussian]) -> tuple[Any, np.
 
 
 def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> jax.Array:
-    """log E[exp(fn(x))], element by element, over independent Gaussians by name (at most two).
-
-    >>> x = {"x": Gaussian(jnp.array(0.5), jnp.array(2.0))}
-    >>> round(float(log_expectation(lambda value: value["x"], x)), 5)         # m + v / 2
-    1.5
-    """
+    """log E[exp(fn(x))], element by element, over independent Gaussians by name (at most two)."""
     values, log_weights = _at_nodes(fn, gaussians)
     return logsumexp(values + log_weights.reshape((-1,) + (1,) * (values.ndim - 1)), axis=0)
 
 
 def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> Any:
-    """E[fn(x)] for every leaf of ``fn``, element by element.
-
-    >>> x = {"x": Gaussian(jnp.array(0.5), jnp.array(2.0))}
-    >>> round(float(expectations(lambda value: value["x"] ** 2, x)), 5)
-    2.25
-    """
+    """E[fn(x)] for every leaf of ``fn``, element by element."""
     values, log_weights = _at_nodes(fn, gaussians)
     return jax.tree.map(lambda leaf: jnp.tensordot(jnp.exp(log_weights), leaf, 1), values)

@@ -54,12 +54,6 @@ def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax
     :param gradient: d log Z / dm and d log Z / dv.
 
     Reference: Hernandez-Lobato & Adams (2015), equations 10 and 11; Minka (2001), section 3.2.
-
-    >>> prior, y = Gaussian(jnp.array(0.0), jnp.array(1.0)), 1.0     # y ~ N(w, 1), w ~ N(0, 1)
-    >>> log_z = lambda w: normal_log_density(y - w.mean, w.var + 1.0)
-    >>> after, refused = gaussian_update(prior, jax.grad(log_z)(prior))
-    >>> [float(m) for m in after], bool(refused)
-    ([0.5, 0.5], False)
     """
     mean, var = before
     d_mean, d_var = gradient
@@ -80,9 +74,6 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
     :param log_z: (3, ...), the logarithms of the three.
 
     Reference: Hernandez-Lobato & Adams (2015), supplement, section 3.
-
-    >>> [round(float(part), 4) for part in gamma_update(Gamma(jnp.array(6.0), jnp.array(6.0)), jnp.zeros(3))]
-    [6.0, 6.0]
     """
     a, b = before
     z0, z1, z2 = log_z
@@ -113,8 +104,12 @@ class Hyperparameter:
         base = unwrapped(fn, masked=True)
         transform = biject_to(base.support)
         gamma = kind == "gamma"
-        prior = (base.concentration, base.rate) if gamma else _unconstrained_moments(base, transform)
-        first, second = (np.broadcast_to(np.asarray(part, float), fn.shape()) for part in prior)
+        first, second = (
+            np.broadcast_to(np.asarray(part, float), fn.shape())
+            for part in (
+                (base.concentration, base.rate) if gamma else _unconstrained_moments(base, transform)
+            )
+        )
         return cls(kind, fn, transform, (first, second))
 
     def start(self) -> Gamma | Gaussian:
@@ -151,11 +146,7 @@ def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> tup
 
 
 def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str, Hyperparameter]:
-    """Choose how each hyperparameter is represented.
-
-    :param noise_powers: power with which a noise site enters the sd of a Normal observation; ``None`` for any other
-        dependence.
-    """
+    """Choose how each hyperparameter is represented; for ``noise_powers`` see the likelihoods."""
     found = {}
     for name, fn in sites.hyperparameters.items():
         base = unwrapped(fn, masked=True)
@@ -171,13 +162,6 @@ def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str
             raise refuse(name, why, instead)
         found[name] = Hyperparameter.of("gamma" if conjugate else "normal", fn)
     return found
-
-
-def values_of(
-    hyperparameters: Mapping[str, Hyperparameter], states: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """Typical values of all hyperparameters."""
-    return {name: hyper.value(states[name]) for name, hyper in hyperparameters.items()}
 
 
 class Factor(NamedTuple):
@@ -197,22 +181,9 @@ class _Flat(NamedTuple):
 
     weights: Gaussian
     factor: Factor
-    loc: jax.Array
-    scale: jax.Array
-    element: jax.Array
-
-
-def _flatten(names: Sequence[str], sites: Mapping[str, Weight], weights: Any, factors: Any) -> _Flat:
-    def join(parts: Sequence[Any]) -> jax.Array:
-        return jnp.concatenate([jnp.ravel(part) for part in parts])
-
-    return _Flat(
-        jax.tree.map(lambda *p: join(p), *(weights[n] for n in names)),
-        jax.tree.map(lambda *p: join(p), *(factors[n] for n in names)),
-        join([sites[n].loc for n in names]),
-        join([sites[n].scale for n in names]),
-        join([sites[n].element for n in names]),
-    )
+    loc: Any
+    scale: Any
+    element: Any
 
 
 def _unflatten(flat: Any, names: Sequence[str], sites: Mapping[str, Weight]) -> dict[str, Any]:
@@ -234,7 +205,8 @@ def refine(
     state: Gamma | Gaussian,
 ) -> tuple[dict[str, Gaussian], dict[str, Factor], Gamma | Gaussian]:
     """Refine the prior factors of all weights of one hyperparameter: new weights, factors and hyperparameter."""
-    flat = _flatten(names, sites, weights, factors)
+    parts = [_Flat(weights[n], factors[n], sites[n].loc, sites[n].scale, sites[n].element) for n in names]
+    flat = jax.tree.map(lambda *leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), *parts)
     if isinstance(state, Gamma):
         new, factor, state = _refine_gamma(flat, state)
     else:

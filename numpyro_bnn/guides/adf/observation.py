@@ -36,7 +36,7 @@ class Observation:
 
     :param kind: "normal", "categorical" or "other".
     :param name: of the site.
-    :param cut: the program of the distribution's parameters.
+    :param cut: the program of the distribution's parameters, and of the observed ``value``.
     :param build: from these parameters to the distribution, elementwise.
     :param shape: of one observation.
     """
@@ -60,10 +60,6 @@ class Observation:
             for name, value in found.items()
         }
 
-    def parameters(self, quantities: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Parameters of the distribution, and ``value``, for known quantities."""
-        return self.cut.tail(quantities, context)
-
 
 def observe(
     model: Callable, arguments: Arguments, sites: Sites, context: Context, with_value: bool
@@ -73,7 +69,6 @@ def observe(
     :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the data, the other arrays, and
         values of the hyperparameters.
     :param with_value: whether the observed value is among the arguments.
-    :raises ValueError: for a likelihood that assumed density filtering cannot handle.
     """
     weights = {name: weight.loc for name, weight in sites.weights.items()}
     found: dict[str, Any] = {}
@@ -128,8 +123,7 @@ def _leaf_name(base: dist.Distribution, leaf: Any, index: int) -> str:
 
 def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]:
     """Parameters that do not range over all real numbers."""
-    free = {name for name, kind in base.arg_constraints.items() if kind is constraints.real}
-    free |= {"logits"}
+    free = {"logits", *(name for name, kind in base.arg_constraints.items() if kind is constraints.real)}
     return {name for name in parameters if name.split(" (")[0] not in free}
 
 
@@ -165,9 +159,6 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
                 "whose rows influence each other",
                 "Data points are learned one at a time: remove batch statistics and the like.",
             )
-
-
-# ----------------------------------------------------------------------------------- the cut of the program
 
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
@@ -213,12 +204,6 @@ def split(
     :param weights: example of the argument that is random.
     :param context: example of everything else.
     :param keep: outputs that are Gaussian quantities themselves.
-
-    >>> import jax.numpy as jnp
-    >>> cut = split(lambda w, x: {"rate": jnp.exp(2 * w * x), "sd": x}, jnp.ones(3), jnp.ones(3), keep=())
-    >>> predictors = cut.head(jnp.ones(3), jnp.ones(3))
-    >>> list(predictors), sorted(cut.tail(predictors, jnp.ones(3)))
-    (['rate'], ['rate', 'sd'])
     """
     closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(weights, context)
     jaxpr = closed.jaxpr
@@ -227,7 +212,10 @@ def split(
         for (path, _), var in zip(jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True)
     }
     count = len(jax.tree.leaves(weights))
-    depends = _random(jaxpr, count)
+    depends = set(jaxpr.invars[:count])
+    for equation in jaxpr.eqns:
+        if depends.intersection(var for var in equation.invars if not isinstance(var, Literal)):
+            depends.update(equation.outvars)
     random = {name for name, var in outputs.items() if not isinstance(var, Literal) and var in depends}
     cuts: dict[str, Any] = {}
     for name in outputs:
@@ -252,15 +240,6 @@ def split(
 
     nonlinear = {name for name in cuts if cuts[name] is not outputs[name]}
     return Split(head, tail, tuple(cuts), random, nonlinear)
-
-
-def _random(jaxpr: Any, count: int) -> set:
-    """Variables that depend on the first ``count`` inputs."""
-    random = set(jaxpr.invars[:count])
-    for equation in jaxpr.eqns:
-        if any(not isinstance(var, Literal) and var in random for var in equation.invars):
-            random.update(equation.outvars)
-    return random
 
 
 def _cut(jaxpr: Any, var: Any, random: set) -> Any:

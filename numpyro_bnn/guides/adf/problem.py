@@ -11,17 +11,9 @@ import numpy as np
 import tqdm
 from jax import lax
 
+from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers
-from numpyro_bnn.guides.adf.moment_matching import (
-    Factor,
-    Gamma,
-    Hyperparameter,
-    describe,
-    gamma_update,
-    gaussian_update,
-    refine,
-    values_of,
-)
+from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.observation import Context, check_rows, observe, rewritten
 from numpyro_bnn.guides.adf.reading import Arguments, Sites, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
@@ -79,25 +71,24 @@ class Problem:
         observation = observe(arguments.model, arguments, sites, context, with_value)
         if known is not None:
             return replace(known, likelihood=replace(known.likelihood, observation=observation))
-        hypers = describe(sites, noise_powers(observation, sites.noise, context))
+        hypers = moment_matching.describe(sites, noise_powers(observation, sites.noise, context))
         gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
         normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
         problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
         check_rows(arguments, sites, ones)
-        jax.eval_shape(lambda: problem.check(rows, arrays))
-        return problem
 
-    def check(self, rows: Any, arrays: Any) -> None:
-        """Refuse a likelihood that cannot be integrated."""
-        state = self.start({name: weight.loc for name, weight in self.sites.weights.items()})
-        self.likelihood.check(state.weights, state.hyperparameters, self.context(state, rows, arrays))
+        def check() -> None:
+            state = problem.start({name: weight.loc for name, weight in sites.weights.items()})
+            context = problem.context(state, rows, arrays)
+            problem.likelihood.check(state.weights, state.hyperparameters, context)
+
+        jax.eval_shape(check)
+        return problem
 
     def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
         """All that a likelihood depends on besides the weights."""
-        hypers = values_of(self.hyperparameters, state.hyperparameters)
+        hypers = {n: hyper.value(state.hyperparameters[n]) for n, hyper in self.hyperparameters.items()}
         return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
-
-    # -- start -----------------------------------------------------------------------------------------
 
     def start(self, means: Mapping[str, Any]) -> ADFState:
         """The prior, with these means of the weights."""
@@ -130,8 +121,6 @@ class Problem:
             means[name] = jnp.asarray(weight.loc) + sd * jax.random.normal(key, shape)
         return means
 
-    # -- learning --------------------------------------------------------------------------------------
-
     def learn(self, state: ADFState, rows: Any, arrays: Any) -> tuple[ADFState, jax.Array, jax.Array]:
         """Absorb one data point; also returns its log Z and the number of refused updates of weights."""
         likelihood = self.likelihood
@@ -149,11 +138,11 @@ class Problem:
         refused = jnp.zeros(())
         weights = {}
         for name, weight in state.weights.items():
-            weights[name], bad = gaussian_update(weight, gradients[0][name])
+            weights[name], bad = moment_matching.gaussian_update(weight, gradients[0][name])
             refused += _sampled_mean(bad) * bad.size
         hypers = dict(state.hyperparameters)
         for name in noise:
-            hypers[name] = gaussian_update(noise[name], gradients[1][name])[0]
+            hypers[name] = moment_matching.gaussian_update(noise[name], gradients[1][name])[0]
         if likelihood.gamma is not None:
             hypers[likelihood.gamma] = self._learn_precision(likelihood.gamma, quantities, state, context)
         return ADFState(weights, hypers, state.factors), value, refused
@@ -161,10 +150,8 @@ class Problem:
     def _learn_precision(self, name: str, quantities: Any, state: ADFState, context: Context) -> Gamma:
         before = state.hyperparameters[name]
         shape = before.concentration.shape
-        orders = [
-            self.likelihood.log_z(quantities, state.hyperparameters, context, order) for order in range(3)
-        ]
-        return gamma_update(before, jnp.stack([_sum_to(z, shape) for z in orders]))
+        log_z = [self.likelihood.log_z(quantities, state.hyperparameters, context, k) for k in range(3)]
+        return moment_matching.gamma_update(before, jnp.stack([_sum_to(z, shape) for z in log_z]))
 
     def sweep(self, state: ADFState, rows: Any, arrays: Any, one: Any) -> tuple[ADFState, Records]:
         """One pass over rows in the order given; for ``one`` see :func:`fusion_barrier`."""
@@ -204,22 +191,14 @@ class Problem:
     def refine(self, state: ADFState) -> ADFState:
         """The prior factors of all weights with a hyperparameter."""
         weights, hypers, factors = map(dict, state)
-        for name in self.sites.scales:
+        for name in {weight.hyper for weight in self.sites.weights.values() if weight.hyper}:
             names = [site for site, weight in self.sites.weights.items() if weight.hyper == name]
-            new, factor, hypers[name] = refine(
+            new, factor, hypers[name] = moment_matching.refine(
                 names, self.sites.weights, weights, factors, self.hyperparameters[name], hypers[name]
             )
             weights |= new
             factors |= factor
         return ADFState(weights, hypers, factors)
-
-    def epoch(
-        self, state: ADFState, rows: Any, arrays: Any, order: Any, one: Any
-    ) -> tuple[ADFState, Records]:
-        """A pass over the rows in this order, and the refinement of the prior."""
-        shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
-        state, record = self.sweep(state, shuffled, arrays, one)
-        return self.refine(state), record
 
 
 def _sampled_mean(mask: jax.Array) -> jax.Array:
@@ -247,7 +226,7 @@ def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
     is 1 is known only to the running program, since it is an argument.
 
     :param fn: a function of arrays, already differentiated.
-    :param one: the number 1, an argument of the compiled program; the same for all runs that are mapped over.
+    :param one: the number 1; the same for all runs that are mapped over.
     """
 
     def product(equation: Equation, *operands: Any) -> Any:
@@ -256,9 +235,6 @@ def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
         return equation.bind(*operands)
 
     return rewritten(fn, {"dot_general": product})
-
-
-# -- epochs -------------------------------------------------------------------------------------------------
 
 
 class Program(NamedTuple):
@@ -270,14 +246,16 @@ class Program(NamedTuple):
 
 
 def build(problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int) -> Program:
-    """Compile-ready functions of keys, rows and arrays."""
+    """Compiled functions of keys, rows and arrays; an epoch is one pass and the refinement of the prior."""
 
     def start(rng_key: jax.Array, means: Any) -> ADFState:
         return problem.start({**problem.random_means(rng_key), **means})
 
     def epoch(state: ADFState, rows: Any, arrays: Any, rng_key: jax.Array, order: Any, one: Any) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
-        return problem.epoch(state, rows, arrays, order, one)
+        shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
+        state, record = problem.sweep(state, shuffled, arrays, one)
+        return problem.refine(state), record
 
     if batched:
         start = jax.vmap(start, in_axes=(0, 0))
@@ -300,10 +278,7 @@ def run_epochs(
 ) -> tuple[ADFState, Records]:
     """Run one compiled program per epoch, so that progress shows and an interruption loses at most one epoch.
 
-    :param data: rows and other arrays.
-    :param keys: one key, or R keys, per epoch.
-    :param orders: order of the rows per epoch, or ``None``.
-    :param max_refused: share of refused updates above which to warn, as soon as it is seen.
+    ``data`` are rows and other arrays, ``keys`` and ``orders`` (or ``None``) those of the epochs.
     """
     num_epochs = keys.shape[0]
     records: list[Records] = []

@@ -45,9 +45,6 @@ def outline(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Trace:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- arguments
-
-
 @dataclass(frozen=True)
 class Arguments:
     """Arguments of a call in three kinds: arrays with one row per data point, other arrays, everything else.
@@ -73,8 +70,8 @@ class Arguments:
         is_row: Callable[[str, Any], bool] = lambda name, leaf: False,
     ) -> "Arguments":
         """Take a call apart; ``is_row(name, array)`` says which arrays have one row per data point."""
-        bound = inspect.signature(model).bind(*args, **kwargs)
-        flat, structure = jax.tree_util.tree_flatten_with_path(dict(bound.arguments))
+        bound = inspect.signature(model).bind(*args, **kwargs).arguments
+        flat, structure = jax.tree_util.tree_flatten_with_path(dict(bound))
         names = tuple(str(path[0].key) + jax.tree_util.keystr(path[1:]) for path, _ in flat)
         kinds, leaves = [], []
         for name, (_, leaf) in zip(names, flat, strict=True):
@@ -86,7 +83,15 @@ class Arguments:
     @classmethod
     def read(cls, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> "Arguments":
         """Take the call on a whole data set apart: arrays as long as the observation are data."""
-        num_rows = _observed_length(cls.of(model, args, kwargs))
+        whole = cls.of(model, args, kwargs)
+        trace: Trace = {}
+        arrays = whole.part("array")
+        jax.eval_shape(lambda arrays: trace.update(run_model(model, {}, *whole.call({}, arrays))), arrays)
+        observed = _observed_site(trace)
+        shape = np.shape(trace[observed]["value"])
+        if not shape:
+            raise refuse(observed, "one number", "Observe an array with one row per data point.")
+        num_rows = shape[0]
         found = cls.of(model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == (num_rows,))
         if "row" not in found.kinds:
             came = f"no array of length {num_rows}, that of the observation"
@@ -142,7 +147,7 @@ class Arguments:
         return bound.args, bound.kwargs
 
     def row(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call for one data point, whose leaves lack the leading axis."""
+        """The call for one data point, without the leading axis."""
         return self.call({name: jnp.asarray(leaf)[None] for name, leaf in rows.items()}, arrays)
 
     def check(self, call: str) -> None:
@@ -150,18 +155,6 @@ class Arguments:
         for name, leaf in zip(self.names, self.leaves, strict=True):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
                 check_finite(call, name, leaf)
-
-
-def _observed_length(arguments: Arguments) -> int:
-    """Length of the observed site, without running the model."""
-    found: Trace = {}
-    arrays = arguments.part("array")
-    jax.eval_shape(lambda a: found.update(run_model(arguments.model, {}, *arguments.call({}, a))), arrays)
-    name = _observed_site(found)
-    shape = np.shape(found[name]["value"])
-    if not shape:
-        raise refuse(name, "one number", "Observe an array with one row per data point.")
-    return shape[0]
 
 
 def _fingerprint(value: Any) -> Any:
@@ -177,9 +170,6 @@ def _wide(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
         return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
     return leaf
-
-
-# --------------------------------------------------------------------------------------------------- sites
 
 
 @dataclass(frozen=True)
@@ -222,17 +212,9 @@ class Sites:
     noise: tuple[str, ...]
     observed: str
 
-    @property
-    def scales(self) -> set[str]:
-        """Hyperparameters that scale weights."""
-        return {weight.hyper for weight in self.weights.values() if weight.hyper}
-
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites:
-    """Find the role of every site of ``model`` called with the arguments of one data point.
-
-    :raises ValueError: naming the site that cannot be handled, and why.
-    """
+    """The role of every site of ``model`` called with the arguments of one data point; refuses other models."""
     trace = outline(model, args, kwargs)
     latent = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
     observed = _observed_site(trace)
@@ -390,9 +372,9 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
         why = f"whose prior mean depends on {hyper!r}"
         raise refuse(name, why, "Only its scale may have a hyperparameter.")
     power = float(np.log2(doubled.flat[0] / scale.flat[0]))
-    element = (
-        np.rint((counted / scale) ** (1 / power) / 2 - 1).astype(int) if power else np.full(loc.shape, -1)
-    )
+    element = np.full(loc.shape, -1)
+    if power:
+        element = np.rint((counted / scale) ** (1 / power) / 2 - 1).astype(int)
     if not (
         np.all(element >= 0)
         and np.allclose(doubled / scale, 2**power)
