@@ -1,6 +1,7 @@
 """AutoADF against the published equations, exact posteriors, quadrature-free references and NumPyro's interface."""
 
 import json
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,13 @@ from examples.benchmarks import adf_speed, adf_uci, shared
 from numpyro_bnn import datasets, guides, nn, priors
 
 SIZES = (13, 50, 1)
+
+
+def mostly_slow(rows, *fast):
+    """Parameters of a test; all but the named rows are in the slow tier."""
+    return [pytest.param(row, marks=() if row in fast else pytest.mark.slow, id=str(row)) for row in rows]
+
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -80,12 +88,15 @@ def compare_with_published(x, y, sizes, num_epochs):
         assert weight.mean.dtype == np.float64
         np.testing.assert_allclose(weight.mean, reference.m[layer], rtol=1e-8, atol=1e-8)
         np.testing.assert_allclose(weight.var, reference.v[layer], rtol=1e-8, atol=1e-8)
-    np.testing.assert_allclose(fit.state.others["noise"], (reference.a, reference.b), rtol=1e-8)
-    np.testing.assert_allclose(fit.state.others["precision"], (reference.a_w, reference.b_w), rtol=1e-8)
+    np.testing.assert_allclose(fit.state.hyperparameters["noise"], (reference.a, reference.b), rtol=1e-8)
+    np.testing.assert_allclose(
+        fit.state.hyperparameters["precision"], (reference.a_w, reference.b_w), rtol=1e-8
+    )
     np.testing.assert_allclose(-fit.losses, evidence, rtol=1e-5)
     assert fit.refused.max() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_agrees_with_the_published_equations_on_boston(data_folder):
     """Step for step: means, variances, both Gammas and the evidence after three epochs, float64 with x64 off."""
@@ -143,6 +154,7 @@ def test_stored_figures_meet_the_reference():
     assert worse == set(APART)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_boston_today_is_boston_as_stored(data_folder, tmp_path):
     """Four splits, 40 epochs, other starts: over starts the mean RMSE of four splits has an sd of 2.3 %, measured.
@@ -192,7 +204,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("name", mostly_slow(LIKELIHOODS, "Bernoulli probs", "Normal scale"))
 def test_other_likelihoods_match_the_tilted_moments(name):
     """One point, one weight: the posterior moments of ADF are those of prior x likelihood, integrated by SciPy.
 
@@ -220,6 +232,7 @@ def test_other_likelihoods_match_the_tilted_moments(name):
     assert -float(fit.losses[0]) == pytest.approx(np.log(z), abs=5e-4)
 
 
+@pytest.mark.slow
 def test_two_classes_are_exact_and_many_classes_near():
     """The categorical approximation: exact for K = 2; for K = 4 within 0.03 of 10^6 draws (their error is 0.0005)."""
     draws = np.random.default_rng(0)
@@ -275,17 +288,24 @@ def rows():
 
 @pytest.fixture(scope="module")
 def network_fits(rows):
-    found = {}
-    for name, options in NETWORKS.items():
+    """Guide and result by name, each made when it is first asked for."""
+
+    @cache
+    def fit(name):
         pbp = guides.AutoADF(network_model)
-        found[name] = pbp, pbp.run(jax.random.key(1), *rows, num_epochs=10, progress_bar=False, **options)
-    return found
+        options = NETWORKS[name]
+        return pbp, pbp.run(jax.random.key(1), *rows, num_epochs=10, progress_bar=False, **options)
+
+    return fit
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+EVERY_NETWORK = mostly_slow(NETWORKS, "Gamma precision", "ARD and subsampling")
+
+
+@pytest.mark.parametrize("name", EVERY_NETWORK)
 def test_networks_learn(network_fits, rows, name):
     """A sine under noise of sd 0.3: predicting 0 has an RMSE of 0.75."""
-    pbp, fit = network_fits[name]
+    pbp, fit = network_fits(name)
     x, y = rows
     mean, var = pbp.predictive_moments(fit.params, x)
     assert float(jnp.sqrt(jnp.mean((mean - y) ** 2))) < 0.5
@@ -295,20 +315,21 @@ def test_networks_learn(network_fits, rows, name):
     assert 0.6 < float(z.std()) < 1.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gamma precision", "Hierarchical"])
-def test_centring_does_not_matter(network_fits, name):
+def test_centering_does_not_matter(network_fits, name):
     """The two forms are one posterior to ADF: same start, same weights, up to rounding."""
-    one, two = network_fits[name][1].state, network_fits[f"{name}, centered"][1].state
+    one, two = network_fits(name)[1].state, network_fits(f"{name}, centered")[1].state
     assert one.weights.keys() == two.weights.keys()
     for site, weight in one.weights.items():
         np.testing.assert_allclose(weight.mean, two.weights[site].mean, rtol=1e-6, atol=1e-8)
         np.testing.assert_allclose(weight.var, two.weights[site].var, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EVERY_NETWORK)
 def test_every_summary_and_draw_agrees(network_fits, rows, name):
     """Draws of the network at new inputs have the medians and quantiles that the guide states."""
-    pbp, fit = network_fits[name]
+    pbp, fit = network_fits(name)
     draws = pbp.sample_posterior(jax.random.key(2), fit.params, sample_shape=(2000,))
     median, (low, high) = (
         pbp.median(fit.params),
@@ -317,7 +338,7 @@ def test_every_summary_and_draw_agrees(network_fits, rows, name):
     assert set(median) == set(draws) == set(low)
     kernel = "net/Dense_0.kernel"
     assert draws[kernel].shape == (2000, 3, 6)
-    for site in [kernel, *pbp._problem.others]:
+    for site in [kernel, *pbp._problem.hyperparameters]:
         # The share of draws below a quantile: a binomial sd is 0.011 at the median and 0.0067 at 0.1; 5.5 sd allowed.
         assert np.abs((draws[site] < median[site]).mean(0) - 0.5).max() < 0.061
         assert np.abs((draws[site] < low[site]).mean(0) - 0.1).max() < 0.037
@@ -343,7 +364,7 @@ def test_sites_in_their_own_plates():
     y = x @ np.array([3.0, 0.0, 0.01])
     pbp = guides.AutoADF(model)
     fit = pbp.run(jax.random.key(0), x, y, num_epochs=3, progress_bar=False)
-    precision = fit.state.others["tau"].concentration / fit.state.others["tau"].rate
+    precision = fit.state.hyperparameters["tau"].concentration / fit.state.hyperparameters["tau"].rate
     # Given w the mean of tau is (4 + 1/2) / (4 + w^2 / 2): 0.53 and 1.125. The published update of a Gamma takes the
     # Student t that it implies for w as normal, which costs 3 % at w = 0 and 30 % at w = 3.
     np.testing.assert_allclose(precision[1:], 1.125, rtol=0.05)
@@ -353,12 +374,20 @@ def test_sites_in_their_own_plates():
     assert np.isfinite(svi.evaluate(state, x, y))
 
 
-@pytest.mark.parametrize("prior", [dist.HalfNormal(2.0), dist.InverseGamma(3.0, 2.0), dist.Gamma(5.0, 5.0)])
-def test_learned_scale_matches_the_exact_posterior(prior):
+SCALES = {
+    "HalfNormal": dist.HalfNormal(2.0),
+    "InverseGamma": dist.InverseGamma(3.0, 2.0),
+    "Gamma": dist.Gamma(5.0, 5.0),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(SCALES, "Gamma"))
+def test_learned_scale_matches_the_exact_posterior(name):
     """80 weights seen almost exactly: the posterior of their scale is one-dimensional and integrated by hand.
 
     The scale enters as itself here, so that even a Gamma is refined by quadrature.
     """
+    prior = SCALES[name]
 
     def model(x, y=None):
         scale = numpyro.sample("scale", prior)
@@ -375,7 +404,7 @@ def test_learned_scale_matches_the_exact_posterior(prior):
     density = np.exp(log_density - log_density.max())
     density /= density.sum()
     mean = (density * u).sum()
-    found = fit.state.others["scale"]
+    found = fit.state.hyperparameters["scale"]
     # 1.5e-2 of a posterior sd of 0.08 is the effect of three passes over data of sd 0.01 on the cavities.
     assert float(found.mean) == pytest.approx(mean, abs=2e-3)
     assert float(found.var) == pytest.approx((density * (u - mean) ** 2).sum(), rel=0.02)
@@ -391,7 +420,7 @@ def test_noise_with_any_prior_is_near_its_posterior():
 
     y = 0.4 * np.random.default_rng(0).normal(size=400)
     fit = guides.AutoADF(model).run(jax.random.key(0), np.ones(400), y, num_epochs=1, progress_bar=False)
-    found = fit.state.others["sigma"]
+    found = fit.state.hyperparameters["sigma"]
     # ADF orders the points at random: a spread of a third of the posterior sd (0.035) is usual for it.
     assert float(found.mean) == pytest.approx(np.log(np.sqrt((y**2).mean())), abs=0.035)
     assert float(found.var) == pytest.approx(1 / 800, rel=0.3)

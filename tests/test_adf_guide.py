@@ -13,8 +13,8 @@ from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, infer, nn, priors
-from numpyro_bnn.guides.adf.schedule import make_once
-from numpyro_bnn.guides.adf.split import split
+from numpyro_bnn.guides.adf.observation import split
+from numpyro_bnn.guides.adf.problem import fusion_barrier
 
 
 def model(x, y=None, batch_size=None):
@@ -45,6 +45,7 @@ def fitted(rows):
 # ---------------------------------------------------------------------------------------------- NumPyro
 
 
+@pytest.mark.slow
 def test_elbo_and_fine_tuning(fitted, rows):
     """From the ADF solution SVI improves the ELBO; the two forms of the ELBO agree."""
     pbp, fit = fitted
@@ -78,6 +79,7 @@ def test_guide_without_a_run_starts_at_the_prior(rows):
     assert np.isfinite(svi.run(jax.random.key(0), 5, *rows, batch_size=20, progress_bar=False).losses).all()
 
 
+@pytest.mark.slow
 def test_chains_start_from_it(fitted, rows):
     pbp, fit = fitted
     draws = pbp.sample_posterior(jax.random.key(0), fit.params, sample_shape=(2,))
@@ -95,6 +97,7 @@ def test_chains_start_from_it(fitted, rows):
     np.testing.assert_allclose(first, draws["tau"], rtol=0.2)
 
 
+@pytest.mark.slow
 def test_draws_have_the_analytic_moments(fitted):
     """Predictive moments of 20,000 draws: 5 standard errors, plus the independence that moments assume (5 %)."""
     pbp, fit = fitted
@@ -111,7 +114,7 @@ def test_draws_have_the_analytic_moments(fitted):
     assert np.all(np.abs(f.mean(0) - mean) < 5 * error + 1e-4)
     np.testing.assert_allclose(f.var(0), var, rtol=0.10)
     noisy = pbp.predictive_moments(fit.params, x)
-    tau = fit.state.others["tau"]
+    tau = fit.state.hyperparameters["tau"]
     np.testing.assert_allclose(noisy[1] - var, float(tau.rate / (tau.concentration - 1)), rtol=1e-3)
 
 
@@ -124,8 +127,8 @@ def test_guide_survives_pickling(fitted, rows):
 
 
 @pytest.mark.parametrize("key", [jax.random.key(4), jax.random.PRNGKey(4)], ids=["typed", "legacy"])
-def test_keys_of_both_kinds(rows, key):
-    pbp = guides.AutoADF(model)
+def test_keys_of_both_kinds(fitted, rows, key):
+    pbp = fitted[0]
     fit = pbp.run(key, *rows, num_epochs=1, progress_bar=False)
     assert pbp.sample_posterior(key, fit.params)["net/Dense_0.kernel"].shape == (2, 5)
 
@@ -133,12 +136,12 @@ def test_keys_of_both_kinds(rows, key):
 # ------------------------------------------------------------------------------------------- many, streaming
 
 
-def test_runs_at_once_are_the_runs_one_by_one(rows, x64):
+def test_runs_at_once_are_the_runs_one_by_one(fitted, x64):
     """Data sets along ``in_axes`` and random starts: the same numbers as single runs with the same keys."""
     keys = jax.random.split(jax.random.key(5), 3)
     x = jnp.stack([make_rows(60, seed)[0] for seed in range(3)])
     y = jnp.stack([make_rows(60, seed)[1] for seed in range(3)])
-    pbp = guides.AutoADF(model)
+    pbp = fitted[0]
     together = pbp.run(keys, x, y, in_axes=(0, 0), num_epochs=2, progress_bar=False)
     assert together.losses.shape == together.refused.shape == (3, 2)
     for k in range(3):
@@ -155,11 +158,15 @@ def test_runs_at_once_are_the_runs_one_by_one(rows, x64):
 
 
 @pytest.mark.parametrize(
-    "transform", [jax.jit, lambda fn: lambda key: jax.vmap(fn)(key[None])], ids=["jit", "vmap"]
+    "transform",
+    [
+        pytest.param(jax.jit, id="jit"),
+        pytest.param(lambda fn: lambda key: jax.vmap(fn)(key[None]), id="vmap", marks=pytest.mark.slow),
+    ],
 )
-def test_run_can_be_traced(rows, transform, x64):
+def test_run_can_be_traced(fitted, rows, transform, x64):
     """Inside the user's own transformation all epochs are one loop; the result is the same."""
-    pbp = guides.AutoADF(model)
+    pbp = fitted[0]
 
     def learn(key):
         return pbp.run(key, *rows, num_epochs=2, progress_bar=False).losses
@@ -190,8 +197,8 @@ def test_streaming_is_one_pass(rows, x64):
         np.testing.assert_allclose(pieces[name], value, rtol=1e-6, atol=1e-9)
 
 
-def test_a_run_goes_on_from_its_state(rows, x64):
-    pbp = guides.AutoADF(model)
+def test_a_run_continues_from_its_state(fitted, rows, x64):
+    pbp = fitted[0]
     orders = np.stack([np.random.default_rng(k).permutation(60) for k in range(3)])
     whole = pbp.run(jax.random.key(8), *rows, num_epochs=3, orders=orders, progress_bar=False)
     first = pbp.run(jax.random.key(8), *rows, num_epochs=2, orders=orders[:2], progress_bar=False)
@@ -202,9 +209,9 @@ def test_a_run_goes_on_from_its_state(rows, x64):
         np.testing.assert_allclose(rest.params[name], value, rtol=1e-10)
 
 
-def test_float64_inside_and_settings_untouched(rows):
+def test_float64_inside_and_settings_untouched(fitted, rows):
     """With x64 off parameters are float32, the state float64, and the run that of a session with x64 on."""
-    pbp = guides.AutoADF(model)
+    pbp = fitted[0]
     fit = pbp.run(jax.random.key(0), *rows, num_epochs=2, progress_bar=False)
     assert not jax.config.jax_enable_x64
     assert {value.dtype for value in fit.params.values()} == {jnp.dtype("float32")}
@@ -227,7 +234,7 @@ def test_a_compiled_float32_program_is_refused(fitted, rows):
 # ------------------------------------------------------------------------------------------ while it runs
 
 
-def test_progress_bar_counts_epochs(rows, monkeypatch):
+def test_progress_bar_counts_epochs(fitted, rows, monkeypatch):
     shown = []
 
     class Bar(tqdm.std.tqdm):
@@ -235,7 +242,7 @@ def test_progress_bar_counts_epochs(rows, monkeypatch):
             shown.append(text)
 
     monkeypatch.setattr(tqdm, "trange", lambda n, **options: Bar(range(n), **options))
-    guides.AutoADF(model).run(jax.random.key(0), *rows, num_epochs=3)
+    fitted[0].run(jax.random.key(0), *rows, num_epochs=3)
     assert len(shown) == 3
     assert all(text.startswith("log evidence") for text in shown)
 
@@ -251,8 +258,8 @@ def interrupted_after(epochs, monkeypatch):
     monkeypatch.setattr(tqdm, "trange", lambda n, **options: Bar(range(n), **options))
 
 
-def test_interruption_keeps_finished_epochs(rows, monkeypatch, x64):
-    pbp = guides.AutoADF(model)
+def test_interruption_keeps_finished_epochs(fitted, rows, monkeypatch, x64):
+    pbp = fitted[0]
     orders = np.stack([np.random.default_rng(k).permutation(60) for k in range(9)])
     two = pbp.run(jax.random.key(8), *rows, num_epochs=2, orders=orders[:2], progress_bar=False)
     interrupted_after(2, monkeypatch)
@@ -291,8 +298,8 @@ def test_rewriting_changes_no_number():
     draws = np.random.default_rng(0)
     x, w, v = (jnp.asarray(draws.normal(size=shape)) for shape in ((1, 4), (4, 6), (6, 1)))
     gradient = jax.grad(lambda w: (jnp.tanh(x @ w) @ v).sum())
-    np.testing.assert_array_equal(make_once(gradient, jnp.ones(()))(w), gradient(w))
-    divisions = str(jax.make_jaxpr(lambda w, one: make_once(gradient, one)(w))(w, 1.0)).count(" div ")
+    np.testing.assert_array_equal(fusion_barrier(gradient, jnp.ones(()))(w), gradient(w))
+    divisions = str(jax.make_jaxpr(lambda w, one: fusion_barrier(gradient, one)(w))(w, 1.0)).count(" div ")
     assert divisions == 2
 
 
@@ -338,6 +345,7 @@ def test_results_become_arviz(fitted, rows):
     assert np.all(np.abs(found - mean) < 5 * np.sqrt(var / 30))
 
 
+@pytest.mark.slow
 def test_results_of_svi_become_arviz(rows):
     guide = numpyro.infer.autoguide.AutoNormal(model)
     svi = SVI(model, guide, numpyro.optim.Adam(1e-2), Trace_ELBO())
@@ -443,7 +451,7 @@ REFUSED = {
     "random mean": (one_weight(simple, shifted), "site 'w', whose prior mean depends on 'center'"),
     "hyper-hyper-site": (one_weight(simple, nested), "site 'inner', whose prior depends on 'outer'"),
     "vague precision": (one_weight(simple, vague), "site 'tau', a Gamma with concentration 0.5"),
-    "exponential scale": (one_weight(simple, exponential), "no constant times a power of 'scale'"),
+    "exponential scale": (one_weight(simple, exponential), "not a constant times a power of 'scale'"),
     "noise that scales": (noise_and_scale, "site 'tau', which scales 'w' and enters the likelihood"),
     "no weights": (no_weights, "no Gaussian latent site"),
     "local latent": (local_latent, "site 'z', inside the plate 'data'"),
@@ -451,7 +459,7 @@ REFUSED = {
     "factor": (one_weight(factor), "site 'y', a `factor` statement"),
     "param": (one_weight(with_param), "site 'sigma', a `param` site"),
     "discrete": (one_weight(discrete), "site 'k', which is discrete"),
-    "softmax": (one_weight(softmax), "no elementwise function of a linear predictor"),
+    "softmax": (one_weight(softmax), "not an elementwise function of a linear predictor"),
     "joint": (one_weight(joint), "site 'y', a MultivariateNormal"),
 }
 

@@ -98,8 +98,11 @@ EXACT = {
 }
 
 
+FAST = {"by hand": pytest.mark.core, "two layers": ()}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.core if name == "by hand" else ()) for name in EXACT]
+    "name", [pytest.param(name, marks=FAST.get(name, pytest.mark.slow)) for name in EXACT]
 )
 def test_exact_cases_agree_with_simulation(name):
     """4 standard errors of a million draws: failure rate 6e-5 per figure, up to 108 (correlated) figures."""
@@ -154,7 +157,17 @@ def test_documented_gap_covers_every_network():
     assert sorted(row[0] for row in TABLE) == sorted([*DEEP, *DEEP])
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}, sd {row[1]}")
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            marks=() if row[:2] == ["dense 10, 10, 1", "1"] else pytest.mark.slow,
+            id=f"{row[0]}, sd {row[1]}",
+        )
+        for row in TABLE
+    ],
+)
 def test_gap_of_deep_networks_is_as_documented(row):
     """No theory bounds it: measured with 100,000 draws (standard error of the variance 0.005), rounded outwards."""
     net, x = DEEP[row[0]]

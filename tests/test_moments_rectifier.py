@@ -1,4 +1,4 @@
-"""Closed forms with hard tails: the rectifier, two slopes, the larger of two; values and derivatives."""
+"""Closed forms with hard tails: the rectifier, the leaky rectifier, the larger of two; values and derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 from scipy.integrate import quad
 
-from numpyro_bnn.moments import Gaussian, leaky_relu, maximum, maximum_of, rectified
+from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.moments.closed_forms import leaky_relu, maximum, maximum_of, rectified
 
 # Both sides of the two thresholds, the far tails, and the middle.
 ALPHAS = np.concatenate([[-40, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013])
@@ -98,15 +99,15 @@ def test_rectifier_derivatives_are_those_of_finite_differences(x64):
 
 
 @pytest.mark.parametrize("slopes", [(-1.0, 1.0), (0.01, 1.0), (1.0, 0.2), (0.0, 1.0), (2.0, 2.0)])
-def test_two_slopes_agree_with_integration(slopes, x64):
+def test_leaky_relu_agrees_with_integration(slopes, x64):
     below, above = slopes
     for m, v in ((0.0, 1.0), (-1.3, 0.5), (2.0, 3.0)):
-        law = stats.norm(m, v**0.5)
+        normal = stats.norm(m, v**0.5)
 
-        def expected(fn, law=law):
+        def expected(fn, normal=normal):
             parts = ((-np.inf, 0, below), (0, np.inf, above))
             return sum(
-                quad(lambda x, s=s: fn(s * x) * law.pdf(x), a, b, epsabs=1e-13)[0] for a, b, s in parts
+                quad(lambda x, s=s: fn(s * x) * normal.pdf(x), a, b, epsabs=1e-13)[0] for a, b, s in parts
             )
 
         mean = expected(lambda y: y)

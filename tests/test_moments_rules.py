@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from scipy import stats
 
-from numpyro_bnn.moments import Gaussian, maximum_of, propagate
+from numpyro_bnn.moments import Gaussian, propagate
+from numpyro_bnn.moments.closed_forms import maximum_of
 from numpyro_bnn.moments.registry import RULES
 
 X = Gaussian(np.linspace(-1.5, 1.7, 6).reshape(2, 3), np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))

@@ -1,6 +1,6 @@
 """Guides: posterior approximations that NumPyro's SVI, Predictive and summaries take."""
 
-from numpyro_bnn.guides.adf import ADFResult, ADFState, AutoADF
+from numpyro_bnn.guides.adf import ADFResult, AutoADF
 from numpyro_bnn.guides.amortized import AutoAmortized
 from numpyro_bnn.guides.base import AutoBlocks
 from numpyro_bnn.guides.blocks import Block, Family
@@ -21,7 +21,6 @@ from numpyro_bnn.guides.structured import AutoMatrixNormal, AutoStructured
 __all__ = [
     "AutoADF",
     "ADFResult",
-    "ADFState",
     "AutoBlocks",
     "AutoMeanField",
     "AutoStructured",

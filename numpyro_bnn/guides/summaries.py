@@ -15,7 +15,7 @@ from numpyro.infer.util import transform_fn
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
-from numpyro_bnn.guides.adf.posterior import map_samples
+from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family
 from numpyro_bnn.guides.conditioning import Program, Scaled
 

@@ -1,27 +1,22 @@
-"""Elementwise primitives: programs of one variable are held back as terms; two variables meet as independent."""
+"""Elementwise primitives: functions of one variable become terms, two variables are combined as independent."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
+from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import moments_of
-from numpyro_bnn.moments.gaussian import Gaussian
 from numpyro_bnn.moments.interpret import Equation
-from numpyro_bnn.moments.maximum import maximum
 from numpyro_bnn.moments.registry import RULES, wrap
-from numpyro_bnn.moments.term import Term
+from numpyro_bnn.moments.terms import Gaussian, Term
 
-__all__ = ["ELEMENTWISE", "register_elementwise"]
-
-# Steps without an end (floor, round, rem) are left out: no fixed number of nodes integrates them.
-_ARITHMETIC = {
+# Functions with steps that never end (floor, round, rem) are left out: no fixed number of nodes integrates them.
+ELEMENTWISE = {
     *("add", "add_any", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "clamp", "select_n"),
     *("integer_pow", "pow", "square", "sqrt", "rsqrt", "cbrt"),
     *("copy", "convert_element_type", "reduce_precision", "stop_gradient"),
-}
-_LOGIC = {"and", "or", "not", "xor", "eq", "ne", "ge", "gt", "le", "lt", "is_finite"}
-_TRANSCENDENTAL = {
+    *("and", "or", "not", "xor", "eq", "ne", "ge", "gt", "le", "lt", "is_finite"),
     *("exp", "exp2", "expm1", "log", "log1p", "logistic", "lgamma", "digamma", "erf", "erfc", "erf_inv"),
     *(
         "sin",
@@ -40,11 +35,15 @@ _TRANSCENDENTAL = {
     ),
     *("bessel_i0e", "bessel_i1e"),
 }
-ELEMENTWISE = frozenset(_ARITHMETIC | _LOGIC | _TRANSCENDENTAL)
+# Undefined or with a pole somewhere on the real line: no moments for a Gaussian argument.
+_PARTIAL = {
+    *("acos", "acosh", "asin", "atanh", "tan", "digamma", "lgamma", "erf_inv"),
+    *("log", "log1p", "sqrt", "rsqrt"),
+}
 
 
 def register_elementwise(*names: str) -> None:
-    """Declare primitives elementwise: a program of them is integrated over its one variable by quadrature.
+    """Declare primitives elementwise: functions of one variable made of them are integrated by quadrature.
 
     :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
 
@@ -54,7 +53,7 @@ def register_elementwise(*names: str) -> None:
 
 
 def elementwise(equation: Equation, *operands: Any) -> Term:
-    """A longer term where all random operands share their variable, else the rule of independent operands."""
+    """A longer term if all random operands share their variable, otherwise the rule of independent operands."""
     variables = {operand.variable for operand in operands if isinstance(operand, Term)}
     if len(variables) == 1:
         _check_domain(equation, operands)
@@ -66,15 +65,11 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
             "joins two different random quantities",
             "Sums, differences, products, maxima and minima of them have a rule.",
         )
-    gaussians = [moments_of(o) if isinstance(o, Term) else o for o in operands]
-    return wrap(pair(equation, *gaussians))
-
-
-# ------------------------------------------------------------------------------------- one variable, affine
+    return wrap(pair(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands)))
 
 
 def _affine(equation: Equation, operands: tuple[Any, ...]) -> tuple[Term, Any, Any] | None:
-    """(base, slope, shift) of the result where the primitive keeps an affine function affine."""
+    """(base, slope, shift) of the result if the primitive keeps an affine function affine."""
     bases = {operand.base for operand in operands if isinstance(operand, Term)}
     rule = _AFFINE.get(equation.name)
     if len(bases) > 1 or rule is None or not jnp.issubdtype(equation.outputs[0].dtype, jnp.floating):
@@ -85,14 +80,6 @@ def _affine(equation: Equation, operands: tuple[Any, ...]) -> tuple[Term, Any, A
 
 
 Part = tuple[Any, Any]  # (slope, shift); a plain operand has the slope None
-
-
-def _same(x: Part) -> Part:
-    return x
-
-
-def _neg(x: Part) -> Part:
-    return -x[0], -x[1]
 
 
 def _add(x: Part, y: Part) -> Part:
@@ -123,23 +110,14 @@ def _select(which: Part, *cases: Part) -> Part | None:
 
 
 _AFFINE: dict[str, Callable] = {
-    "copy": _same,
-    "convert_element_type": _same,
-    "reduce_precision": _same,
-    "neg": _neg,
+    **dict.fromkeys(("copy", "convert_element_type", "reduce_precision"), lambda x: x),
+    "neg": lambda x: (-x[0], -x[1]),
     "add": _add,
     "add_any": _add,
     "sub": _sub,
     "mul": _mul,
     "div": _div,
     "select_n": _select,
-}
-
-
-# Functions that are not defined, or have a pole, somewhere on the line: no moments if the argument is Gaussian.
-_PARTIAL = {
-    *("acos", "acosh", "asin", "atanh", "tan", "digamma", "lgamma", "erf_inv"),
-    *("log", "log1p", "sqrt", "rsqrt"),
 }
 
 
@@ -152,13 +130,9 @@ def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
         return
     if isinstance(argument, Term) and argument.is_normal:
         raise equation.refuse(
-            "has no moments for a Gaussian argument, since it is not defined on the whole line",
-            "Divide by, or take such functions of, what is not random; "
-            "normalization layers have no closed-form moments.",
+            "has no moments for a Gaussian argument, since it is undefined on a part of the real line",
+            "Apply it to known numbers; normalization layers have no closed-form moments.",
         )
-
-
-# ------------------------------------------------------------------------------- two independent variables
 
 
 def _check_independence(equation: Equation, variables: set[Any]) -> None:
@@ -167,20 +141,13 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
             if one.parts & other.reduced:
                 raise equation.refuse(
                     "combines a random array with a reduction of itself (a sum or maximum of its elements)",
-                    "Moments carry no covariance between the two; normalize with plain numbers instead.",
+                    "Moments track no covariance between the two; normalize with known numbers instead.",
                 )
             if one.path == other.path:
                 raise equation.refuse(
                     "combines two functions of the same random elements, moved alike",
-                    "Combine them before they are reshaped or sliced.",
+                    "Combine them before reshaping or slicing.",
                 )
-
-
-def _split(operand: Any) -> Gaussian:
-    """A plain operand as a Gaussian of variance 0."""
-    if isinstance(operand, Gaussian):
-        return operand
-    return Gaussian(operand, jnp.zeros_like(operand))
 
 
 def _add_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
@@ -191,28 +158,22 @@ def _mul_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
     return Gaussian(x.mean * y.mean, x.var * (jnp.square(y.mean) + y.var) + jnp.square(x.mean) * y.var)
 
 
-def _max_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
-    return maximum(x, y)
-
-
 def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
     result = maximum(Gaussian(-x.mean, x.var), Gaussian(-y.mean, y.var))
     return Gaussian(-result.mean, result.var)
 
 
 def _select_independent(equation: Equation, which: Any, *cases: Any) -> Gaussian:
-    pairs = [_split(case) for case in cases]
-    return Gaussian(
-        equation.bind(which, *(p.mean for p in pairs)), equation.bind(which, *(p.var for p in pairs))
-    )
+    """Plain cases have variance 0."""
+    means = [case.mean if isinstance(case, Gaussian) else case for case in cases]
+    variances = [case.var if isinstance(case, Gaussian) else jnp.zeros_like(case) for case in cases]
+    return Gaussian(equation.bind(which, *means), equation.bind(which, *variances))
 
 
 _INDEPENDENT: dict[str, Callable[..., Gaussian]] = {
-    "add": _add_independent,
-    "add_any": _add_independent,
-    "sub": _add_independent,
+    **dict.fromkeys(("add", "add_any", "sub"), _add_independent),
     "mul": _mul_independent,
-    "max": _max_independent,
+    "max": lambda equation, x, y: maximum(x, y),
     "min": _min_independent,
     "select_n": _select_independent,
 }

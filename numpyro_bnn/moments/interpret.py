@@ -1,8 +1,8 @@
 """An interpreter of JAX programs (jaxprs) that hands marked values to a table of rules.
 
-It knows nothing of moments. Equations whose inputs are all plain are evaluated as they are; an equation with a
-marked input is answered by the rule of its primitive; calls (``jit``, ``custom_jvp``, ``custom_vjp``, ``remat``, ...)
-are descended into; equations that the outputs do not need are never looked at.
+It knows nothing of moments. Equations whose inputs are all plain are evaluated as usual; the rule of its primitive
+evaluates an equation with a marked input; calls (``jit``, ``custom_jvp``, ``custom_vjp``, ``remat``, ...) are
+descended into; equations that the outputs do not need are skipped.
 """
 
 import os
@@ -17,24 +17,11 @@ from jax.extend.core import Literal
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import needed_equations
 
-__all__ = ["CALLS", "Equation", "Interpreter", "Rule", "inner_jaxpr"]
-
-# Primitives that stand for a program of their own: the name under which they hold it, in several releases of JAX.
-CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "core_closed_call",
-        "checkpoint",
-        "remat",
-        "remat2",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-    }
-)
+# Primitives that call a program of their own, and the names under which releases of JAX store it.
+CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "core_closed_call", "checkpoint", "remat", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -99,16 +86,13 @@ class Equation:
         return argument_error(self.interpreter.call, "fn", got, instead)
 
     def where(self) -> str:
-        """The innermost line outside JAX, and the line of the user that led to it where that is another."""
+        """The innermost line outside JAX, and the line of the user that led to it if that is another."""
         frames = self._frames()
-        users = [
-            f for f in frames if not f.file_name.startswith(_OURS) and "site-packages" not in f.file_name
-        ]
+        users = [f for f in frames if not (f.file_name.startswith(_OURS) or "site-packages" in f.file_name)]
         shown = frames[:1] + [f for f in users[:1] if f is not frames[0]]
-        lines = ", called from ".join(f"{f.file_name}:{f.line_num} ({f.function_name})" for f in shown)
-        return lines or (
-            f"a line inside `{self.caller.params.get('name')}`" if self.caller else "an unknown line"
-        )
+        if not shown:
+            return f"a line inside `{self.caller.params.get('name')}`" if self.caller else "an unknown line"
+        return ", called from ".join(f"{f.file_name}:{f.line_num} ({f.function_name})" for f in shown)
 
     def _frames(self) -> list[Any]:
         """Frames outside JAX and this folder, innermost first.
@@ -133,21 +117,19 @@ class Interpreter:
     """Evaluate jaxprs under a table of rules.
 
     :param rules: from the name of a primitive to ``rule(equation, *operands)``, which returns the output (a list
-        where the primitive has several). A rule of a call replaces the descent into it.
-    :param marked: tells the values that rules must handle from plain ones.
-    :param call: public name to be used in errors.
+        if the primitive has several). A rule of a call replaces the descent into it.
+    :param marked: whether rules must handle a value; all others are plain.
+    :param call: public name to use in errors.
     :param default: the rule of every other primitive with a marked operand; ``None`` refuses it.
 
     >>> import jax, jax.numpy as jnp
-    >>> class Tagged:
-    ...     pass
     >>> jaxpr = jax.make_jaxpr(lambda a, b: jnp.tanh(a + 2.0) * b)(1.0, 2.0)
-    >>> names = []
+    >>> tag, names = object(), []
     >>> def note(equation, *operands):
     ...     names.append(equation.name)
     ...     return operands[0]
-    >>> walk = Interpreter({}, lambda value: isinstance(value, Tagged), "example", default=note)
-    >>> isinstance(walk.run(jaxpr.jaxpr, jaxpr.consts, [Tagged(), 2.0])[0], Tagged), names
+    >>> walk = Interpreter({}, lambda value: value is tag, "example", default=note)
+    >>> walk.run(jaxpr.jaxpr, jaxpr.consts, [tag, 2.0])[0] is tag, names
     (True, ['add', 'tanh', 'mul'])
     """
 

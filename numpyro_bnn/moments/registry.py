@@ -1,33 +1,86 @@
-"""The table of rules, and how a rule is added."""
+"""The table of rules, how a rule is added, and the transformation that applies them."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-from numpyro_bnn.moments.expectation import moments_of
-from numpyro_bnn.moments.gaussian import Gaussian
-from numpyro_bnn.moments.interpret import Equation, Rule
-from numpyro_bnn.moments.term import Term, Variable
+import jax
+import jax.numpy as jnp
 
-__all__ = ["RULES", "register", "wrap"]
+from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn.moments.expectation import NODES, moments_of
+from numpyro_bnn.moments.interpret import Equation, Interpreter, Rule
+from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian
 
 # Name of a primitive -> rule of terms and plain arrays, as the interpreter calls it.
 RULES: dict[str, Rule] = {}
 
 
+def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]:
+    """Carry means and variances through a JAX program.
+
+    :param fn: any function of arrays made of supported operations.
+    :param num_nodes: quadrature nodes per panel, for elementwise functions without a closed form.
+    :return: a function of the same arguments, any array of which may be a :class:`Gaussian`. Outputs that depend on
+        one are ``Gaussian``, the others plain arrays. It can be jitted, mapped and differentiated.
+
+    Exact for one layer: an affine map with independent Gaussian weights or inputs, then an elementwise function (up
+    to quadrature error if it has no closed form). Approximate beyond: the elements of all arrays are treated as
+    independent, whatever they were computed from, and the input of a nonlinearity as Gaussian.
+
+    :raises ValueError: for an operation without a rule; it names the primitive and the line of ``fn``.
+
+    Reference: Frey and Hinton (1999); Hernandez-Lobato and Adams (2015), section 3.1.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn import moments
+    >>> w = moments.Gaussian(jnp.zeros((2, 3)), jnp.ones((2, 3)))
+    >>> h = moments.propagate(lambda x, w: jax.nn.relu(x @ w))(jnp.array([[3.0, 4.0]]), w)
+    >>> h.mean.shape, round(float(h.mean[0, 0]), 3), round(float(h.var[0, 0]), 3)
+    ((1, 3), 1.995, 8.521)
+    """
+    if not callable(fn):
+        raise argument_error("moments.propagate", "fn", repr(fn), "Pass a function of arrays.", TypeError)
+    num_nodes = check_count("moments.propagate", "num_nodes", num_nodes, 2)
+    interpreter = Interpreter(RULES, lambda value: isinstance(value, Term), "moments.propagate")
+
+    @wraps(fn)
+    def propagated(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Gaussian))
+        random = {i: as_gaussian(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Gaussian)}
+
+        def of_random(*values: Any) -> Any:
+            given = dict(zip(random, values, strict=True))
+            filled = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            filled_args, filled_kwargs = jax.tree.unflatten(tree, filled)
+            return fn(*filled_args, **filled_kwargs)
+
+        closed, shapes = jax.make_jaxpr(of_random, return_shape=True)(*(g.mean for g in random.values()))
+        token = NODES.set(num_nodes)
+        try:
+            outputs = interpreter.run(closed.jaxpr, closed.consts, [wrap(g) for g in random.values()])
+            outputs = [moments_of(out) if isinstance(out, Term) else jnp.asarray(out) for out in outputs]
+        finally:
+            NODES.reset(token)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return propagated
+
+
 def register(
     *names: str, view: bool = False, reduces: bool = False, multiplies: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Give primitives a rule: ``rule(equation, *operands)`` from Gaussians and plain arrays to the output.
+    """Add a rule for primitives: ``rule(equation, *operands)`` computes the output from Gaussians and plain arrays.
 
-    At least one operand is a :class:`Gaussian`. The rule returns a ``Gaussian`` (or a plain array), a list of them
-    where the primitive has several outputs. ``equation.params`` holds the parameters of the primitive,
+    At least one operand is a :class:`Gaussian`. The rule returns a ``Gaussian`` (or a plain array), or a list of them
+    if the primitive has several outputs. ``equation.params`` holds the parameters of the primitive,
     ``equation.bind(*arrays)`` applies it, ``raise equation.refuse(why, instead)`` refuses a case.
 
     :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
     :param view: each element of the output is an element of one operand.
-    :param reduces: elements of the operand are mixed within themselves, so that the output may not be combined
-        with the operand again as if it were independent; such a combination is refused.
-    :param multiplies: operands are multiplied as independent ones; elements of the same array are refused.
+    :param reduces: the output mixes elements of the operand, and is not independent of it: combining the two again
+        is refused.
+    :param multiplies: the operands are multiplied as independent; a product of an array with itself is refused.
 
     >>> import jax, jax.numpy as jnp
     >>> @register("cumsum", reduces=True)
@@ -47,6 +100,8 @@ def register(
 
 
 def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Rule:
+    """The rule as the interpreter calls it: it keeps track of which variables share elements."""
+
     def apply(equation: Equation, *operands: Any) -> Any:
         terms = [operand for operand in operands if isinstance(operand, Term)]
         variables = [term.variable for term in terms]
@@ -57,20 +112,22 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
         if multiplies and len(variables) == 2 and variables[0].parts & variables[1].parts:
             raise equation.refuse(
                 "multiplies a random array with itself",
-                "Moments treat the factors of a product of matrices as independent.",
+                "Moments treat the factors of a matrix product as independent.",
             )
         result = rule(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands))
         parts = frozenset().union(*(variable.parts for variable in variables))
         reduced = frozenset().union(*(variable.reduced for variable in variables))
-        known: dict[str, Any] = {}
+        path = (*variables[0].path, key) if key else ()
+        relations: dict[str, Any] = {}
         if view:
-            known = {"parts": parts, "reduced": reduced, "path": (*variables[0].path, key) if key else ()}
+            relations = {"parts": parts, "reduced": reduced, "path": path}
         elif reduces:
-            known = {"reduced": reduced | parts}
-        if isinstance(result, list):
-            wrapped: Any = [wrap(r, **_numbered(known, i)) for i, r in enumerate(result)]
+            relations = {"reduced": reduced | parts}
+        if isinstance(result, list):  # each output holds other elements, so each has its own path
+            paths: list[dict[str, Any]] = [{"path": (*path, i)} if path else {} for i in range(len(result))]
+            wrapped: Any = [wrap(r, **relations | own) for r, own in zip(result, paths, strict=True)]
         else:
-            wrapped = wrap(result, **known)
+            wrapped = wrap(result, **relations)
         if key:
             seen[key] = wrapped
         return wrapped
@@ -78,11 +135,6 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
     return apply
 
 
-def _numbered(known: dict[str, Any], output: int) -> dict[str, Any]:
-    """Outputs of one move hold different elements."""
-    return {**known, "path": (*known["path"], output)} if known.get("path") else known
-
-
-def wrap(value: Any, **known: Any) -> Any:
-    """A Gaussian as a term of a new variable; other values as they are."""
-    return Variable(value, **known).term() if isinstance(value, Gaussian) else value
+def wrap(value: Any, **relations: Any) -> Any:
+    """A Gaussian as the term of a new variable; other values unchanged."""
+    return Term(Variable(value, **relations), None, ()) if isinstance(value, Gaussian) else value

@@ -1,7 +1,5 @@
 """Assumed density filtering (probabilistic backpropagation)."""
 
-from numpyro_bnn.guides.adf.guide import AutoADF
-from numpyro_bnn.guides.adf.problem import ADFState
-from numpyro_bnn.guides.adf.run import ADFResult
+from numpyro_bnn.guides.adf.guide import ADFResult, AutoADF
 
-__all__ = ["AutoADF", "ADFResult", "ADFState"]
+__all__ = ["AutoADF", "ADFResult"]

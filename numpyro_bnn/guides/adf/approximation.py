@@ -1,4 +1,4 @@
-"""The posterior of assumed density filtering as a guide: what NumPyro asks of it, from its parameters."""
+"""The posterior of assumed density filtering as a NumPyro guide: sampling, summaries, parameters."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -8,23 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax.scipy.special import gammainc
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.guides.adf import posterior
+from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
-from numpyro_bnn.guides.adf.rows import Arguments, outline, run_model
-from numpyro_bnn.guides.adf.updates import Gamma
+from numpyro_bnn.guides.adf.reading import CALL, Arguments, Weight, outline, run_model
 from numpyro_bnn.moments import Gaussian
 
-__all__ = ["ADFPosterior"]
+FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
 
 
 class ADFPosterior(AutoNormal):
     """Independent Gaussians for weights, Gammas for precisions.
 
-    Of a non-centered weight w = s w_base it is w that is independent of s: given s, w_base is N(m / s, v / s^2).
+    For a non-centered weight w = s w_base the guide has w independent of s: given s, w_base is N(m / s, v / s^2).
     """
 
     _problem: Problem | None = None
@@ -32,27 +32,30 @@ class ADFPosterior(AutoNormal):
     _start: dict[str, Any] | None = None
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """Read the model from the arguments of a call, without learning."""
+        with jax.enable_x64(True):
+            arguments = Arguments.read(self.model, args, kwargs)
+            self._problem, self._arguments = Problem.of(arguments), arguments.head()
 
     def _known_problem(self) -> Problem:
-        """The model as it was read; once more after the guide came out of storage."""
+        """The model as it was read; it is read again after unpickling."""
         if self._problem is None and self._arguments is not None:
             with jax.enable_x64(True):
                 self._problem = Problem.of(self._arguments)
         if self._problem is None:
             instead = "Call `run` of this guide first, or use it in `SVI`: it reads the model."
-            raise argument_error("guides.AutoADF", "params", "those of another guide", instead)
+            raise argument_error(CALL, "params", "those of another guide", instead)
         return self._problem
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         """Read the model, without AutoNormal's search for a valid start."""
         if self._problem is None:
             self._read(args, kwargs)
-        found = outline(self.model, {}, args, kwargs)
+        found = outline(self.model, args, kwargs)
         self._prototype_call = (args, kwargs)
-        # Only what survives without the numbers, which are placeholders.
-        kept = ("type", "name", "is_observed", "cond_indep_stack", "args")
-        self.prototype_trace = {n: {k: site[k] for k in kept if k in site} for n, site in found.items()}
+        # Values are placeholders here, so only the fields without them are stored.
+        fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
+        self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in found.items()}
         for name, site in found.items():
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
@@ -64,33 +67,31 @@ class ADFPosterior(AutoNormal):
         """Sample the latent sites of the model, from parameters ``<site>_<prefix>_...``."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        problem = self._known_problem()
-        start = self._start_params()
+        problem, start = self._known_problem(), self._start_params()
         plates = self._create_plates(*args, **kwargs)
 
         def parameter(site: str, field: str) -> jax.Array:
             name = f"{site}_{self.prefix}_{field}"
             constraint = constraints.real if field == "loc" else constraints.softplus_positive
             value = jnp.asarray(start[name], float)
-            return numpyro.param(
-                name, value, constraint=constraint, event_dim=self._event_dims.get(site, value.ndim)
-            )
+            event_dim = self._event_dims.get(site, value.ndim)
+            return numpyro.param(name, value, constraint=constraint, event_dim=event_dim)
 
         values: dict[str, jax.Array] = {}
         by_latent = {weight.latent: (name, weight) for name, weight in problem.sites.weights.items()}
-        for latent in self._event_dims:  # in the order of the model, as TraceMeanField_ELBO wants it
+        for latent in self._event_dims:  # in the order of the model, as TraceMeanField_ELBO requires
             if latent in by_latent:
                 name, weight = by_latent[latent]
                 loc, scale = parameter(name, "loc"), parameter(name, "scale")
                 if not weight.centered:
-                    unit = posterior.prior_scale(weight, values)
+                    unit = _prior_scale(weight, values)
                     loc, scale = (loc - jnp.asarray(weight.loc, float)) / unit, scale / unit
                 fn: dist.Distribution = dist.Normal(loc, scale)
             else:
-                other = problem.others[latent]
-                first, second = (parameter(latent, field) for field in posterior.FIELDS[other.kind])
-                state = Gamma(first, second) if other.kind == "gamma" else Gaussian(first, second**2)
-                fn = posterior.other_distribution(other, state)
+                hyper = problem.hyperparameters[latent]
+                first, second = (parameter(latent, field) for field in FIELDS[hyper.kind])
+                state = Gamma(first, second) if hyper.kind == "gamma" else Gaussian(first, second**2)
+                fn = _distribution(hyper, state)
             values[latent] = self._sample(latent, fn, plates)
         return values
 
@@ -106,13 +107,33 @@ class ADFPosterior(AutoNormal):
         problem = self._known_problem()
         if self._start is None:
             with jax.enable_x64(True), jax.ensure_compile_time_eval():
-                make = jax.jit(
-                    lambda key: posterior.to_params(problem.start(problem.random_means(key)), self.prefix)
-                )
+                make = jax.jit(lambda key: self._to_params(problem.start(problem.random_means(key))))
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
 
-    # -- draws and summaries ---------------------------------------------------------------------------
+    def _to_params(self, state: ADFState) -> dict[str, jax.Array]:
+        """Parameters ``<site>_<prefix>_loc`` and ``_scale``, for Gamma sites ``_concentration`` and ``_rate``."""
+        params: dict[str, jax.Array] = {}
+        for name, value in {**state.hyperparameters, **state.weights}.items():
+            gamma = isinstance(value, Gamma)
+            fields = FIELDS["gamma" if gamma else "normal"]
+            parts = value if gamma else (value.mean, jnp.sqrt(value.var))
+            params |= {f"{name}_{self.prefix}_{field}": p for field, p in zip(fields, parts, strict=True)}
+        return params
+
+    def _from_params(self, params: Mapping[str, Any]) -> ADFState:
+        """The state, without approximate prior factors."""
+        problem = self._known_problem()
+
+        def read(name: str, kind: str) -> Any:
+            first, second = (jnp.asarray(params[f"{name}_{self.prefix}_{f}"], float) for f in FIELDS[kind])
+            return Gamma(first, second) if kind == "gamma" else Gaussian(first, second * second)
+
+        return ADFState(
+            {name: read(name, "normal") for name in problem.sites.weights},
+            {name: read(name, hyper.kind) for name, hyper in problem.hyperparameters.items()},
+            {},
+        )
 
     def sample_posterior(
         self,
@@ -122,27 +143,25 @@ class ADFPosterior(AutoNormal):
         sample_shape: tuple = (),
         **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Draws ``(*sample_shape, ...)`` of the latent and deterministic sites.
+        """Posterior draws ``(*sample_shape, ...)`` of the latent and deterministic sites.
 
         :param rng_key: a key.
         :param params: of a run.
         :param args: arguments of the model for its deterministic sites; by default those of the run.
         :param sample_shape: shape of the batch of draws.
         """
-        problem, state = self._known(params)
-        keys = iter(jax.random.split(rng_key, len(problem.others) + len(problem.sites.weights)))
+        problem, state = self._known_problem(), self._from_params(params)
+        keys = iter(jax.random.split(rng_key, len(problem.hyperparameters) + len(problem.sites.weights)))
         values: dict[str, jax.Array] = {}
-        for name, other in problem.others.items():
-            values[name] = posterior.other_distribution(other, state.others[name]).sample(
-                next(keys), sample_shape
-            )
-        for name in problem.sites.weights:
-            mean, var = state.weights[name]
+        for name, hyper in problem.hyperparameters.items():
+            fn = _distribution(hyper, state.hyperparameters[name])
+            values[name] = fn.sample(next(keys), sample_shape)
+        for name, (mean, var) in state.weights.items():
             values[name] = dist.Normal(mean, jnp.sqrt(var)).sample(next(keys), sample_shape)
         return self._complete(values, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Posterior medians of the latent and deterministic sites; the base of a non-centered weight goes with them.
+        """Posterior medians of the latent and deterministic sites; bases of non-centered weights follow from them.
 
         :param params: of a run.
         """
@@ -154,23 +173,19 @@ class ADFPosterior(AutoNormal):
         :param params: of a run.
         :param quantiles: Q probabilities.
         """
-        problem, state = self._known(params)
+        problem, state = self._known_problem(), self._from_params(params)
         q = jnp.asarray(quantiles, float)
 
-        def of(shape: tuple[int, ...], inverse_cdf: Callable) -> jax.Array:
-            return inverse_cdf(q.reshape((-1,) + (1,) * len(shape)))
+        def aligned(shape: tuple[int, ...]) -> jax.Array:
+            return q.reshape((-1,) + (1,) * len(shape))
 
         values: dict[str, jax.Array] = {}
-        for name, other in problem.others.items():
-            part = state.others[name]
-            values[name] = of(part[0].shape, lambda p, o=other, s=part: posterior.quantile(o, s, p))
+        for name, hyper in problem.hyperparameters.items():
+            part = state.hyperparameters[name]
+            values[name] = _quantile(hyper, part, aligned(part[0].shape))
         for name, (mean, var) in state.weights.items():
-            values[name] = of(mean.shape, dist.Normal(mean, jnp.sqrt(var)).icdf)
+            values[name] = dist.Normal(mean, jnp.sqrt(var)).icdf(aligned(mean.shape))
         return self._complete(values, q.shape, (), {})
-
-    def _known(self, params: Mapping[str, Any]) -> tuple[Problem, ADFState]:
-        problem = self._known_problem()
-        return problem, posterior.from_params(params, problem.sites.weights, problem.others, self.prefix)
 
     def _complete(
         self, values: dict[str, jax.Array], sample_shape: tuple, args: tuple, kwargs: Any
@@ -181,13 +196,12 @@ class ADFPosterior(AutoNormal):
 
         def bases(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {
-                weight.latent: (one[name] - jnp.asarray(weight.loc, float))
-                / posterior.prior_scale(weight, one)
+                weight.latent: (one[name] - jnp.asarray(weight.loc, float)) / _prior_scale(weight, one)
                 for name, weight in weights.items()
                 if not weight.centered
             }
 
-        values = {**posterior.map_samples(bases, values, sample_shape), **values}
+        values = {**map_samples(bases, values, sample_shape), **values}
         wanted = [name for name, site in self.prototype_trace.items() if site["type"] == "deterministic"]
         missing = [name for name in wanted if name not in values]
         if not missing:
@@ -198,4 +212,53 @@ class ADFPosterior(AutoNormal):
             trace = run_model(self.model, one, *call)
             return {name: trace[name]["value"] for name in missing}
 
-        return {**values, **posterior.map_samples(deterministic, values, sample_shape)}
+        return {**values, **map_samples(deterministic, values, sample_shape)}
+
+
+def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:
+    """Posterior of a hyperparameter."""
+    if isinstance(state, Gamma):
+        return dist.Gamma(state.concentration, state.rate)
+    return dist.TransformedDistribution(dist.Normal(state.mean, jnp.sqrt(state.var)), hyper.transform)
+
+
+def _prior_scale(weight: Weight, values: Mapping[str, Any]) -> jax.Array:
+    """Prior sd of a weight at a value of its hyperparameter."""
+    scale = jnp.asarray(weight.scale, float)
+    if weight.hyper is None:
+        return scale
+    return scale * jnp.ravel(values[weight.hyper])[weight.element] ** weight.power
+
+
+def _quantile(hyper: Hyperparameter, state: Any, probability: jax.Array) -> jax.Array:
+    """Quantile of a hyperparameter; ``probability`` broadcasts against it."""
+    if isinstance(state, Gamma):
+        return _gamma_quantile(state, probability)
+    z = jax.scipy.special.ndtri(probability)
+    return hyper.transform(state.mean + z * jnp.sqrt(state.var))
+
+
+def _gamma_quantile(gamma: Gamma, probability: jax.Array) -> jax.Array:
+    """Inverse cdf of a Gamma distribution, by bisection of log x."""
+    a = gamma.concentration
+    low, high = jnp.log(a) - 20.0 - 20.0 / a, jnp.log(a) + 5.0 + jnp.log1p(20.0 / a)
+    low, high = jnp.broadcast_arrays(low, high + 0.0 * probability)
+    low = low + jnp.zeros_like(high)
+
+    def halve(_: int, ends: tuple) -> tuple:
+        low, high = ends
+        middle = 0.5 * (low + high)
+        below = gammainc(a, jnp.exp(middle)) < probability
+        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+    low, high = jax.lax.fori_loop(0, 80, halve, (low, high))
+    return jnp.exp(0.5 * (low + high)) / gamma.rate
+
+
+def map_samples(fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Apply ``fn`` to every sample of a dictionary, one at a time."""
+    if not sample_shape:
+        return fn(samples)
+    ndim = len(sample_shape)
+    flat = {name: value.reshape((-1, *value.shape[ndim:])) for name, value in samples.items()}
+    return jax.tree.map(lambda leaf: leaf.reshape(sample_shape + leaf.shape[1:]), jax.lax.map(fn, flat))

@@ -1,24 +1,33 @@
 """AutoADF: assumed density filtering as a NumPyro guide."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_count, check_number
 from numpyro_bnn._keys import split
-from numpyro_bnn.guides.adf import posterior
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
-from numpyro_bnn.guides.adf.problem import ADFState, Problem
-from numpyro_bnn.guides.adf.rows import Arguments
-from numpyro_bnn.guides.adf.run import ADFResult, Program, build, is_batch_of_keys, run_epochs, starting_means
-from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
+from numpyro_bnn.guides.adf.reading import CALL, Arguments
 
-__all__ = ["AutoADF"]
 
-CALL = "guides.AutoADF"
+class ADFResult(NamedTuple):
+    """Result of :meth:`AutoADF.run`; its fields begin like those of NumPyro's ``SVIRunResult``.
+
+    :param params: parameters of the guide by name, as all its methods take them.
+    :param state: the same in float64, with the approximate prior factors; pass it to a later ``run`` to continue.
+    :param losses: minus the log evidence of each epoch, (E,) or (R, E).
+    :param refused: share of refused updates in each epoch, (E,) or (R, E).
+    """
+
+    params: dict[str, jax.Array]
+    state: ADFState
+    losses: jax.Array
+    refused: jax.Array
 
 
 class AutoADF(ADFPosterior):
@@ -37,19 +46,19 @@ class AutoADF(ADFPosterior):
 
     The model may be any NumPyro model in which
 
-    - weights have Normal priors with fixed scale, or scaled by one hyper-site: a Gamma precision (published update),
-      or any positive site (by one-dimensional quadrature); centered or not (``w_base``);
-    - one site is observed, a row at a time: Normal with noise that is fixed, has a Gamma precision (published
+    - weights have Normal priors with a fixed scale or one hyperparameter that scales them: a Gamma precision
+      (published update) or any positive site (by one-dimensional quadrature); centered or not (``w_base``);
+    - one site is observed, one row at a time: Normal with noise that is fixed, has a Gamma precision (published
       update) or any other prior; Categorical with logits (pairwise approximation); any other distribution of one
       linear predictor, by quadrature;
     - arrays whose first axis is the number of data points are data; rows do not influence each other.
 
     It is a NumPyro guide: ``sample_posterior``, ``median``, ``quantiles``, ``Predictive(model, guide=...)`` and
-    ``SVI`` (also to go on from its solution, ``init_params=result.params``) work with ``result.params``.
+    ``SVI`` (also to continue from its solution, ``init_params=result.params``) work with ``result.params``.
 
     :param model: a NumPyro model.
     :param prefix: part of the names of parameters, as in :class:`~numpyro.infer.autoguide.AutoNormal`.
-    :raises ValueError: when called on data, for a site it cannot handle; the message names it.
+    :raises ValueError: when it reads the model, for a site it cannot handle; the message names it.
 
     Reference: Hernandez-Lobato & Adams (2015), *Probabilistic backpropagation*; Minka (2001) on ADF.
 
@@ -70,14 +79,11 @@ class AutoADF(ADFPosterior):
         if not callable(model):
             raise argument_error(CALL, "model", model, "Pass a NumPyro model, a function.", TypeError)
         super().__init__(model, prefix=prefix)
-        self._arguments: Arguments | None = None
         self._programs: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was read from the model holds programs of JAX, which cannot be stored: it is read again.
+        # Compiled programs of JAX cannot be pickled: the model is read again.
         return super().__getstate__() | {"_programs": {}, "_problem": None}
-
-    # -- learning --------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -95,32 +101,37 @@ class AutoADF(ADFPosterior):
         """Learn from data in ``num_epochs`` shuffled passes, in float64 whatever the global setting.
 
         With R keys it makes R runs at once, of the same data or, with ``in_axes``, of R data sets of one shape.
-        Interrupting it from the keyboard returns what the finished epochs gave.
+        Interrupting it from the keyboard returns the result of the finished epochs.
 
         :param rng_key: a key for the start and the order of the data, or R keys.
         :param args: arguments of the model, targets included.
         :param num_epochs: passes over the data.
         :param in_axes: for R keys, the axis of each positional argument that runs over the data sets, ``None`` for
-            what they share.
+            arguments they share.
         :param init_means: means to start from, by weight site (with a leading axis R for R runs); by default
             N(prior mean, prior variance / fan-in).
-        :param init_state: ``result.state`` of an earlier run to go on from.
+        :param init_state: ``result.state`` of an earlier run, to continue it.
         :param orders: order of the rows in each epoch, (E, N), or (R, E, N), instead of random ones.
-        :param progress_bar: show a bar that counts epochs.
+        :param progress_bar: show a progress bar over epochs.
         :param max_refused: warn when a larger share of the updates of weights is refused in an epoch.
         :param kwargs: keyword arguments of the model.
         :return: an :class:`ADFResult`.
         :raises ValueError: for a model, data or options it cannot use.
         """
-        _check_options(num_epochs, max_refused)
-        batched = is_batch_of_keys(rng_key)
+        num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
+        check_number(f"{CALL}.run", "max_refused", max_refused)
+        if max_refused > 1:
+            raise argument_error(f"{CALL}.run", "max_refused", max_refused, "Pass a share between 0 and 1.")
+        typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+        batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
             start_key, order_key = split(rng_key)
             state = init_state
             if state is None:
-                state = program.start(start_key, starting_means(init_means))
+                means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
+                state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((data, rng_key))):
@@ -129,15 +140,14 @@ class AutoADF(ADFPosterior):
             else:
                 state, records = run_epochs(program, state, data, keys, orders, progress_bar, max_refused)
                 state = jax.device_get(state)
-            params = posterior.to_params(state, self.prefix)
-        # Out here the parameters take the precision of the session; the state keeps its own.
+            params = self._to_params(state)
+        # Parameters take the precision of the session; the state stays in float64.
         params = {name: jnp.asarray(value, float) for name, value in params.items()}
-        return ADFResult(
-            params, state, -jnp.asarray(records.log_z, float), jnp.asarray(records.refused, float)
-        )
+        losses, refused = -jnp.asarray(records.log_z, float), jnp.asarray(records.refused, float)
+        return ADFResult(params, state, losses, refused)
 
     def update(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        """Absorb further data, in the order given: what the guide knew becomes the prior.
+        """Learn from further data, in the order given: the current posterior becomes the prior.
 
         :param params: of a run of this guide, or of an earlier update.
         :param args: arguments of the model, with new data of any number of rows.
@@ -146,11 +156,8 @@ class AutoADF(ADFPosterior):
         """
         _check_staged("update", params, args, kwargs)
         with jax.enable_x64(True):
-            arguments = self._new_arguments("update", args, kwargs)
-            problem, sweep = self._compiled("sweep", arguments, lambda problem: jax.jit(problem.sweep))
-            state = self._state(params, problem)
-            state, _ = sweep(state, arguments.part("row"), arguments.part("array"), 1.0)
-            new = posterior.to_params(state, self.prefix)
+            sweep, data = self._on_new_data("update", args, kwargs, lambda problem: problem.sweep)
+            new = self._to_params(sweep(self._from_params(params), *data, 1.0)[0])
         return {name: jnp.asarray(value, jnp.asarray(params[name]).dtype) for name, value in new.items()}
 
     def predictive_moments(
@@ -167,20 +174,13 @@ class AutoADF(ADFPosterior):
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
         _check_staged("predictive_moments", params, args, kwargs)
+
+        def make(problem: Problem) -> Callable:
+            return jax.vmap(partial(problem.predictive, noise=noise), in_axes=(None, 0, None))
+
         with jax.enable_x64(True):
-            arguments = self._new_arguments("predictive_moments", args, kwargs)
-
-            def make(problem: Problem) -> Callable:
-                def one(state: ADFState, row: Any, arrays: Any) -> Gaussian:
-                    context = problem.context(state, row, arrays)
-                    quantities = problem.likelihood.observation.quantities(state.weights, context)
-                    found = problem.likelihood.predictive(quantities, state.others, context, noise)
-                    return Gaussian(*(part[0] for part in found))
-
-                return jax.jit(jax.vmap(one, in_axes=(None, 0, None)))
-
-            problem, predict = self._compiled(f"predict {noise}", arguments, make, with_value=False)
-            found = predict(self._state(params, problem), arguments.part("row"), arguments.part("array"))
+            predict, data = self._on_new_data("predictive_moments", args, kwargs, make, noise)
+            found = predict(self._from_params(params), *data)
         return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
 
     def log_predictive_density(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> jax.Array:
@@ -191,128 +191,87 @@ class AutoADF(ADFPosterior):
         :return: (N,), summed over the K outputs of one point.
         """
         _check_staged("log_predictive_density", params, args, kwargs)
+
+        def make(problem: Problem) -> Callable:
+            return jax.vmap(problem.log_density, in_axes=(None, 0, None))
+
         with jax.enable_x64(True):
-            arguments = self._new_arguments("log_predictive_density", args, kwargs)
-
-            def make(problem: Problem) -> Callable:
-                def one(state: ADFState, row: Any, arrays: Any) -> jax.Array:
-                    return problem.log_density(state, row, arrays)
-
-                return jax.jit(jax.vmap(one, in_axes=(None, 0, None)))
-
-            problem, score = self._compiled("score", arguments, make)
-            found = score(self._state(params, problem), arguments.part("row"), arguments.part("array"))
+            score, data = self._on_new_data("log_predictive_density", args, kwargs, make)
+            found = score(self._from_params(params), *data)
         return jnp.asarray(found, float)
-
-    # -- preparation -----------------------------------------------------------------------------------
 
     def _prepare(
         self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
     ) -> tuple[Program, tuple[Any, Any], int]:
+        """The compiled run of these arguments, its data, and the number of rows."""
         axes = _axes(args, in_axes, batched)
+        pairs = list(zip(args, axes, strict=True))
         first = tuple(
             arg
             if axis is None
             else jax.tree.map(lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg)
-            for arg, axis in zip(args, axes, strict=True)
+            for arg, axis in pairs
         )
         arguments = Arguments.read(self.model, first, kwargs)
         arguments.check(f"{CALL}.run")
         mapped = Arguments.of(self.model, args, kwargs)
-        labels = Arguments.of(
-            self.model,
-            tuple(jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in zip(args, axes, strict=True)),
-            {},
-        )
-        axis_of = {n: int(a) for n, a in zip(labels.names, labels.leaves, strict=True) if a != "None"}
+        labels = tuple(jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs)
+        by_leaf = Arguments.of(self.model, labels, {})
+        axis_of = {n: int(a) for n, a in zip(by_leaf.names, by_leaf.leaves, strict=True) if a != "None"}
         if axis_of:
             mapped.check(f"{CALL}.run")
         leaves = dict(zip(mapped.names, mapped.leaves, strict=True))
-        rows = {name: leaves[name] for name in arguments.part("row")}
-        arrays = {name: leaves[name] for name in arguments.part("array")}
+        rows, arrays = ({name: leaves[name] for name in arguments.part(kind)} for kind in ("row", "array"))
         row_axes, array_axes = ({n: axis_of.get(n) for n in part} for part in (rows, arrays))
-        num_rows = arguments.num_rows
-
-        def make(problem: Problem) -> Program:
-            return build(problem, batched, row_axes, array_axes, num_rows)
-
-        problem, program = self._compiled(("run", batched, tuple(axis_of.items())), arguments, make)
-        self._problem, self._arguments = problem, arguments.head()
-        self._setup_prototype(*first, **kwargs)
-        return program, (rows, arrays), num_rows
-
-    def _compiled(
-        self, purpose: Any, arguments: Arguments, make: Callable, with_value: bool = True
-    ) -> tuple[Problem, Any]:
-        """The model read for these arguments and what ``make`` makes of it, remembered by their shapes."""
-        key = (purpose, arguments.key)
+        key = ("run", batched, tuple(axis_of.items()), arguments.key)
         if key not in self._programs:
-            known = self._known_problem() if purpose[0] != "run" else None
-            problem = Problem.of(arguments, known, with_value)
-            self._programs[key] = problem, make(problem)
-        return self._programs[key]
+            problem = Problem.of(arguments)
+            program = build(problem, batched, row_axes, array_axes, arguments.num_rows)
+            self._programs[key] = problem, program
+        self._problem, program = self._programs[key]
+        self._arguments = arguments.head()
+        self._setup_prototype(*first, **kwargs)
+        return program, (rows, arrays), arguments.num_rows
 
-    def _read(self, args: tuple, kwargs: Any) -> None:
-        """Read the model from the arguments of a call, without learning."""
-        with jax.enable_x64(True):
-            arguments = Arguments.read(self.model, args, kwargs)
-            self._problem, self._arguments = Problem.of(arguments), arguments.head()
-
-    def _new_arguments(self, method: str, args: tuple, kwargs: Any) -> Arguments:
+    def _on_new_data(
+        self, method: str, args: tuple, kwargs: Any, make: Callable, *options: Any
+    ) -> tuple[Callable, tuple[Any, Any]]:
+        """The compiled function that ``make`` makes of the model read from these arguments, and its data."""
         if self._arguments is None:
-            raise argument_error(
-                f"{CALL}.{method}",
-                "params",
-                "those of another guide",
-                "Call `run` of this guide first: it reads the model.",
-            )
+            instead = "Call `run` of this guide first: it reads the model."
+            raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
         arguments = self._arguments.like(args, kwargs, f"{CALL}.{method}")
         arguments.check(f"{CALL}.{method}")
-        return arguments
-
-    def _state(self, params: Mapping[str, Any], problem: Problem) -> ADFState:
-        return posterior.from_params(params, problem.sites.weights, problem.others, self.prefix)
+        key = (method, *options, arguments.key)
+        if key not in self._programs:
+            with_value = method != "predictive_moments"
+            self._programs[key] = jax.jit(make(Problem.of(arguments, self._known_problem(), with_value)))
+        return self._programs[key], (arguments.part("row"), arguments.part("array"))
 
 
 def _check_staged(method: str, *values: Any) -> None:
-    """Refuse to be compiled into a float32 program, which would cut float64 numbers without a word."""
+    """Refuse to be compiled into a float32 program, which would silently truncate float64 numbers."""
     if jnp.result_type(float) == jnp.float64:
         return
     for leaf in jax.tree.leaves(values):
-        while type(leaf).__name__ == "BatchTracer":  # it holds the value of the transformation outside
+        while type(leaf).__name__ == "BatchTracer":  # it holds the value of the outer transformation
             leaf = leaf.val
         if isinstance(leaf, jax.core.Tracer):
-            raise argument_error(
-                f"{CALL}.{method}",
-                "args",
-                "values of a compiled float32 program",
-                "Call it outside `jax.jit`, or set `jax_enable_x64`; `jax.vmap` alone needs neither.",
-            )
-
-
-def _check_options(num_epochs: Any, max_refused: Any) -> None:
-    if not isinstance(num_epochs, int) or isinstance(num_epochs, bool) or num_epochs < 1:
-        raise argument_error(f"{CALL}.run", "num_epochs", num_epochs, "Pass a whole number of at least 1.")
-    if not isinstance(max_refused, int | float) or not 0 <= max_refused <= 1:
-        raise argument_error(f"{CALL}.run", "max_refused", max_refused, "Pass a share between 0 and 1.")
+            instead = "Call it outside `jax.jit`, or set `jax_enable_x64`; `jax.vmap` alone needs neither."
+            raise argument_error(f"{CALL}.{method}", "args", "values of a compiled float32 program", instead)
 
 
 def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
     """The mapped axis of each positional argument."""
     if in_axes is None:
         return (None,) * len(args)
-    if not batched:
-        raise argument_error(
-            f"{CALL}.run", "in_axes", in_axes, "It needs one key per data set: `jax.random.split(key, R)`."
-        )
-    good = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
-    if not good or any(not (axis is None or isinstance(axis, int)) for axis in in_axes):
-        raise argument_error(
-            f"{CALL}.run",
-            "in_axes",
-            in_axes,
-            f"Pass an axis or None for each of the {len(args)} positional arguments.",
-        )
+    instead = "" if batched else "It needs one key per data set: `jax.random.split(key, R)`."
+    if not (isinstance(in_axes, tuple | list) and len(in_axes) == len(args)) or any(
+        not (axis is None or isinstance(axis, int)) for axis in in_axes
+    ):
+        instead = instead or f"Pass an axis or None for each of the {len(args)} positional arguments."
+    if instead:
+        raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
     return tuple(in_axes)
 
 
@@ -321,17 +280,14 @@ def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) 
     if orders is None:
         return None
     shape = np.shape(orders)
+    permuted = np.broadcast_to(np.arange(num_rows), (*shape[:-1], num_rows))
     if (
         len(shape) != 2 + batched
         or shape[-2] != num_epochs
-        or not np.array_equal(
-            np.sort(np.asarray(orders), axis=-1), np.broadcast_to(np.arange(num_rows), shape)
-        )
+        or not np.array_equal(np.sort(np.asarray(orders), axis=-1), permuted)
     ):
-        raise argument_error(
-            f"{CALL}.run",
-            "orders",
-            f"shape {shape}",
-            f"Pass {'(R, E, N)' if batched else '(E, N)'}: E = {num_epochs} permutations of N = {num_rows} rows.",
+        expected = (
+            f"{'(R, E, N)' if batched else '(E, N)'}: E = {num_epochs} permutations of N = {num_rows} rows"
         )
+        raise argument_error(f"{CALL}.run", "orders", f"shape {shape}", f"Pass {expected}.")
     return jnp.swapaxes(jnp.asarray(orders), 0, 1) if batched else jnp.asarray(orders)

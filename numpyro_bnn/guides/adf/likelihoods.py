@@ -1,23 +1,22 @@
-"""The normalizer Z of a likelihood under Gaussian predictors, and predictive moments."""
+"""The normalizer Z of a likelihood under Gaussian predictors, predictive moments, and the quadrature for both."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax.scipy.special import logsumexp
 
+from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
 from numpyro_bnn.guides.adf.observation import Context, Observation
-from numpyro_bnn.guides.adf.others import Other
-from numpyro_bnn.guides.adf.quadrature import expectations, log_expectation
-from numpyro_bnn.guides.adf.sites import refuse
-from numpyro_bnn.guides.adf.updates import normal_log_density
+from numpyro_bnn.guides.adf.reading import refuse
 from numpyro_bnn.moments import Gaussian
 
-__all__ = ["Likelihood", "noise_powers", "softmax_log_mean"]
+# Gauss-Hermite points per dimension: in one dimension, and in two.
+POINTS = {1: 64, 2: 24}
 
 States = Mapping[str, Any]
 
@@ -27,93 +26,39 @@ class Likelihood:
     """An observation whose noise sites have posterior factors.
 
     :param observation: of the model.
-    :param noise: the noise sites that are Gaussian in unconstrained space.
+    :param noise: the noise hyperparameters that are Gaussian in unconstrained space.
     :param gamma: the noise precision with a Gamma posterior, if there is one.
     """
 
     observation: Observation
-    noise: Mapping[str, Other]
+    noise: Mapping[str, Hyperparameter]
     gamma: str | None
 
     def log_z(
         self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int = 0
     ) -> jax.Array:
-        """log Z of one observation, elementwise; ``order`` raises the shape of the noise precision by that number.
+        """log Z of one observation, elementwise, with ``order`` added to the shape of the noise precision.
 
         The Normal likelihood is integrated in closed form over its mean, every other quantity by quadrature.
         """
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
-            value = self.observation.parameters({"logits": logits.mean}, context)["value"]
+            value = self.observation.cut.tail({"logits": logits.mean}, context)["value"]
             return softmax_log_mean(logits, value)
         if self.observation.kind == "normal":
-            return self._log_z_normal(quantities, states, context, order)
+            loc, noise_variance, integrated = self._normal(quantities, states, context, order)
+            residual = self._parameters(_means(quantities), context)["value"] - loc.mean
 
-        def log_density(values: Mapping[str, Any]) -> jax.Array:
-            parameters, distribution = self._at(values, context)
-            return distribution.log_prob(parameters["value"])
+            def log_density(values: Mapping[str, Any]) -> jax.Array:
+                return normal_log_density(residual, loc.var + noise_variance(values))
 
-        return log_expectation(log_density, self._integrated(quantities, states))
+            return log_expectation(log_density, integrated) if integrated else log_density({})
 
-    def _log_z_normal(
-        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
-    ) -> jax.Array:
-        loc, rest = self._location(quantities, context)
-        value = self.observation.parameters(
-            {**_means(rest), **_mean("loc", quantities)}, self._with_noise({}, context)
-        )["value"]
+        def log_prob(values: Mapping[str, Any]) -> jax.Array:
+            parameters = self._parameters(values, context)
+            return self.observation.build(parameters).log_prob(parameters["value"])
 
-        def log_density(values: Mapping[str, Any]) -> jax.Array:
-            return normal_log_density(
-                value - loc.mean, loc.var + self._noise_variance(values, quantities, states, context, order)
-            )
-
-        integrated = self._integrated(rest, states)
-        return log_expectation(log_density, integrated) if integrated else log_density({})
-
-    def _location(
-        self, quantities: Mapping[str, Gaussian], context: Context
-    ) -> tuple[Gaussian, dict[str, Gaussian]]:
-        """The Gaussian mean of a Normal observation, and the other quantities."""
-        rest = {name: g for name, g in quantities.items() if name != "loc"}
-        if "loc" in quantities:
-            return quantities["loc"], rest
-        known = self.observation.parameters(_means(rest), self._with_noise({}, context))["loc"]
-        return Gaussian(known, jnp.zeros_like(known)), rest
-
-    def _noise_variance(
-        self,
-        values: Mapping[str, Any],
-        quantities: Mapping[str, Gaussian],
-        states: States,
-        context: Context,
-        order: int,
-    ) -> jax.Array:
-        """Variance of a Normal observation where integrated quantities have these values."""
-        given = {n: v for n, v in values.items() if n not in self.noise} | _mean("loc", quantities)
-        scale = self.observation.parameters(given, self._with_noise(values, context))["scale"]
-        if self.gamma is None:
-            return scale * scale
-        return scale * scale * states[self.gamma].variance(order)
-
-    def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
-        """What is integrated by quadrature."""
-        return {**quantities, **{name: states[name] for name in self.noise}}
-
-    def _with_noise(self, values: Mapping[str, Any], context: Context) -> Context:
-        """The context with noise sites at these values in unconstrained space; the Gamma precision is 1."""
-        others = dict(context["others"])
-        others |= {n: other.transform(values[n]) for n, other in self.noise.items() if n in values}
-        if self.gamma is not None:
-            others[self.gamma] = jnp.ones_like(others[self.gamma])
-        return {**context, "others": others}
-
-    def _at(self, values: Mapping[str, Any], context: Context) -> tuple[dict[str, Any], dist.Distribution]:
-        given = {n: v for n, v in values.items() if n not in self.noise}
-        parameters = self.observation.parameters(given, self._with_noise(values, context))
-        return parameters, self.observation.build(parameters)
-
-    # -- prediction ------------------------------------------------------------------------------------
+        return log_expectation(log_prob, self._integrated(quantities, states))
 
     def predictive(
         self, quantities: Mapping[str, Gaussian], states: States, context: Context, noise: bool
@@ -122,74 +67,90 @@ class Likelihood:
         if self.observation.kind == "categorical":
             return _class_probabilities(quantities["logits"], noise)
         if self.observation.kind == "normal":
-            loc, rest = self._location(quantities, context)
-            if not noise:
-                return loc
-            integrated = self._integrated(rest, states)
-            variance = expectations(
-                lambda values: self._noise_variance(values, quantities, states, context, 0), integrated
-            )
-            return Gaussian(loc.mean, loc.var + variance)
+            loc, noise_variance, integrated = self._normal(quantities, states, context, 0)
+            return Gaussian(loc.mean, loc.var + expectations(noise_variance, integrated)) if noise else loc
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-            fn = self._at(values, context)[1]
+            fn = self.observation.build(self._parameters(values, context))
             return fn.mean, fn.mean**2 + (fn.variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
         return Gaussian(first, second - first**2)
+
+    def _normal(
+        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
+    ) -> tuple[Gaussian, Callable[[Mapping[str, Any]], jax.Array], dict[str, Gaussian]]:
+        """A Normal observation: its Gaussian mean, its noise variance, and the Gaussians this depends on."""
+        means = _means(quantities)
+
+        def noise_variance(values: Mapping[str, Any]) -> jax.Array:
+            scale = self._parameters({**means, **values}, context)["scale"]
+            variance = scale * scale
+            return variance if self.gamma is None else variance * states[self.gamma].variance(order)
+
+        rest = dict(quantities)
+        loc = rest.pop("loc", None)
+        if loc is None:
+            known = self._parameters(means, context)["loc"]
+            loc = Gaussian(known, jnp.zeros_like(known))
+        return loc, noise_variance, self._integrated(rest, states)
+
+    def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
+        """The Gaussians to integrate over by quadrature."""
+        return {**quantities, **{name: states[name] for name in self.noise}}
+
+    def _parameters(self, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
+        """Parameters of the distribution and the observed value, at these quantities and unconstrained noise sites.
+
+        The Gamma precision is 1.
+        """
+        hypers = dict(context["hyperparameters"])
+        hypers |= {n: hyper.transform(values[n]) for n, hyper in self.noise.items() if n in values}
+        if self.gamma is not None:
+            hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
+        given = {n: v for n, v in values.items() if n not in self.noise}
+        return self.observation.cut.tail(given, {**context, "hyperparameters": hypers})
 
     def check(self, weights: Mapping[str, Gaussian], states: States, context: Context) -> None:
         """Refuse what cannot be integrated element by element."""
         name = self.observation.name
         if self.observation.kind == "categorical":
             return
-        closed = {"loc"} if self.observation.kind == "normal" else set()
-        dimensions = len(set(self.observation.cut.cuts) - closed) + len(self.noise)
+        dimensions = len(self.observation.integrated) + len(self.noise)
         if dimensions > 2:
-            raise refuse(
-                name, f"whose likelihood has {dimensions} random parameters", "Two at most can be integrated."
-            )
-
+            why = f"whose likelihood has {dimensions} random parameters"
+            raise refuse(name, why, "At most two can be integrated.")
         quantities = self.observation.quantities(weights, context)
         log_z = self.log_z(quantities, states, context)
         for parameter, quantity in quantities.items():
             if np.prod(quantity.mean.shape) > np.prod(log_z.shape):
-                raise refuse(
-                    name,
-                    f"one observation of which takes {quantity.mean.shape} values of {parameter.split(' (')[0]}",
-                    "Only observations of one linear predictor each, and Categorical(logits=...), can be integrated.",
-                )
+                why = f"one observation of which takes {quantity.mean.shape} values of {parameter.split(' (')[0]}"
+                instead = "Use observations of one linear predictor each, or Categorical(logits=...)."
+                raise refuse(name, why, instead)
 
 
 def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
     return {name: quantity.mean for name, quantity in quantities.items()}
 
 
-def _mean(name: str, quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
-    return {name: quantities[name].mean} if name in quantities else {}
-
-
 def noise_powers(
     observation: Observation, noise: tuple[str, ...], context: Context
 ) -> dict[str, float | None]:
-    """Power with which each noise site enters the sd of a Normal observation; ``None`` where it is no power."""
+    """Power with which each noise site enters the sd of a Normal observation; ``None`` for another dependence."""
     if observation.kind != "normal" or "scale" in observation.cut.random or len(noise) != 1:
         return dict.fromkeys(noise)
     name = noise[0]
-    shape = jnp.shape(context["others"][name])
+    hypers = context["hyperparameters"]
 
     @jax.jit
     def log_scale(value: jax.Array) -> jax.Array:
-        others = {**context["others"], name: jnp.full(shape, value)}
+        given = {**context, "hyperparameters": hypers | {name: jnp.full(jnp.shape(hypers[name]), value)}}
         quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-        return jnp.log(observation.parameters(quantities, {**context, "others": others})["scale"])
+        return jnp.log(observation.cut.tail(quantities, given)["scale"])
 
     found = [np.asarray(log_scale(h) - log_scale(1.0)) / np.log(h) for h in (2.0, 5.0)]
     power = float(found[0].flat[0])
     return {name: round(power, 6) if all(np.allclose(f, power) for f in found) else None}
-
-
-# -- categorical ----------------------------------------------------------------------------------------
 
 
 def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
@@ -200,14 +161,7 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
 
     Exact for two classes; the pairwise expectations are integrated by quadrature.
 
-    :param logits: (..., K).
-    :param value: class k, (...).
-
     Reference: Daunizeau (2017), arXiv:1703.00091, section 3.
-
-    >>> even = Gaussian(jnp.zeros((1, 2)), jnp.ones((1, 2)))
-    >>> round(float(jnp.exp(softmax_log_mean(even, jnp.array([0])))[0]), 4)
-    0.5
     """
     index = jnp.asarray(value, int)[..., None]
     chosen = Gaussian(*(jnp.take_along_axis(part, index, axis=-1) for part in logits))
@@ -223,8 +177,8 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
 def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     """Means and variances of the class indicators, or of the class probabilities.
 
-    The variance of a probability is that of the logistic of the class's log odds against all others, taken as
-    Gaussian with the moments of its linearization.
+    The variance of a probability is that of the logistic function of the log odds of the class against all others, a
+    Gaussian with the moments of their linearization.
     """
     classes = logits.mean.shape[-1]
     log_p = jnp.stack(
@@ -240,3 +194,43 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     )
     first, second = expectations(lambda v: (jax.nn.sigmoid(v["o"]), jax.nn.sigmoid(v["o"]) ** 2), {"o": odds})
     return Gaussian(probs, jnp.maximum(second - first**2, 0.0))
+
+
+def _safe_sqrt(var: jax.Array) -> jax.Array:
+    """Square root whose gradient at 0 is 0 instead of infinite."""
+    positive = var > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, var, 1.0)), 0.0)
+
+
+def _nodes(dimensions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points (Q, dimensions) and log weights (Q,) for the standard normal."""
+    if dimensions == 0:
+        return np.zeros((1, 0)), np.zeros(1)
+    x, w = np.polynomial.hermite_e.hermegauss(POINTS[dimensions])
+    grid = np.array(list(itertools.product(x, repeat=dimensions))).reshape(-1, dimensions)
+    weights = np.array([np.prod(part) for part in itertools.product(w, repeat=dimensions)])
+    return grid, np.log(weights / weights.sum())
+
+
+def _at_nodes(fn: Callable, gaussians: Mapping[str, Gaussian]) -> tuple[Any, np.ndarray]:
+    grid, log_weights = _nodes(len(gaussians))
+    names = list(gaussians)
+
+    def at(point: jax.Array) -> Any:
+        return fn(
+            {n: gaussians[n].mean + _safe_sqrt(gaussians[n].var) * point[k] for k, n in enumerate(names)}
+        )
+
+    return jax.vmap(at)(jnp.asarray(grid)), log_weights
+
+
+def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> jax.Array:
+    """log E[exp(fn(x))], element by element, over independent Gaussians by name (at most two)."""
+    values, log_weights = _at_nodes(fn, gaussians)
+    return logsumexp(values + log_weights.reshape((-1,) + (1,) * (values.ndim - 1)), axis=0)
+
+
+def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> Any:
+    """E[fn(x)] for every leaf of ``fn``, element by element."""
+    values, log_weights = _at_nodes(fn, gaussians)
+    return jax.tree.map(lambda leaf: jnp.tensordot(jnp.exp(log_weights), leaf, 1), values)

@@ -1,48 +1,45 @@
-"""Everything that learning needs of a model, and one pass over data."""
+"""All that learning needs of a model, one pass over data, and epochs as compiled programs."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from jax import lax
 
+from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers
-from numpyro_bnn.guides.adf.observation import Context, check_rows, observe
-from numpyro_bnn.guides.adf.others import Other, describe_others, values_of
-from numpyro_bnn.guides.adf.refinement import Factor, refine_gamma, refine_normal
-from numpyro_bnn.guides.adf.rows import Arguments
-from numpyro_bnn.guides.adf.schedule import make_once
-from numpyro_bnn.guides.adf.sites import Sites, find_sites
-from numpyro_bnn.guides.adf.updates import Gamma, gamma_update, gaussian_update
-from numpyro_bnn.moments import Gaussian
-
-__all__ = ["ADFState", "Pass", "Problem"]
-
+from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
+from numpyro_bnn.guides.adf.observation import Context, check_rows, observe, rewritten
+from numpyro_bnn.guides.adf.reading import Arguments, Sites, find_sites
+from numpyro_bnn.moments import Equation, Gaussian
 
 # Refused updates are counted on about this many weights of each site.
 SAMPLE = 100
 
 
 class ADFState(NamedTuple):
-    """Posterior approximation while it is learned, in float64.
+    """State of learning: the posterior approximation and the approximate prior factors, in float64.
 
     :param weights: means and variances by site.
-    :param others: of the sites that are no weights, :class:`Gamma` or :class:`Gaussian` in unconstrained space.
-    :param factors: approximate prior factor of each weight that has a hyper-site.
+    :param hyperparameters: of the other sites, :class:`Gamma` or :class:`Gaussian` in unconstrained space.
+    :param factors: approximate prior factor of each weight that has a hyperparameter.
     """
 
     weights: dict[str, Gaussian]
-    others: dict[str, Any]
+    hyperparameters: dict[str, Any]
     factors: dict[str, Factor]
 
 
-class Pass(NamedTuple):
-    """Records of one pass over the data.
+class Records(NamedTuple):
+    """Records of one pass over the data, or of each epoch: (E,), or (R, E) for R runs at once.
 
-    :param log_z: sum of the log normalizers.
+    :param log_z: sum over the data of log Z, the log density of each point just before it is learned. The first
+        epoch's is an estimate of the log evidence, log p(y); later epochs have seen the data.
     :param refused: share of the updates of single weights that were refused, counted on a sample of the weights.
     """
 
@@ -55,12 +52,12 @@ class Problem:
     """A model read for assumed density filtering.
 
     :param sites: roles of its sites.
-    :param others: representation of those that are no weights.
+    :param hyperparameters: representation of the sites other than weights.
     :param likelihood: of one data point.
     """
 
     sites: Sites
-    others: Mapping[str, Other]
+    hyperparameters: Mapping[str, Hyperparameter]
     likelihood: Likelihood
 
     @classmethod
@@ -69,72 +66,71 @@ class Problem:
         rows = {name: leaf[0] for name, leaf in arguments.part("row").items()}
         arrays = arguments.part("array")
         sites = find_sites(arguments.model, *arguments.row(rows, arrays)) if known is None else known.sites
-        ones = {name: np.ones(fn.shape()) for name, fn in sites.others.items()}
-        context = {"rows": rows, "arrays": arrays, "others": ones}
+        ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
+        context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
         observation = observe(arguments.model, arguments, sites, context, with_value)
         if known is not None:
-            return cls(sites, known.others, replace(known.likelihood, observation=observation))
-        others = describe_others(sites, noise_powers(observation, sites.noise, context))
-        gammas = [name for name in sites.noise if others[name].kind == "gamma"]
-        normals = {name: others[name] for name in sites.noise if others[name].kind == "normal"}
-        problem = cls(sites, others, Likelihood(observation, normals, next(iter(gammas), None)))
-        check_rows(arguments.model, arguments, sites, ones)
-        jax.eval_shape(lambda: problem.check(rows, arrays))
+            return replace(known, likelihood=replace(known.likelihood, observation=observation))
+        hypers = moment_matching.describe(sites, noise_powers(observation, sites.noise, context))
+        gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
+        normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
+        problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
+        check_rows(arguments, sites, ones)
+
+        def check() -> None:
+            state = problem.start({name: weight.loc for name, weight in sites.weights.items()})
+            context = problem.context(state, rows, arrays)
+            problem.likelihood.check(state.weights, state.hyperparameters, context)
+
+        jax.eval_shape(check)
         return problem
 
-    def check(self, rows: Any, arrays: Any) -> None:
-        """Refuse a likelihood that cannot be integrated."""
-        state = self.start({name: weight.loc for name, weight in self.sites.weights.items()})
-        self.likelihood.check(state.weights, state.others, self.context(state, rows, arrays))
-
     def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
-        """What a likelihood depends on besides the weights."""
-        return {"rows": rows, "arrays": arrays, "others": values_of(self.others, state.others)}
-
-    # -- start -----------------------------------------------------------------------------------------
+        """All that a likelihood depends on besides the weights."""
+        hypers = {n: hyper.value(state.hyperparameters[n]) for n, hyper in self.hyperparameters.items()}
+        return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
 
     def start(self, means: Mapping[str, Any]) -> ADFState:
         """The prior, with these means of the weights."""
-        others = {name: other.start() for name, other in self.others.items()}
+        hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
         weights, factors = {}, {}
         for name, weight in self.sites.weights.items():
-            var = jnp.asarray(self._prior_var(name, others))
+            var = jnp.asarray(self._prior_var(name, hypers))
             weights[name] = Gaussian(jnp.asarray(means[name], float), var)
             if weight.hyper is not None:
                 zero = jnp.zeros(var.shape)
                 factors[name] = Factor(1 / var, jnp.asarray(weight.loc) / var, zero, zero)
-        return ADFState(weights, others, factors)
+        return ADFState(weights, hypers, factors)
 
-    def _prior_var(self, name: str, others: Mapping[str, Any]) -> Any:
+    def _prior_var(self, name: str, hypers: Mapping[str, Any]) -> Any:
         weight = self.sites.weights[name]
         if weight.hyper is None:
             return weight.scale**2
-        typical = jnp.ravel(self.others[weight.hyper].value(others[weight.hyper]))
+        typical = jnp.ravel(self.hyperparameters[weight.hyper].value(hypers[weight.hyper]))
         return (weight.scale * typical[weight.element] ** weight.power) ** 2
 
     def random_means(self, rng_key: jax.Array) -> dict[str, Any]:
         """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden units."""
-        others = {name: other.start() for name, other in self.others.items()}
+        hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
         keys = jax.random.split(rng_key, len(self.sites.weights))
         means = {}
         for key, (name, weight) in zip(keys, self.sites.weights.items(), strict=True):
             shape = weight.loc.shape
             fan_in = np.prod(shape[:-1]) if len(shape) > 1 else max(1, weight.loc.size)
-            sd = jnp.sqrt(self._prior_var(name, others) / fan_in)
+            sd = jnp.sqrt(self._prior_var(name, hypers) / fan_in)
             means[name] = jnp.asarray(weight.loc) + sd * jax.random.normal(key, shape)
         return means
 
-    # -- learning --------------------------------------------------------------------------------------
-
     def learn(self, state: ADFState, rows: Any, arrays: Any) -> tuple[ADFState, jax.Array, jax.Array]:
-        """One data point; also its log Z and the number of refused updates of weights."""
+        """Absorb one data point; also returns its log Z and the number of refused updates of weights."""
         likelihood = self.likelihood
         context = self.context(state, rows, arrays)
-        noise = {name: state.others[name] for name in likelihood.noise}
+        noise = {name: state.hyperparameters[name] for name in likelihood.noise}
 
         def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Any]:
             quantities = likelihood.observation.quantities(weights, context)
-            return likelihood.log_z(quantities, {**state.others, **noise}, context).sum(), quantities
+            hypers = {**state.hyperparameters, **noise}
+            return likelihood.log_z(quantities, hypers, context).sum(), quantities
 
         (value, quantities), gradients = jax.value_and_grad(log_z, argnums=(0, 1), has_aux=True)(
             state.weights, noise
@@ -142,41 +138,38 @@ class Problem:
         refused = jnp.zeros(())
         weights = {}
         for name, weight in state.weights.items():
-            weights[name], bad = gaussian_update(weight, gradients[0][name])
+            weights[name], bad = moment_matching.gaussian_update(weight, gradients[0][name])
             refused += _sampled_mean(bad) * bad.size
-        others = dict(state.others)
+        hypers = dict(state.hyperparameters)
         for name in noise:
-            others[name] = gaussian_update(noise[name], gradients[1][name])[0]
+            hypers[name] = moment_matching.gaussian_update(noise[name], gradients[1][name])[0]
         if likelihood.gamma is not None:
-            others[likelihood.gamma] = self._learn_precision(quantities, state, context)
-        return ADFState(weights, others, state.factors), value, refused
+            hypers[likelihood.gamma] = self._learn_precision(likelihood.gamma, quantities, state, context)
+        return ADFState(weights, hypers, state.factors), value, refused
 
-    def _learn_precision(self, quantities: Any, state: ADFState, context: Context) -> Gamma:
-        name = self.likelihood.gamma
-        assert name is not None
-        before = state.others[name]
+    def _learn_precision(self, name: str, quantities: Any, state: ADFState, context: Context) -> Gamma:
+        before = state.hyperparameters[name]
         shape = before.concentration.shape
-        orders = [self.likelihood.log_z(quantities, state.others, context, order) for order in range(3)]
-        return gamma_update(before, jnp.stack([_sum_to(z, shape) for z in orders]))
+        log_z = [self.likelihood.log_z(quantities, state.hyperparameters, context, k) for k in range(3)]
+        return moment_matching.gamma_update(before, jnp.stack([_sum_to(z, shape) for z in log_z]))
 
-    def sweep(self, state: ADFState, rows: Any, arrays: Any, one: Any) -> tuple[ADFState, Pass]:
-        """One pass over rows in the order given; ``one`` is explained in :func:`make_once`."""
+    def sweep(self, state: ADFState, rows: Any, arrays: Any, one: Any) -> tuple[ADFState, Records]:
+        """One pass over rows in the order given; for ``one`` see :func:`fusion_barrier`."""
 
         def body(carry: Any, row: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-            learn = make_once(
-                lambda carry, row: self.learn(ADFState(carry[0], carry[1], {}), row, arrays), one
-            )
-            after, log_z, refused = learn(carry, row)
-            return (after.weights, after.others), (log_z, refused)
+            def learn(carry: Any, row: Any) -> tuple[ADFState, jax.Array, jax.Array]:
+                return self.learn(ADFState(carry[0], carry[1], {}), row, arrays)
 
-        carry, (log_z, refused) = lax.scan(body, (state.weights, state.others), rows)
+            after, log_z, refused = fusion_barrier(learn, one)(carry, row)
+            return (after.weights, after.hyperparameters), (log_z, refused)
+
+        carry, (log_z, refused) = lax.scan(body, (state.weights, state.hyperparameters), rows)
         size = sum(weight.loc.size for weight in self.sites.weights.values())
-        return ADFState(carry[0], carry[1], state.factors), Pass(
-            log_z.sum() + self._constant(log_z), refused.mean() / size
-        )
+        record = Records(log_z.sum() + self._constant(log_z), refused.mean() / size)
+        return ADFState(*carry, state.factors), record
 
     def _constant(self, log_z: jax.Array) -> float:
-        """What the normal density leaves out."""
+        """The constant that the normal density leaves out."""
         if self.likelihood.observation.kind != "normal":
             return 0.0
         return -0.5 * np.log(2 * np.pi) * log_z.size * max(1, int(np.prod(self.likelihood.observation.shape)))
@@ -185,29 +178,27 @@ class Problem:
         """log Z of one data point, constants included."""
         context = self.context(state, row, arrays)
         quantities = self.likelihood.observation.quantities(state.weights, context)
-        log_z = self.likelihood.log_z(quantities, state.others, context).sum()
+        log_z = self.likelihood.log_z(quantities, state.hyperparameters, context).sum()
         return log_z + self._constant(log_z)
 
-    def refine(self, state: ADFState) -> ADFState:
-        """The prior factors of all weights with a hyper-site."""
-        weights, others, factors = dict(state.weights), dict(state.others), dict(state.factors)
-        for hyper in self.sites.hypers:
-            names = [name for name, weight in self.sites.weights.items() if weight.hyper == hyper]
-            other, given = self.others[hyper], (names, self.sites.weights, weights, factors)
-            found: tuple[Any, Any, Any]
-            found = (
-                refine_gamma(*given, others[hyper]) if other.kind == "gamma" else refine_normal(*given, other)
-            )
-            weights |= found[0]
-            factors |= found[1]
-            others[hyper] = found[2]
-        return ADFState(weights, others, factors)
+    def predictive(self, state: ADFState, row: Any, arrays: Any, noise: bool) -> Gaussian:
+        """Mean and variance of the observation of one data point."""
+        context = self.context(state, row, arrays)
+        quantities = self.likelihood.observation.quantities(state.weights, context)
+        found = self.likelihood.predictive(quantities, state.hyperparameters, context, noise)
+        return Gaussian(*(part[0] for part in found))
 
-    def epoch(self, state: ADFState, rows: Any, arrays: Any, order: Any, one: Any) -> tuple[ADFState, Pass]:
-        """A pass over the rows in this order, and the refinement of the prior."""
-        shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
-        state, record = self.sweep(state, shuffled, arrays, one)
-        return self.refine(state), record
+    def refine(self, state: ADFState) -> ADFState:
+        """The prior factors of all weights with a hyperparameter."""
+        weights, hypers, factors = map(dict, state)
+        for name in {weight.hyper for weight in self.sites.weights.values() if weight.hyper}:
+            names = [site for site, weight in self.sites.weights.items() if weight.hyper == name]
+            new, factor, hypers[name] = moment_matching.refine(
+                names, self.sites.weights, weights, factors, self.hyperparameters[name], hypers[name]
+            )
+            weights |= new
+            factors |= factor
+        return ADFState(weights, hypers, factors)
 
 
 def _sampled_mean(mask: jax.Array) -> jax.Array:
@@ -224,3 +215,102 @@ def _sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     value = value.sum(axis=tuple(range(extra)))
     axes = tuple(k for k, size in enumerate(shape) if size == 1 and value.shape[k] != 1)
     return value.sum(axis=axes, keepdims=True)
+
+
+def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
+    """The same function, with the operands of outer products divided by one: no number changes, only the speed.
+
+    The gradient of a weight matrix is an outer product, and its whole update is elementwise in it. The compiler for
+    CPUs merges everything elementwise into one loop, including the computation of the two vectors, which it then
+    repeats for every element of the matrix. It merges no division that it would have to repeat; and that the divisor
+    is 1 is known only to the running program, since it is an argument.
+
+    :param fn: a function of arrays, already differentiated.
+    :param one: the number 1; the same for all runs that are mapped over.
+    """
+
+    def product(equation: Equation, *operands: Any) -> Any:
+        if np.prod(equation.outputs[0].shape) > max(np.prod(np.shape(operand)) for operand in operands):
+            operands = tuple(operand / one for operand in operands)
+        return equation.bind(*operands)
+
+    return rewritten(fn, {"dot_general": product})
+
+
+class Program(NamedTuple):
+    """Compiled parts of a run, for one run or for several at once."""
+
+    start: Callable[[jax.Array, Any], ADFState]
+    epoch: Callable[..., tuple[ADFState, Records]]
+    whole: Callable[..., tuple[ADFState, Records]]
+
+
+def build(problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int) -> Program:
+    """Compiled functions of keys, rows and arrays; an epoch is one pass and the refinement of the prior."""
+
+    def start(rng_key: jax.Array, means: Any) -> ADFState:
+        return problem.start({**problem.random_means(rng_key), **means})
+
+    def epoch(state: ADFState, rows: Any, arrays: Any, rng_key: jax.Array, order: Any, one: Any) -> Any:
+        order = jax.random.permutation(rng_key, num_rows) if order is None else order
+        shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
+        state, record = problem.sweep(state, shuffled, arrays, one)
+        return problem.refine(state), record
+
+    if batched:
+        start = jax.vmap(start, in_axes=(0, 0))
+        epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
+
+    def whole(state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any) -> Any:
+        return lax.scan(lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one), state, (keys, orders))
+
+    return Program(jax.jit(start), jax.jit(epoch), jax.jit(whole))
+
+
+def run_epochs(
+    program: Program,
+    state: ADFState,
+    data: tuple[Any, Any],
+    keys: jax.Array,
+    orders: Any,
+    progress_bar: bool,
+    max_refused: float,
+) -> tuple[ADFState, Records]:
+    """Run one compiled program per epoch, so that progress shows and an interruption loses at most one epoch.
+
+    ``data`` are rows and other arrays, ``keys`` and ``orders`` (or ``None``) those of the epochs.
+    """
+    num_epochs = keys.shape[0]
+    records: list[Records] = []
+    warned = False
+    with tqdm.trange(num_epochs, disable=not progress_bar) as bar:
+        try:
+            for k in bar:
+                order = None if orders is None else orders[k]
+                after, record = program.epoch(state, *data, keys[k], order, 1.0)
+                records.append(jax.device_get(record))
+                state = after
+                warned = warned or _warn(records[-1], k, max_refused)
+                bar.set_postfix_str(f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False)
+        except KeyboardInterrupt:
+            if not records:
+                raise
+            finished = f"{len(records)} of {num_epochs} epochs"
+            warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=3)
+    return state, Records(*(jnp.stack([jnp.asarray(r[i]) for r in records], axis=-1) for i in range(2)))
+
+
+def _warn(record: Records, epoch: int, max_refused: float) -> bool:
+    share = float(np.max(record.refused))
+    if not np.all(np.isfinite(record.log_z)):
+        message = f"AutoADF: log Z is not finite in epoch {epoch + 1}; check the scales of the data."
+    elif share > max_refused:
+        message = (
+            f"AutoADF refused {share:.1%} of the updates of weights in epoch {epoch + 1}, more than"
+            f" {max_refused:.0%}: the approximation is unreliable. Standardize the data, or"
+            " choose a likelihood that fits them better."
+        )
+    else:
+        return False
+    warnings.warn(message, stacklevel=4)
+    return True

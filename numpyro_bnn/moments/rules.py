@@ -1,4 +1,4 @@
-"""Rules of products and sums: matrix products, convolutions, sums, pooling."""
+"""Rules of operations that are not elementwise: products, sums, maxima, and those that only move elements."""
 
 import itertools
 from typing import Any
@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from numpyro_bnn.moments.closed_forms import maximum, maximum_of
 from numpyro_bnn.moments.expectation import NODES
-from numpyro_bnn.moments.gaussian import Gaussian
 from numpyro_bnn.moments.interpret import Equation
-from numpyro_bnn.moments.maximum import maximum, maximum_of
 from numpyro_bnn.moments.registry import register
-
-__all__: list[str] = []
+from numpyro_bnn.moments.terms import Gaussian
 
 
 @register("dot_general", "conv_general_dilated", multiplies=True)
@@ -35,16 +33,11 @@ def _sum(equation: Equation, x: Gaussian) -> Gaussian:
 @register("reduce_max", reduces=True)
 def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
     axes = equation.params["axes"]
-    mean, var = (_leading(a, axes) for a in x)
+    moved = (jnp.moveaxis(a, axes, range(len(axes))) for a in x)
+    mean, var = (a.reshape(-1, *a.shape[len(axes) :]) for a in moved)  # the reduced axes as one, in front
     if len(mean) == 2:
         return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
     return maximum_of(mean, var, num_nodes=NODES.get())
-
-
-def _leading(a: Any, axes: tuple[int, ...]) -> Any:
-    """The reduced axes as one, in front."""
-    moved = jnp.moveaxis(a, axes, range(len(axes)))
-    return moved.reshape(-1, *moved.shape[len(axes) :])
 
 
 @register("reduce_min", reduces=True)
@@ -59,9 +52,8 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     p = equation.params
     if any(d != 1 for d in p["base_dilation"]):
         raise equation.refuse("dilates its input", "Pool without dilation of the input.")
-    offsets = itertools.product(
-        *(range(0, n * d, d) for n, d in zip(p["window_dimensions"], p["window_dilation"], strict=True))
-    )
+    windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
+    offsets = itertools.product(*(range(0, n * d, d) for n, d in windows))
     shape = equation.outputs[0].shape
     taken = [_strided(x, offset, p["padding"], p["window_strides"], shape) for offset in offsets]
     present = np.stack([mask for _, mask in taken])
@@ -86,7 +78,43 @@ def _strided(
         (low - start, stride * (n - 1) + 1 + start - low - size, 0)
         for start, n, stride, size, (low, _) in zip(offset, shape, strides, sizes, padding, strict=True)
     ]
-    taken = [
-        lax.pad(a, jnp.zeros((), a.dtype), config)[tuple(slice(None, None, s) for s in strides)] for a in x
-    ]
-    return Gaussian(*taken), mask
+    steps = tuple(slice(None, None, stride) for stride in strides)
+    return Gaussian(*(lax.pad(a, jnp.zeros((), a.dtype), config)[steps] for a in x)), mask
+
+
+# Name -> number of leading operands that are data (None: all); the others are indices, which must be plain.
+_MOVES: dict[str, int | None] = {
+    **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape", "rev"), 1),
+    **dict.fromkeys(("slice", "split", "squeeze", "tile", "transpose"), 1),
+    **dict.fromkeys(("concatenate", "optimization_barrier", "pad", "stack"), None),
+    "dynamic_update_slice": 2,
+}
+
+
+@register(*_MOVES, view=True)
+def _move(equation: Equation, *operands: Any) -> Any:
+    """Means and variances move alike; plain data has variance 0."""
+    count = _MOVES[equation.name]
+    data, indices = operands[:count], operands[len(operands[:count]) :]
+    return _alike(equation, data, lambda parts: equation.bind(*parts, *_plain_indices(equation, indices)))
+
+
+@register("scatter", "scatter-add", view=True)
+def _scatter(equation: Equation, operand: Any, indices: Any, updates: Any) -> Any:
+    (indices,) = _plain_indices(equation, (indices,))
+    return _alike(equation, (operand, updates), lambda parts: equation.bind(parts[0], indices, parts[1]))
+
+
+def _alike(equation: Equation, data: tuple[Any, ...], move: Any) -> Any:
+    means = move([d.mean if isinstance(d, Gaussian) else d for d in data])
+    variances = move([d.var if isinstance(d, Gaussian) else jnp.zeros_like(d) for d in data])
+    if isinstance(means, list | tuple):
+        return [Gaussian(*pair) for pair in zip(means, variances, strict=True)]
+    return Gaussian(means, variances)
+
+
+def _plain_indices(equation: Equation, indices: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse random indices."""
+    if any(isinstance(index, Gaussian) for index in indices):
+        raise equation.refuse("looks up with random indices", "Index with plain integers.")
+    return indices

@@ -1,0 +1,121 @@
+"""Random arrays, and the elementwise functions of one random array that are not evaluated yet.
+
+``x * sigmoid(x)`` is a function of one variable, not a product of two independent ones. An elementwise equation whose
+random operands are all functions of the same :class:`Variable` therefore gives a :class:`Term`, a node of an
+expression graph. Its moments are computed when an operation that is not elementwise, or joins two variables, needs
+them.
+"""
+
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.moments.interpret import Equation
+
+
+class Gaussian(NamedTuple):
+    """Mean and variance of every element of an array; the elements are treated as independent.
+
+    :param mean: any shape, floating point.
+    :param var: the same shape, at least 0; 0 stands for a known number.
+    """
+
+    mean: Any
+    var: Any
+
+
+def as_gaussian(value: Gaussian) -> Gaussian:
+    """The same moments as JAX arrays of one dtype; refuses a mean and a variance that do not fit."""
+    mean, var = jnp.asarray(value.mean), jnp.asarray(value.var)
+    if mean.shape != var.shape:
+        instead = f"Pass one variance per element of the mean, {mean.shape}."
+        raise argument_error("moments.Gaussian", "var", f"shape {var.shape}", instead)
+    for name, array in (("mean", mean), ("var", var)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            instead = "Pass floating-point numbers."
+            raise argument_error("moments.Gaussian", name, f"dtype {array.dtype}", instead, TypeError)
+    dtype = jnp.result_type(mean, var)
+    return Gaussian(mean.astype(dtype), var.astype(dtype))
+
+
+@dataclass(eq=False)
+class Variable:
+    """A random array with known moments.
+
+    ``parts`` are the variables whose elements it holds unmixed (itself, and those it is a slice or a function of),
+    ``reduced`` the variables it is a reduction of, ``path`` the variable it was made from and the moves in between,
+    ``views`` the results of such moves. Only these relations are tracked; all other dependence is neglected.
+    """
+
+    gaussian: Gaussian
+    parts: frozenset = frozenset()
+    reduced: frozenset = frozenset()
+    path: tuple[Any, ...] = ()
+    views: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parts |= {self}
+        self.path = self.path or (self,)
+
+
+class Term:
+    """A node: ``equation`` applied to ``operands`` (terms of the same variable, and plain arrays).
+
+    Where an affine form is known, the node is slope * base + shift with another node as ``base``: moments of affine
+    functions are exact, whatever the base is.
+    """
+
+    def __init__(
+        self,
+        variable: Variable,
+        equation: Equation | None,
+        operands: tuple[Any, ...],
+        affine: "tuple[Term, Any, Any] | None" = None,
+    ) -> None:
+        self.variable = variable
+        self.equation = equation
+        self.operands = operands
+        self.base: Term
+        self.slope: Any
+        self.shift: Any
+        self.base, self.slope, self.shift = affine or (self, 1.0, 0.0)
+        self.evaluated_as = (equation, operands)
+        self.moments: Gaussian | None = None
+        if equation is None:
+            mean = variable.gaussian.mean
+            self.shape, self.dtype = jnp.shape(mean), mean.dtype
+            self.moments = variable.gaussian
+        else:
+            self.shape, self.dtype = equation.outputs[0].shape, equation.outputs[0].dtype
+
+    def evaluated(self, equation: Equation, *operands: Any) -> "Term":
+        """The same term, evaluated by the call it came out of, which keeps custom derivatives."""
+        same = copy(self)
+        same.evaluated_as = (equation, operands)
+        same.base = same if self.base is self else self.base
+        return same
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether the term is an affine function of its variable, and so Gaussian if the variable is."""
+        return self.base.equation is None
+
+    def evaluate(self, x: Any) -> Any:
+        """Value of the expression where its variable has the value ``x``."""
+        known: dict[int, Any] = {}
+
+        def value(node: Any) -> Any:
+            if not isinstance(node, Term):
+                return node
+            equation, operands = node.evaluated_as
+            if equation is None:
+                return x
+            if id(node) not in known:
+                result = equation.bind(*map(value, operands))
+                known[id(node)] = result[0] if isinstance(result, list | tuple) else result
+            return known[id(node)]
+
+        return value(self)
