@@ -21,6 +21,7 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, nn, priors, symmetry
+from numpyro_bnn.infer.orbit import OrbitState
 from numpyro_bnn.symmetry.moves import move
 from numpyro_bnn.symmetry.plan import plan
 from numpyro_bnn.symmetry.prior import Prior
@@ -93,7 +94,7 @@ def unconstrained(model, sites, z):
 
 
 def with_z(state, z):
-    if isinstance(state, infer.OrbitState):
+    if isinstance(state, OrbitState):
         return state._replace(base=with_z(state.base, z))
     return state._replace(z=z)
 

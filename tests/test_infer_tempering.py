@@ -14,8 +14,8 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
-from numpyro_bnn.infer.placing import place
 from numpyro_bnn.infer.tempering import exchange, respaced
+from numpyro_bnn.infer.wrapper import with_constrained
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
@@ -125,7 +125,7 @@ def network(prior):
 
 def inner_kernels():
     centered, other = network(priors.GammaPrecision(centered=True)), network(priors.Normal())
-    sites = infer.conjugate_sites(centered, X, Y)
+    sites = infer.PrecisionGibbs(centered).conjugate_sites(X, Y)
     return {
         "NUTS": NUTS(other, max_tree_depth=3),
         "Gibbs": Gibbs([(infer.PrecisionGibbs(centered), sites), (hmc(centered, 0.5), None)]),
@@ -166,7 +166,7 @@ def test_values_are_placed_through_kernels_around_a_gibbs():
         state = kernel.init(random.key(0), 0, None, (X, Y), {})
         held = {"sigma": jnp.array(0.7), "net/Dense_0.bias": jnp.array([1.0, 2.0])}
         prior = {name: dist.HalfNormal(1.0) if name == "sigma" else dist.Normal(0.0, 1.0) for name in held}
-        placed = kernel.refresh(place(kernel, state, held, prior), (X, Y), {})
+        placed = kernel.refresh(with_constrained(kernel, state, held, prior), (X, Y), {})
         values = kernel.get_constrain_fn((X, Y), {})(placed.z)
         for name, value in held.items():
             np.testing.assert_allclose(values[name], value, rtol=1e-6)

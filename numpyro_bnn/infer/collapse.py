@@ -1,13 +1,14 @@
-"""A model with its linear sites integrated out, for samplers that move what is left."""
+"""Integrate sites that enter a model linearly out of it, so that a sampler only moves the others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpyro
-from jax import lax
+from jax import lax, random
+from jax.scipy.linalg import solve_triangular
 from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.primitives import Messenger
 
@@ -15,20 +16,17 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._plates import full_trace, isolated
-from numpyro_bnn.infer.linear import Linear, Structure, log_marginal, sample
-from numpyro_bnn.infer.linearity import check_names, read
-
-__all__ = ["collapse"]
+from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
 
 CALL = "infer.collapse"
 FACTOR = "_collapsed_log_likelihood"
 
 
 def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -> Callable:
-    r"""The same model with sites that enter linearly integrated out, exactly.
+    r"""Integrate sites that enter a model linearly out of it, exactly; draws of them come back with each sample.
 
     For data and weights :math:`y \sim N(f + A w, S)`, :math:`w \sim N(m, D)`, where f, A, m, S and D depend on all
-    other sites, a sampler needs only the latter,
+    other sites :math:`\theta`, a sampler needs only the latter,
 
     .. math:: p(\theta \mid y) \propto p(\theta)\, N(y;\ f + A m,\ A D A^\top + S),
 
@@ -36,9 +34,9 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     layers below is such a site: without it there is no ridge left between the scales of two layers, hidden units
     that are not needed are free to move, and modes that differ in their output weights become one.
 
-    The sites come back as deterministic ones, so draws, ``Predictive(model, ...)`` and
-    :func:`~numpyro_bnn.to_inference_data` show them as if they had been sampled. The random numbers of these draws
-    come from the bits of the draw itself: the model stays a function of its latent sites.
+    In draws, ``Predictive(model, ...)`` and :func:`~numpyro_bnn.to_inference_data` the sites appear as if they had
+    been sampled: the new model has them as deterministic sites. Their random numbers come from the bits of the other
+    sites, so the model stays a function of its latent sites.
 
     A gradient costs min(N, P) directional derivatives or gradients of the model more than before, and a QR
     decomposition of a matrix of N + P times min(N, P) elements.
@@ -50,7 +48,7 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     :return: a model with the signature of ``model``; it returns nothing.
     :raises ValueError: where the model is not linear in the sites, noise or prior are not normal, or what depends on
         them is not observed.
-    :raises TypeError: for names that are no sequence of strings.
+    :raises TypeError: if ``sites`` is not a sequence of different names.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro.infer import MCMC, NUTS
@@ -63,36 +61,37 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     >>> mcmc.get_samples()["net/Dense_1.kernel"].shape
     (5, 3, 1)
     """
-    names = check_names(CALL, "sites", sites, least=1)
+    names = _check_names(sites)
     with jax.ensure_compile_time_eval(), isolated():
-        traced = full_trace(model, {}, args, kwargs)
-        held = {name for name in latent_sample_sites(traced) if name not in names}
-        structure = read(CALL, model, names, (), held, args, kwargs)
-    for name in structure.data:
-        if not traced[name]["is_observed"]:
-            raise argument_error(
-                CALL,
-                "sites",
-                f"{names}, on which the latent site {name!r} depends",
-                f"Only data may depend on them: name {name!r} as well, or use `infer.GaussianGibbs`.",
-            )
+        structure = read(CALL, model, names, args, kwargs)
+        latent = latent_sample_sites(full_trace(model, {}, args, kwargs))
+    others = set(latent).difference(names)
 
     @wraps(model)
     def collapsed(*args: Any, **kwargs: Any) -> None:
         run = _WithoutLinear(structure)
         with run:
             model(*args, **kwargs)
-        if run.values.keys() >= held:  # not while an outer handler hides sites
+        if run.values.keys() >= others:  # not while an outer handler hides sites
             _integrate(model, structure, run.values, args, kwargs)
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
     return collapsed
 
 
-class _WithoutLinear(Messenger):
-    """Run a model with its linear sites at their prior means, unseen like the data; note all other latent values."""
+def _check_names(sites: Any) -> tuple[str, ...]:
+    """Refuse anything but a sequence of different names."""
+    names = tuple(sites) if isinstance(sites, Iterable) and not isinstance(sites, str) else ()
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        instead = "Pass a sequence of at least one different name of sites, e.g. `['beta']`."
+        raise argument_error(CALL, "sites", sites, instead, TypeError)
+    return names
 
-    def __init__(self, structure: Structure) -> None:
+
+class _WithoutLinear(Messenger):
+    """Run a model with its linear sites at their prior means, hidden like the data; record other latent values."""
+
+    def __init__(self, structure: LinearStructure) -> None:
         self.structure = structure
         self.values: dict[str, jax.Array] = {}
         super().__init__(None)
@@ -113,17 +112,111 @@ class _WithoutLinear(Messenger):
 
 
 def _integrate(
-    model: Callable, structure: Structure, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
+    model: Callable,
+    structure: LinearStructure,
+    values: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """The factor that takes the place of the data, and the sites that were left out."""
+    """Declare the factor that replaces the data, and the sites that were left out."""
     with isolated():
-        linear = Linear(model, structure, values, args, kwargs)
-        parts, jacobian = linear.parts({}), linear.jacobian({})
-        factor = log_marginal(parts, jacobian)
+        linear = LinearModel(model, structure, values, args, kwargs)
+        gaussian, jacobian = linear.gaussian(), linear.jacobian()
+        factor = log_marginal(gaussian, jacobian)
         at = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
-        still = lax.stop_gradient((parts, jacobian))
-        traced = linear.trace({}, sample(key_from(at), *still))
+        traced = linear.trace(sample(key_from(at), *lax.stop_gradient((gaussian, jacobian))))
     numpyro.factor(FACTOR, factor)
     for name, site in traced.items():
         if name in structure.shapes or site["type"] == "deterministic":
             numpyro.deterministic(name, site["value"])
+
+
+# ------------------------------------------------------------------------------------------ the linear Gaussian model
+
+
+def log_marginal(model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
+    r"""Log density of the data with the linear sites integrated out.
+
+    For weights 1, :math:`\log N(y; f, A D A^\top + S)`; in general the log integral over u of
+    :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`.
+
+    :param jacobian: (N, P) the linear map A.
+
+    >>> import numpyro.distributions as dist
+    >>> ones = jnp.ones(1)
+    >>> marginal = log_marginal(LinearGaussian(ones, ones, ones, 0 * ones, ones, ones), jnp.ones((1, 1)))
+    >>> bool(jnp.allclose(marginal, dist.Normal(0.0, 2**0.5).log_prob(1.0)))  # y ~ N(0, 2)
+    True
+    """
+
+    def log_norm(sd: jax.Array) -> jax.Array:
+        return 0.5 * jnp.log(2 * jnp.pi) + jnp.log(sd)
+
+    log_det, squares = _Fit(model, jacobian).marginal()
+    gamma = model.prior_weight
+    powered = jnp.sum((1 - gamma) * log_norm(model.prior_sd) - 0.5 * jnp.log(gamma))
+    prior = jnp.where(jnp.all(gamma == 1), 0.0, powered)  # sds may be 0
+    return -jnp.sum(model.weight * log_norm(model.sd)) + prior - 0.5 * (log_det + squares)
+
+
+def sample(rng_key: jax.Array, model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
+    """(P,) innovations drawn from their exact conditional given the data.
+
+    With P <= N from their normal distribution in P dimensions; otherwise in N dimensions, by shifting a draw of the
+    prior to where it meets the data, which rounds in units of the prior sd: in single precision that should be below
+    10^6 posterior sds.
+
+    :param jacobian: (N, P) the linear map A.
+
+    Reference: Bhattacharya, Chakraborty & Mallick (2016), algorithm 1, for P > N.
+
+    >>> ones = jnp.ones(1)
+    >>> model = LinearGaussian(ones, ones, ones, 0 * ones, 1e-4 * ones, ones)
+    >>> bool(jnp.allclose(sample(random.key(0), model, jnp.ones((1, 1))), 1.0, atol=1e-3))
+    True
+    """
+    return model.prior_sd / jnp.sqrt(model.prior_weight) * _Fit(model, jacobian).sample(rng_key)
+
+
+class _Fit:
+    """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): density of r, draws of w given r.
+
+    Both need a triangular T with T'T = I + R'R, or I + R R' where that is smaller. It comes from a QR decomposition
+    of R on top of the identity and not from the Cholesky decomposition of that sum: prior scales of one model may
+    differ by many orders of magnitude, and single precision holds a condition number of R, but not its square.
+    """
+
+    def __init__(self, model: LinearGaussian, jacobian: jax.Array) -> None:
+        root = jnp.sqrt(model.weight) / model.sd
+        # Masked data may be NaN.
+        self.residual = jnp.where(model.weight > 0, root * (model.value - model.mean), 0.0)
+        self.matrix = root[:, None] * jacobian * (model.prior_sd / jnp.sqrt(model.prior_weight))
+        (n, p), dtype = self.matrix.shape, self.matrix.dtype
+        self.tall = p <= n
+        if self.tall:
+            # The last column holds the least-squares problem: its solution times T, and the rest.
+            right = jnp.concatenate([self.residual, jnp.zeros(p, dtype)])
+            stacked = jnp.column_stack([jnp.concatenate([self.matrix, jnp.eye(p, dtype=dtype)]), right])
+            whole = jnp.linalg.qr(stacked, mode="r")
+            self.triangle, self.projected, self.rest = whole[:p, :p], whole[:p, p], whole[p, p]
+        else:
+            stacked = jnp.concatenate([self.matrix.T, jnp.eye(n, dtype=dtype)])
+            self.triangle = jnp.linalg.qr(stacked, mode="r")
+
+    def marginal(self) -> tuple[jax.Array, jax.Array]:
+        """Log determinant of I + R R', and r' (I + R R')^-1 r."""
+        log_det = 2 * jnp.sum(jnp.log(jnp.abs(jnp.diagonal(self.triangle))))
+        if self.tall:
+            return log_det, self.rest**2
+        return log_det, jnp.sum(solve_triangular(self.triangle, self.residual, trans=1) ** 2)
+
+    def sample(self, rng_key: jax.Array) -> jax.Array:
+        """(P,) one draw of w given r."""
+        (n, p), dtype = self.matrix.shape, self.matrix.dtype
+        noise = random.normal(rng_key, (p if self.tall else p + n,), dtype)
+        if self.tall:
+            return solve_triangular(self.triangle, self.projected + noise)
+        prior, error = noise[:p], noise[p:]
+        missed = self.residual - self.matrix @ prior - error
+        solved = solve_triangular(self.triangle, solve_triangular(self.triangle, missed, trans=1))
+        return prior + self.matrix.T @ solved

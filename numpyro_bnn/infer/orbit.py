@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_bnn.infer.around import Around
+from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.checking import TOLERANCE
@@ -16,19 +16,17 @@ from numpyro_bnn.symmetry.moves import move
 from numpyro_bnn.symmetry.plan import Plan, plan
 from numpyro_bnn.symmetry.prior import Prior
 
-__all__ = ["OrbitMoves", "OrbitState"]
-
-TARGET = 0.44  # acceptance of a random walk in one dimension
+TARGET = 0.44  # best acceptance rate of a random walk in one dimension
 
 
 class OrbitState(NamedTuple):
-    """State of :class:`OrbitMoves`; attributes of the inner state are found on it as well.
+    """State of :class:`OrbitMoves`; it has the attributes of the inner state as well.
 
     :param base: state of the inner kernel, with the values after the moves.
     :param orbit_accept_prob: mean acceptance probability of the last move of each symmetry; 1 for exact draws.
     :param orbit_width: standard deviation of the random walk of each symmetry on its group.
     :param i: transitions so far.
-    :param rng_key: the key that moves and inner kernel get theirs from.
+    :param rng_key: the key of the next transition.
     """
 
     base: Any
@@ -38,34 +36,33 @@ class OrbitState(NamedTuple):
     rng_key: jax.Array
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.base, name)
+        return inner_attribute(self, name)
 
 
-class OrbitMoves(Around):
-    r"""Any kernel, followed by moves along the symmetries of the model.
+class OrbitMoves(Wrapper):
+    r"""Wrap any kernel so that each of its transitions is followed by moves along the symmetries of the model.
 
-    A symmetry g leaves the likelihood as it is, so along an orbit the posterior is the prior,
+    A symmetry g does not change the likelihood, so along an orbit the posterior is the prior,
 
     .. math:: \pi(g) \propto p(g\theta)\,\Big|\frac{\partial g\theta}{\partial\theta}\Big|\,dg,
 
-    and a move needs neither data nor gradients. Where that density is known it is drawn from: the radius of
-    Gaussian weights before a normalization (chi), the scale of ReLU units under Gaussian priors (generalized inverse
-    Gaussian), biases without effect, hyper-scales, signs, orders. Elsewhere a random walk on the group is corrected
-    with it; its width is adapted in warm-up only. The inner kernel then refreshes its cached energy and gradient.
+    and a move needs neither data nor gradients. Where that density has a known form, the move draws from it exactly:
+    the radius of Gaussian weights before a normalization (chi), the scale of ReLU units under Gaussian priors
+    (generalized inverse Gaussian), biases without effect, hyper-scales, signs, permutations. Otherwise it is a random
+    walk on the group, accepted or rejected under that density; its width is adapted in warm-up only. The inner kernel
+    then refreshes its cached energy and gradient.
 
-    Moves do not make functions mix faster, and they take a *centered* inner kernel to radii its step size does not
-    fit: prefer non-centered priors inside, or :func:`~numpyro_bnn.symmetry.quotient`.
+    Moves do not make functions mix faster, and they take a *centered* inner kernel to scales at which its step size
+    is wrong: prefer non-centered priors inside, or :func:`~numpyro_bnn.symmetry.quotient`.
 
-    ``orbit_accept_prob`` holds the acceptance of every symmetry.
+    The extra field ``orbit_accept_prob`` holds the acceptance probability of every symmetry.
 
     :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
         kernel with a model and ``refresh``.
     :param symmetries: from :func:`~numpyro_bnn.symmetry.find`, or your own.
-    :param exact: leave the likelihood out of every ratio. The symmetries are measured on the model first and refused
-        where they do not hold (:func:`~numpyro_bnn.symmetry.check`). With ``False`` nothing is measured and the
-        likelihood of all the data enters every ratio.
+    :param exact: whether to leave the likelihood out of every acceptance ratio. The symmetries are then measured on
+        the model first, and refused if they do not hold (:func:`~numpyro_bnn.symmetry.check`). With ``False`` nothing
+        is measured and the likelihood of all the data enters every ratio.
     :param tolerance: of that check.
     :raises ValueError: for symmetries that the model does not have, or that name unknown sites.
     :raises TypeError: for a kernel without model or ``refresh``.
@@ -112,7 +109,7 @@ class OrbitMoves(Around):
     def _move(
         self, state: OrbitState, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
-        """Along every orbit, once."""
+        """One move along every orbit."""
         prior = Prior(self.model, values, args, kwargs)
         moved: dict[str, jax.Array] = {}
         accepted = []
@@ -129,14 +126,14 @@ class OrbitMoves(Around):
         state = state._replace(orbit_accept_prob=accept_prob, orbit_width=width.astype(accept_prob.dtype))
         return state, moved, prior.distributions({**values, **moved})
 
-    # -- what an export reads ----------------------------------------------------------------------------
+    # -- read by `to_inference_data` ---------------------------------------------------------------------
 
     def describe(self, state: OrbitState) -> dict[str, Any]:
-        """Attributes of a run: those of the inner kernel, and how each symmetry was moved along."""
+        """Attributes of a run: those of the inner kernel, and the kind of move along each symmetry."""
         moves = [f"{s.name}: {p.method}" for s, p in zip(self._symmetries, self._plans, strict=True)]
         return {**super().describe(state), "orbit_moves": "; ".join(moves)}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
-        """Names of the axis of statistics that runs over the symmetries."""
+        """Labels of the axis of ``orbit_accept_prob``."""
         return {"orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries])}

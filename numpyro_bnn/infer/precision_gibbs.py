@@ -1,38 +1,70 @@
-"""Exact draws of precisions, variances and scales given the weights they belong to."""
+"""Exact draws of precisions, variances and scales given the normal sites that they scale."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
 from jax import random
 from numpyro.infer.gibbs import latent_sample_sites
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import dependence
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_trace
-from numpyro_bnn.infer.block import Block
-from numpyro_bnn.infer.conjugate import Conjugate, draw, independent, read
+from numpyro_bnn.infer.linear_structure import flat_normal
+from numpyro_bnn.symmetry.gig import log_gig
+from numpyro_bnn.symmetry.prior import CONDITIONED
 
-__all__ = ["PrecisionGibbs", "conjugate_sites"]
+CLOSE = 1e-3  # tolerance of an exponent measured in float32
 
 
-class PrecisionGibbs(Block):
-    r"""Conjugate updates of precisions, variances and scales of normal sites, found from the model's program.
+class PrecisionGibbsState(NamedTuple):
+    """State of :class:`PrecisionGibbs`.
 
-    A block of :class:`numpyro.infer.Gibbs`. Its sites are drawn from their exact conditionals, one after the other
-    where they scale the same normal site. For precisions of weights and noise with Gamma priors these are
+    :param z: constrained values of its sites.
+    :param rng_key: the key of the next sweep.
+    """
+
+    z: dict[str, jax.Array]
+    rng_key: jax.Array
+
+
+def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values that other blocks of a ``Gibbs`` hold, and the keyword arguments of the model.
+
+    >>> held_values({"y": 1.0, "_gibbs_sites": {"w": 2.0}})
+    ({'w': 2.0}, {'y': 1.0})
+    """
+    kwargs = dict(model_kwargs or {})
+    return dict(kwargs.pop(CONDITIONED, {})), kwargs
+
+
+class PrecisionGibbs(MCMCKernel):
+    r"""Gibbs updates of precisions, variances and scales of normal sites, where the model makes them conjugate.
+
+    A block of :class:`numpyro.infer.Gibbs`. It reads from the model's program which sites scale which normal sites,
+    and draws each from its exact conditional given everything else. For precisions of weights and noise with Gamma
+    priors these are
 
     .. math::
         \tau \mid w &\sim \mathrm{Gamma}\big(\alpha + \tfrac n2,\ \beta + \tfrac12 \textstyle\sum_i w_i^2\big), \\
         \tau_y \mid w, D &\sim
             \mathrm{Gamma}\big(\alpha + \tfrac N2,\ \beta + \tfrac12 \textstyle\sum_i (y_i - f_i)^2\big).
 
-    Also drawn: inverse-Gamma, Gamma and exponential variances, half-normal scales (generalized inverse Gaussian), and
-    half-Cauchy scales, such as those of a horseshoe, through two inverse Gammas. One site may scale several normal
-    sites, and its elements may belong to elements, rows or columns of them. Scales (``handlers.scale``, tempering)
-    and masks of the log density count. The normal sites must be *centered*: sample the weight itself.
+    It also draws inverse-Gamma, Gamma and exponential variances, half-normal scales (generalized inverse Gaussian),
+    and half-Cauchy scales, such as those of a horseshoe, through two inverse Gammas. One site may scale several
+    normal sites, and its elements may belong to elements, rows or columns of them. Scales (``handlers.scale``,
+    tempering) and masks of the log density count. The normal sites must be *centered*: sample the weight itself.
 
-    Cost: one pass of the model for sites that scale different normal sites.
+    A sweep runs the model once for all sites that scale different normal sites, and once more for each further one.
 
     :param model: the NumPyro model.
     :raises ValueError: on initialization, for a site without a conjugate conditional, with the reason.
@@ -44,72 +76,350 @@ class PrecisionGibbs(Block):
     >>> from numpyro_bnn import models, nn, priors
     >>> x = jnp.linspace(-1, 1, 8)[:, None]
     >>> model = models.regression(nn.MLP([3, 1]), priors.GammaPrecision(centered=True))
-    >>> sites = conjugate_sites(model, x, x[:, 0])
+    >>> block = PrecisionGibbs(model)
+    >>> sites = block.conjugate_sites(x, x[:, 0])
     >>> sites[0]
     'net/Dense_0.kernel_precision'
-    >>> mcmc = MCMC(Gibbs([(PrecisionGibbs(model), sites), (HMC(model), None)]), num_warmup=5, num_samples=5,
-    ...             progress_bar=False)
+    >>> mcmc = MCMC(Gibbs([(block, sites), (HMC(model), None)]), num_warmup=5, num_samples=5, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), x, x[:, 0])
     >>> mcmc.get_samples()["net/Dense_0.kernel_precision"].shape
     (5,)
     """
 
-    def __init__(self, model: Callable) -> None:
-        super().__init__(model)
-        self._plan: tuple[Conjugate, ...] = ()
+    sample_field = "z"
 
-    def _prepare(self, held: set[str], args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-        names, found, reasons = _survey(self._model, held, args, kwargs)
-        if reasons:
-            name, reason = next(iter(reasons.items()))
+    def __init__(self, model: Callable) -> None:
+        self._model = model
+        self._plan: tuple[ConjugateSite, ...] = ()
+        self._sample_fn: Callable | None = None
+
+    @property
+    def model(self) -> Callable:
+        return self._model
+
+    def conjugate_sites(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        """Latent sites that the kernel can draw, found from the model's program.
+
+        :param args: positional arguments of the model.
+        :param kwargs: its keyword arguments.
+
+        >>> import numpyro, numpyro.distributions as dist
+        >>> def model():
+        ...     tau = numpyro.sample("tau", dist.Gamma(1.0, 1.0))
+        ...     w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([3]).to_event(1))
+        >>> PrecisionGibbs(model).conjugate_sites()
+        ('tau',)
+        """
+        names, found, _ = _read(self._model, set(), args, kwargs)
+        return tuple(name for name in names if name in found)
+
+    def init(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Mapping[str, Any] | None = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> PrecisionGibbsState:
+        held, kwargs = held_values(model_kwargs)
+        # Parallel chains start inside a compiled program; the plan must hold none of its tracers.
+        with jax.ensure_compile_time_eval():
+            names, found, reasons = _read(self._model, set(held), model_args, kwargs)
+        for name, reason in reasons.items():
             raise argument_error(
                 "infer.PrecisionGibbs",
                 "sites",
                 f"{name!r}: {reason}",
-                "Give it the names of `infer.conjugate_sites(model, ...)`; other sites to another block of `Gibbs`.",
+                "Pass what its method `conjugate_sites(...)` returns; give other sites to another block of `Gibbs`.",
             )
         self._plan = tuple(found[name] for name in names)
-        return names
+        keys = split(rng_key)
+        given = dict(init_params or {})
 
-    def _draw(
-        self,
-        rng_key: jax.Array,
-        z: dict[str, jax.Array],
-        held: dict[str, Any],
-        args: tuple,
-        kwargs: Mapping[str, Any],
-    ) -> dict[str, jax.Array]:
-        groups = independent(self._plan)
-        for group, key in zip(groups, random.split(rng_key, len(groups)), strict=True):
-            traced = full_trace(self._model, {**held, **z}, args, kwargs)
-            z = z | draw(group, traced, z, key)
-        return z
+        def start(key: jax.Array) -> dict[str, jax.Array]:
+            traced = full_trace(self._model, held, model_args, kwargs, key)
+            return {name: jnp.asarray(traced[name]["value"]) for name in names}
+
+        drawn = start(keys[0]) if is_prng_key(rng_key) else jax.vmap(start)(keys[0])
+        z = {name: jnp.asarray(given.get(name, drawn[name]), drawn[name].dtype) for name in names}
+        self._sample_fn = self._transition
+        return PrecisionGibbsState(z, keys[1])
+
+    def sample(
+        self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> PrecisionGibbsState:
+        transition = partial(self._transition, model_args=model_args, model_kwargs=model_kwargs)
+        return transition(state) if is_prng_key(state.rng_key) else jax.vmap(transition)(state)
+
+    def _transition(
+        self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> PrecisionGibbsState:
+        held, kwargs = held_values(model_kwargs)
+        rng_key, key = random.split(state.rng_key)
+        z, groups = dict(state.z), _independent(self._plan)
+        for group, group_key in zip(groups, random.split(key, len(groups)), strict=True):
+            traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
+            z |= _draw(group, traced, z, group_key)
+        return PrecisionGibbsState(
+            {name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key
+        )
+
+    def refresh(
+        self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> PrecisionGibbsState:
+        """Return the state: nothing is cached."""
+        return state
+
+    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        """Return the identity: values are constrained."""
+        return identity
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        """Return a function that adds the deterministic sites to the values of a draw."""
+        held, kwargs = held_values(model_kwargs)
+
+        def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
+            made = {name: site["value"] for name, site in traced.items() if site["type"] == "deterministic"}
+            return {**z, **made}
+
+        return replay
+
+    def wrap_model(self, wrapper: Callable) -> "PrecisionGibbs":
+        kernel = copy.copy(self)
+        kernel._model = wrapper(self._model)
+        kernel._sample_fn = None
+        return kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sample_fn": None}
 
 
-def conjugate_sites(model: Callable, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-    """Latent sites that :class:`PrecisionGibbs` can draw, found from the model's program.
+# ----------------------------------------------------------------------------------------------------------- draws
 
-    :param model: a NumPyro model.
-    :param args: its arguments.
-    :param kwargs: its keyword arguments.
 
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     tau = numpyro.sample("tau", dist.Gamma(1.0, 1.0))
-    ...     w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([3]).to_event(1))
-    >>> conjugate_sites(model)
-    ('tau',)
+class ScaledSite(NamedTuple):
+    """A normal site whose sd is proportional to a power of elements of a scale site.
+
+    :param name: of the normal site.
+    :param owner: for each of its elements, flat, the flat index of the element of the scale site that scales it.
+    :param follows: whether any element of the scale site does.
     """
-    names, found, _ = _survey(model, set(), args, kwargs)
-    return tuple(name for name in names if name in found)
+
+    name: str
+    owner: np.ndarray
+    follows: np.ndarray
 
 
-def _survey(
+class ConjugateSite(NamedTuple):
+    """A scale site whose conditional is generalized inverse Gaussian.
+
+    :param name: of the site.
+    :param power: the sd of its children is proportional to value^power: -1/2 a precision, 1/2 a variance, 1 an sd.
+    :param children: the normal sites that it scales.
+    """
+
+    name: str
+    power: float
+    children: tuple[ScaledSite, ...]
+
+
+class GIG(NamedTuple):
+    """The generalized inverse Gaussian: density of t > 0 proportional to t^(p - 1) exp(-(a t + b / t) / 2)."""
+
+    p: Any
+    a: Any
+    b: Any
+
+
+def _gamma(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
+    return GIG(fn.concentration, 2 * fn.rate, 0.0)
+
+
+def _exponential(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
+    return GIG(1.0, 2 * fn.rate, 0.0)
+
+
+def _inverse_gamma(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
+    return GIG(-fn.concentration, 0.0, 2 * fn.rate)
+
+
+def _half_normal(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
+    return GIG(0.5, fn.scale**-2, 0.0)
+
+
+def _half_cauchy(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
+    """t = s^2 is InverseGamma(1/2, r) given r ~ Gamma(1/2, rate = A^2); r is drawn afresh given t each time."""
+    rate = random.exponential(rng_key, jnp.shape(t), t.dtype) / (fn.scale**-2 + 1 / t)
+    return GIG(-0.5, 0.0, 2 * rate)
+
+
+# (distribution, whether t is the square of the value) -> prior of t; a new hyper-prior is a new row.
+PRIORS: Mapping[tuple[type, bool], Callable[[Any, jax.Array, jax.Array], GIG]] = {
+    (dist.Gamma, False): _gamma,
+    (dist.Chi2, False): _gamma,
+    (dist.Exponential, False): _exponential,
+    (dist.InverseGamma, False): _inverse_gamma,
+    (dist.HalfNormal, True): _half_normal,
+    (dist.HalfCauchy, True): _half_cauchy,
+}
+POWERS = (-0.5, 0.5, -1.0, 1.0)
+
+
+def _independent(found: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
+    """Runs of sites without common children: given everything else, the sites of a run are independent."""
+    groups: list[list[ConjugateSite]] = []
+    seen: set[str] = set()
+    for one in found:
+        children = {child.name for child in one.children}
+        if not groups or children & seen:
+            groups.append([])
+            seen = set()
+        groups[-1].append(one)
+        seen |= children
+    return groups
+
+
+def _draw(
+    group: Sequence[ConjugateSite],
+    traced: Mapping[str, dict[str, Any]],
+    values: Mapping[str, jax.Array],
+    rng_key: jax.Array,
+) -> dict[str, jax.Array]:
+    r"""One exact draw of scale sites that are independent given everything else.
+
+    With t = value^k, k = 2 \|power\|, elements x_m of the children and their weights :math:`\omega_m` (scales and
+    masks of the log density), :math:`n = \sum \omega_m` and
+    :math:`S = \sum \omega_m (x_m - \mu_m)^2 / c_m^2` where the sd is :math:`c_m\,t^{\pm 1/2}`, the prior (p, a, b) of
+    t becomes (p - n/2, a, b + S) for a scale or a variance and (p + n/2, a + S, b) for a precision.
+    """
+    key, *keys = random.split(rng_key, 1 + len(group))
+    gigs = [_conditional(found, traced, values[found.name], k) for found, k in zip(group, keys, strict=True)]
+    # One call for all of them: its loop is most of the program to compile.
+    log_t = log_gig(key, *(jnp.concatenate(part) for part in zip(*gigs, strict=True)))
+    drawn, first = {}, 0
+    for found in group:
+        value = jnp.asarray(values[found.name])
+        each = log_t[first : first + value.size] / (2 * abs(found.power))
+        drawn[found.name] = jnp.exp(each).reshape(value.shape).astype(value.dtype)
+        first += value.size
+    return drawn
+
+
+def _conditional(
+    found: ConjugateSite, traced: Mapping[str, dict[str, Any]], value: Any, rng_key: jax.Array
+) -> GIG:
+    """Conditional of t, flat, given everything else."""
+    flat = jnp.ravel(value)
+    number, squares = jnp.zeros_like(flat), jnp.zeros_like(flat)
+    for child in found.children:
+        observed, mean, sd, weight = flat_normal(traced[child.name])
+        weight, square = jnp.where(child.follows, weight, 0.0), ((observed - mean) / sd) ** 2
+        powers = jnp.take(flat, child.owner) ** (2 * found.power)  # square is in units of the sd
+        number = number.at[child.owner].add(weight)
+        squares = squares.at[child.owner].add(jnp.where(weight > 0, weight * square * powers, 0.0))
+    k = 2 * abs(found.power)
+    base = unwrapped(traced[found.name]["fn"])
+    fn = jax.tree.map(lambda leaf: jnp.ravel(jnp.broadcast_to(leaf, jnp.shape(value))), base)
+    t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
+    p, a, b = PRIORS[type(base), k == 2](fn, t, rng_key)
+    gig = (p - number / 2, a, b + squares) if found.power > 0 else (p + number / 2, a + squares, b)
+    return GIG(*(jnp.broadcast_to(part, flat.shape) for part in gig))
+
+
+# ------------------------------------------------------------------------------------------------ reading a model
+
+
+def _read(
     model: Callable, held: set[str], args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, ...], dict[str, Conjugate], dict[str, str]]:
-    """Latent sites that are not held, those that are conjugate, and why others are not."""
+) -> tuple[tuple[str, ...], dict[str, ConjugateSite], dict[str, str]]:
+    """Latent sites that are not held, those that can be drawn, and the reasons why the others cannot."""
     traced = full_trace(model, {}, args, kwargs)
     latent = latent_sample_sites(traced)
     values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
     names = tuple(name for name in latent if name not in held)
-    return names, *read(model, values, args, kwargs, names)
+
+    def parts(at: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
+        found: dict[tuple[str, str], Any] = {}
+        for name, site in full_trace(model, at, args, kwargs).items():
+            if site["type"] != "sample":
+                continue
+            if is_affine_normal(site["fn"], masked=True):
+                loc, scale = affine_normal(site["fn"], masked=True) or (0.0, 1.0)
+                found["mean", name], found["sd", name] = loc, scale
+            else:
+                found["distribution", name] = site["fn"]
+        return found
+
+    used = dependence(parts, values)
+    conjugate, reasons = {}, {}
+    for name in names:
+        found = _read_site(name, traced, used, parts, values)
+        if isinstance(found, str):
+            reasons[name] = found
+        else:
+            conjugate[name] = found
+    return names, conjugate, reasons
+
+
+def _read_site(
+    name: str, traced: Mapping[str, Any], used: Mapping[Any, set], parts: Callable, values: Mapping[str, Any]
+) -> ConjugateSite | str:
+    prior = type(unwrapped(traced[name]["fn"]))
+    if prior not in {kind for kind, _ in PRIORS}:
+        return (
+            f"its prior is {prior.__name__}, not one of {', '.join(sorted({k.__name__ for k, _ in PRIORS}))}"
+        )
+    depending = {key for key, sites in used.items() if name in sites}
+    for kind, other in sorted(depending):
+        if kind != "sd":
+            return f"{'the mean of ' if kind == 'mean' else ''}{other!r} depends on it (a centered prior would not)"
+    if not depending:
+        return "no normal site depends on it"
+    followed = [_follow(name, other, parts, values) for _, other in sorted(depending)]
+    measured = [found for found in followed if found is not None]
+    powers = {power for power, _ in measured}
+    if len(measured) < len(followed) or len(powers) != 1:
+        return "sds that depend on it are not proportional to one power of one of its elements"
+    power = powers.pop()
+    if (prior, abs(power) == 1) not in PRIORS:
+        return f"a {prior.__name__} prior is not conjugate where sds are proportional to its power {power:g}"
+    return ConjugateSite(name, power, tuple(child for _, child in measured))
+
+
+def _follow(
+    name: str, other: str, parts: Callable, values: Mapping[str, Any]
+) -> tuple[float, ScaledSite] | None:
+    """Exponent and owners of the sds of ``other``: d log sd / d log value along patterns that spell each index."""
+    size = int(np.size(values[name]))
+    index = np.arange(size)
+    bits = [(index >> bit) & 1 for bit in range(max(1, (size - 1).bit_length()))]
+    patterns = np.stack([np.ones(size), *bits, np.cos(index)])
+
+    def log_sd(log_value: jax.Array) -> jax.Array:
+        at = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
+        return jnp.log(jnp.abs(parts(at)["sd", other])).ravel()
+
+    start = jnp.log(jnp.ravel(values[name]))
+    slopes = jax.jit(
+        lambda at: jax.vmap(lambda t: jax.jvp(log_sd, (at,), (t,))[1])(jnp.asarray(patterns, start.dtype))
+    )
+    owners = []
+    for shift in (0.0, 0.7 * np.sin(1.0 + index)):
+        total, *digits, check = np.asarray(slopes(start + jnp.asarray(shift, start.dtype)), np.float64)
+        follows = np.abs(total) > CLOSE
+        power = next(
+            (p for p in POWERS if follows.any() and np.allclose(total[follows], p, atol=CLOSE)), None
+        )
+        if power is None:
+            return None
+        owner = sum((np.rint(digit / power).astype(int) << bit) for bit, digit in enumerate(digits)) * follows
+        if owner.min() < 0 or owner.max() >= size:
+            return None
+        if not np.allclose(check, np.where(follows, power * np.cos(owner), 0.0), atol=CLOSE):
+            return None
+        owners.append((power, owner, follows))
+    (power, owner, follows), again = owners
+    if power != again[0] or (owner != again[1]).any():
+        return None
+    return power, ScaledSite(other, owner.astype(np.int32), follows)

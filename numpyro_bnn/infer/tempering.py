@@ -12,13 +12,11 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
-from numpyro_bnn.infer.linear import log_density
-from numpyro_bnn.infer.placing import put, renew
+from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.symmetry.prior import CONDITIONED
-
-__all__ = ["ParallelTempering", "TemperingState", "respaced"]
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")
@@ -27,14 +25,14 @@ TEMPERED = ("likelihood", "joint")
 class TemperingState(NamedTuple):
     """State of :class:`ParallelTempering` with R replicas, the first of them at the temperature of the posterior.
 
-    :param z: of the first replica, as its kernel represents it.
+    :param z: values of the first replica, as its kernel represents them.
     :param base: states of the inner kernel, (R, ...).
     :param inverse_temperatures: from 1 down, (R,).
     :param swap_accept_prob: acceptance probability of an exchange between neighbors, (R - 1,).
     :param diverging: whether the transition of the first replica diverged.
     :param round_trips: journeys of any state from the posterior to the last temperature and back, since warm-up.
-    :param walk: whether the state at each temperature has been at the last since it was at the first, (R,).
-    :param rejections: sum of rejection probabilities since the ladder was spaced, (R - 1,).
+    :param walk: whether the state at each temperature has visited the last one since it left the first, (R,).
+    :param rejections: sum of rejection probabilities since the ladder was last spaced, (R - 1,).
     :param i: transitions so far.
     :param rng_key: the key of the next exchange.
     """
@@ -52,7 +50,7 @@ class TemperingState(NamedTuple):
 
 
 class ParallelTempering(MCMCKernel):
-    r"""Replicas of a kernel on tempered posteriors, which exchange their states, so that chains cross between modes.
+    r"""Parallel tempering: replicas of a kernel at several temperatures exchange states, so chains change modes.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
     :math:`p(\theta, D)^{\beta_r}` with ``temper="joint"``. After each transition neighbors exchange their states
@@ -60,18 +58,18 @@ class ParallelTempering(MCMCKernel):
 
     .. math:: \min\big(1, \exp\{(\beta_r - \beta_{r+1})\,(\ell_{r+1} - \ell_r)\}\big),
 
-    :math:`\ell` the tempered log density; even and odd pairs take turns, so states travel along the ladder instead
-    of diffusing. The draws are those of the first replica, and they are exact. In warm-up the ladder is respaced to
-    equal rejection rates, after 2, 4, 8, ... transitions.
+    where :math:`\ell` is the tempered log density; even and odd pairs take turns, so states travel along the ladder
+    instead of diffusing. The draws are those of the first replica, which targets the posterior exactly. In warm-up
+    the ladder is respaced to equal rejection rates, after 2, 4, 8, ... transitions.
 
-    All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; 0.3 to 0.8 is well.
-    ``round_trips`` of the last state counts how often a state came back from the last temperature: without some, the
-    modes have not been weighed.
+    All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; aim for 0.3 to 0.8.
+    ``round_trips`` of the last state counts how often a state came back from the last temperature: if zero, the
+    weights of the modes are unreliable.
 
     :param kernel: any kernel with a model, ``refresh`` and ``wrap_model``: NUTS, HMC, a ``Gibbs`` of blocks,
         ``OrbitMoves``, a kernel of :mod:`numpyro_bnn.infer` with exact gradients.
     :param num_replicas: R.
-    :param lowest: the last :math:`\beta_R`, in (0, 1). A tempered joint density may not be normalisable: heavy tails
+    :param lowest: the last :math:`\beta_R`, in (0, 1). A tempered joint density may not be normalizable: heavy tails
         to the power of a small :math:`\beta`.
     :param temper: ``"likelihood"`` or ``"joint"``.
     :raises ValueError: for fewer than two replicas, a ``lowest`` outside (0, 1), an unknown ``temper``.
@@ -103,22 +101,10 @@ class ParallelTempering(MCMCKernel):
         temper: str = "likelihood",
     ) -> None:
         call = "infer.ParallelTempering"
-        usable = isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
-        for method in ("refresh", "wrap_model"):
-            usable = usable and getattr(type(kernel), method) is not getattr(MCMCKernel, method)
-        if not usable:
-            instead = (
-                "Pass a kernel made from a model that has `refresh` and `wrap_model`, e.g. `NUTS(model)`."
-            )
-            raise argument_error(call, "kernel", kernel, instead, TypeError)
-        if not (isinstance(num_replicas, int) and num_replicas >= 2):
-            raise argument_error(call, "num_replicas", num_replicas, "Write an integer of at least 2.")
-        if not 0 < lowest < 1:
-            raise argument_error(
-                call, "lowest", lowest, "Write an inverse temperature between 0 and 1, e.g. 0.01."
-            )
-        if temper not in TEMPERED:
-            raise unknown_name(call, "temper", temper, TEMPERED)
+        check_kernel(call, kernel, ("refresh", "wrap_model"))
+        num_replicas = check_count(call, "num_replicas", num_replicas, 2)
+        check_number(call, "lowest", lowest, strict=True, below=1.0)
+        check_choice(call, "temper", temper, TEMPERED)
         self._kernel = kernel
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
         self._num_replicas = num_replicas
@@ -158,7 +144,7 @@ class ParallelTempering(MCMCKernel):
             def one(key: jax.Array) -> Any:
                 return self._inner.init(key, num_warmup, params, model_args, _at(1.0, model_kwargs))
 
-            # Set up at the temperature of the posterior, so that what kernels decide there holds no tracer.
+            # At a fixed temperature, so that the kernel stores no tracer.
             base = jax.vmap(one)(jnp.stack(keys))
             zero = jnp.zeros((), jnp.int32)
             state = TemperingState(
@@ -201,7 +187,7 @@ class ParallelTempering(MCMCKernel):
         tempered = partial(self._tempered_density, args=model_args, kwargs=model_kwargs)
         source, accept_prob = exchange(key, betas, jax.vmap(tempered)(positions), state.i)
         positions = jax.tree.map(lambda a: a[source], positions)
-        base = jax.vmap(partial(put, self._inner))(base, positions)
+        base = jax.vmap(partial(with_values, self._inner))(base, positions)
         walk, returned = _journeys(state.walk[source])
         adapting = state.i < self._num_warmup
         state = state._replace(
@@ -237,9 +223,9 @@ class ParallelTempering(MCMCKernel):
     def refresh(
         self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> TemperingState:
-        """Renew energies and gradients of all replicas at their values and temperatures.
+        """Recompute energies and gradients of all replicas at their values and temperatures.
 
-        The first replica goes to ``z``, where moves around this kernel put it.
+        The first replica takes the values in ``z``, which a wrapper of this kernel may have moved.
         """
         if not is_prng_key(state.rng_key):
             return jax.vmap(lambda one: self.refresh(one, model_args, model_kwargs))(state)
@@ -247,7 +233,8 @@ class ParallelTempering(MCMCKernel):
         positions = jax.tree.map(lambda each, first: each.at[0].set(first), positions, state.z)
 
         def one(base: Any, z: Any, beta: jax.Array) -> Any:
-            return renew(self._inner, put(self._inner, base, z), model_args, _at(beta, model_kwargs))
+            moved = with_values(self._inner, base, z)
+            return refreshed(self._inner, moved, model_args, _at(beta, model_kwargs))
 
         return state._replace(base=jax.vmap(one)(state.base, positions, state.inverse_temperatures))
 
@@ -270,10 +257,10 @@ class ParallelTempering(MCMCKernel):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sample_fn": None}
 
-    # -- what an export reads ----------------------------------------------------------------------------
+    # -- read by `to_inference_data` ---------------------------------------------------------------------
 
     def describe(self, state: TemperingState) -> dict[str, Any]:
-        """Attributes of a run: the inner kernel, what is tempered and the ladder at the end."""
+        """Attributes of a run: those of the inner kernel, the number of replicas and what is tempered."""
         inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(state.base)
         return {
             **inner,
@@ -283,12 +270,12 @@ class ParallelTempering(MCMCKernel):
         }
 
     def divergence_report(self, state: TemperingState) -> str | None:
-        """What the inner kernel reports."""
+        """The report of the inner kernel."""
         return getattr(self._inner, "divergence_report", lambda _: None)(state.base)
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
-        """Names of the axis of statistics that runs over neighbors on the ladder."""
+        """Labels of the axis of ``swap_accept_prob``."""
         pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
         return {"swap_accept_prob": ("neighbors", pairs)}
 
@@ -318,7 +305,7 @@ def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class _Tempered:
-    """A model that takes its inverse temperature as a keyword argument; a class, so that kernels can be pickled."""
+    """A model with its inverse temperature as a keyword argument; a class, so that kernels can be pickled."""
 
     def __init__(self, model: Callable, temper: str) -> None:
         self.model, self.temper = model, temper
@@ -334,11 +321,11 @@ class _Tempered:
 def exchange(
     rng_key: jax.Array, betas: jax.Array, log_density: jax.Array, i: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Propose exchanges between neighbors: the pairs (1, 2), (3, 4), ... in even transitions, the others in odd.
+    """Propose exchanges between neighbors: pairs (1, 2), (3, 4), ... in even transitions, the others in odd ones.
 
     :param betas: inverse temperatures (R,).
     :param log_density: tempered log density of the state at each temperature, (R,).
-    :return: for each temperature which one its state comes from, (R,), and acceptance probabilities of all pairs.
+    :return: the temperature that each state comes from, (R,), and acceptance probabilities of all pairs, (R - 1,).
     """
     log_ratio = (betas[:-1] - betas[1:]) * (log_density[1:] - log_density[:-1])
     accept_prob = jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
@@ -358,7 +345,7 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     >>> respaced(jnp.array([1.0, 0.1, 0.01]), jnp.array([0.9, 0.1])).round(2).tolist()  # doctest: +ELLIPSIS
     [1.0, 0.2..., 0.0...]
     """
-    floor = 0.05 * jnp.mean(rejections) + 1e-6  # neighbors that always exchange stay apart
+    floor = 0.05 * jnp.mean(rejections) + 1e-6  # keeps neighbors that always exchange apart
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
     inner = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
@@ -366,11 +353,11 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
 
 
 def _first(tree: Any) -> Any:
-    """That of the first replica."""
+    """The part of the first replica."""
     return jax.tree.map(lambda a: a[0], tree)
 
 
 def _journeys(walk: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mark the state at the last temperature, and clear and count the one that came back to the first."""
+    """Mark the state at the last temperature; count, and unmark, a state that came back to the first."""
     returned = walk[0].astype(jnp.int32)
     return walk.at[0].set(False).at[-1].set(True), returned

@@ -1,4 +1,4 @@
-"""Moves that give hidden units new parameters, drawn from their prior: for posteriors of several modes."""
+"""Moves that redraw the parameters of hidden units from their prior, for posteriors with several modes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,25 +11,23 @@ from jax import lax, random
 from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._group_student import GroupStudentT
 from numpyro_bnn._plates import full_trace
-from numpyro_bnn.infer.around import Around
-from numpyro_bnn.infer.block import held_values
-from numpyro_bnn.infer.linear import log_density
-
-__all__ = ["UnitMoves", "UnitState"]
+from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.precision_gibbs import held_values
+from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 
 
 class UnitState(NamedTuple):
-    """State of :class:`UnitMoves`; attributes of the inner state are found on it as well.
+    """State of :class:`UnitMoves`; it has the attributes of the inner state as well.
 
     :param base: state of the inner kernel, with the values after the moves.
     :param unit_accept_prob: mean acceptance probability of the moves of the last transition.
     :param i: transitions so far.
-    :param rng_key: the key that moves and inner kernel get theirs from.
+    :param rng_key: the key of the next transition.
     """
 
     base: Any
@@ -38,34 +36,33 @@ class UnitState(NamedTuple):
     rng_key: jax.Array
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.base, name)
+        return inner_attribute(self, name)
 
 
-class UnitMoves(Around):
-    r"""Any kernel, followed by moves that redraw some hidden units from their prior.
+class UnitMoves(Wrapper):
+    r"""Wrap any kernel so that after each of its transitions some hidden units are redrawn from their prior.
 
-    A move picks m units, m with probability proportional to 1 / m, and of the sites that hold their parameters one or
-    more, all choices being equally likely. It draws these parameters from their prior given all others,
+    A move picks m units, m with probability proportional to 1 / m, and one or more of the sites that hold their
+    parameters, all choices being equally likely. It draws these parameters from their prior given all others,
     :math:`\theta_u' \sim p(\theta_u \mid \theta_{-u})`, and accepts with probability
 
     .. math:: \min\Big(1, \frac{p(y, \phi \mid \theta')}{p(y, \phi \mid \theta)}\Big),
 
-    :math:`\phi` all sites besides. In networks with more units than the data need some are idle; such a unit goes
-    anywhere in one step, where a gradient sampler would have to climb. Several units together can leave the common
-    size that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. Output weights make a unit pay for leaving:
-    integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and most moves of single units are accepted.
+    where :math:`\phi` are all other sites. In networks with more units than the data need some units are idle; a move
+    takes such a unit anywhere in one step, where a gradient sampler would have to climb. Moves of several units at
+    once can leave the common scale that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. With its output
+    weights in the model a unit can hardly move: integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and
+    most moves of single units are accepted.
 
-    A move costs one evaluation of the log density, on all data, and no gradient. Moves begin after warm-up: idle
-    units roam as far as their prior is wide, and a mass matrix learned from them would not fit the others.
+    A move costs one evaluation of the log density on all data, and no gradient. Moves begin after warm-up: redrawn
+    idle units would distort the learned mass matrix.
 
-    ``unit_accept_prob`` is the acceptance.
+    The extra field ``unit_accept_prob`` holds the acceptance probability.
 
     :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
         kernel with a model and ``refresh``.
-    :param units: axis of the units by site, e.g. ``{"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}``. Elements of a
-        site are independent given the other sites, or a :class:`~numpyro_bnn.priors.GroupStudentT`.
+    :param units: axis of the units by site, e.g. ``{"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}``. The elements
+        of a site must be independent given the other sites, or have a :class:`~numpyro_bnn.priors.GroupStudentT`.
     :param num_moves: moves per transition.
     :raises ValueError: for unknown sites or axes, different numbers of units, sites with dependent elements or with
         priors that depend on each other.
@@ -97,10 +94,8 @@ class UnitMoves(Around):
                 "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`.",
                 TypeError,
             )
-        if not isinstance(num_moves, int) or isinstance(num_moves, bool) or num_moves < 1:
-            raise argument_error(self._call, "num_moves", num_moves, "Pass a positive whole number.")
         self._units = dict(units)
-        self._num_moves = num_moves
+        self._num_moves = check_count(self._call, "num_moves", num_moves)
         self._num_units = 0
 
     @property
@@ -113,16 +108,16 @@ class UnitMoves(Around):
         sizes = {name: self._size(traced, name, axis) for name, axis in self._units.items()}
         if len(set(sizes.values())) > 1:
             raise argument_error(
-                self._call, "units", f"sites with {sizes} units", "Name axes that are as long as each other."
+                self._call, "units", f"sites with {sizes} units", "Name axes of equal length."
             )
         self._num_units = next(iter(sizes.values()))
         values = {name: jnp.asarray(traced[name]["value"]) for name in latent_sample_sites(traced)}
 
-        def laws(moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def log_priors(moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             found = full_trace(self.model, {**values, **moved}, args, kwargs)
             return {name: found[name]["fn"].log_prob(values[name]) for name in self._units}
 
-        used = dependence(laws, {name: values[name] for name in self._units})
+        used = dependence(log_priors, {name: values[name] for name in self._units})
         for name, others in used.items():
             if others:
                 raise argument_error(
@@ -196,7 +191,7 @@ class UnitMoves(Around):
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
         units = random.permutation(key_units, self._num_units) < size
-        chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a set of sites that is not empty, as bits
+        chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a nonempty set of sites, as bits
         new = {}
         for i, ((name, value), key) in enumerate(zip(at.items(), keys, strict=True)):
             shape = [1] * value.ndim
@@ -223,7 +218,7 @@ def _log_rest(
 ) -> jax.Array:
     """Log density of all sites without the prior that the moves draw from.
 
-    Where a handler weighs the prior of a moved site, its weighted density over the plain one is what is left of it.
+    If a handler scales the prior of a moved site, the scaled log density less the plain one remains.
     """
     total = jnp.zeros(())
     for name, site in full_trace(model, latent, args, kwargs).items():

@@ -1,0 +1,252 @@
+"""Kernels that wrap another kernel and move some of its sites, and the state of the kernel they wrap."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from numpyro.distributions import biject_to
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, CustomGibbs, DiscreteGibbs, Gibbs, with_conditioning
+from numpyro.infer.hmc import HMC
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.util import unconstrain_fn
+from numpyro.util import is_prng_key
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._keys import split
+from numpyro_bnn._plates import full_plates
+from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
+
+CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
+
+
+def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
+    """Refuse anything but a kernel made from a model that implements ``methods``."""
+    usable = isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
+    if not usable or any(getattr(type(kernel), name) is getattr(MCMCKernel, name) for name in methods):
+        needed = " and ".join(f"`{name}`" for name in methods)
+        instead = f"Pass a kernel made from a model that has {needed}, e.g. `NUTS(model)`."
+        raise argument_error(call, "kernel", kernel, instead, TypeError)
+
+
+def inner_attribute(state: Any, name: str) -> Any:
+    """``__getattr__`` of states: look for other attributes in the state of the inner kernel."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(state.base, name)
+
+
+class Wrapper(MCMCKernel):
+    """Any kernel, followed by moves of some sites; the inner kernel then refreshes what it caches.
+
+    A subclass has a state with ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
+    ``rng_key``. It implements ``_prepare``, ``_start`` and ``_move``.
+
+    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
+        kernel with a model and ``refresh``.
+    :raises TypeError: for any other argument.
+    """
+
+    def __init__(self, kernel: MCMCKernel) -> None:
+        check_kernel(self._call, kernel, ("refresh",))
+        self._kernel = kernel
+        self._num_warmup = 0
+        self._sample_fn: Callable | None = None
+
+    @abstractmethod
+    def _prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Read the model once; refuse a model that the moves cannot handle."""
+
+    @abstractmethod
+    def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
+        """The first state of one chain or, where ``many`` is ``(C,)``, of C vectorized chains."""
+
+    @abstractmethod
+    def _move(
+        self, state: Any, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
+    ) -> tuple[Any, dict[str, jax.Array], Mapping[str, Any]]:
+        """The state with its own fields updated, the moved sites (constrained), and the distributions of those sites.
+
+        :param values: constrained values of all latent sites.
+        """
+
+    @property
+    def _call(self) -> str:
+        return f"infer.{type(self).__name__}"
+
+    @property
+    def kernel(self) -> MCMCKernel:
+        """The inner kernel."""
+        return self._kernel
+
+    @property
+    def model(self) -> Callable:
+        return self._kernel.model
+
+    @property
+    def sample_field(self) -> str:
+        return self._kernel.sample_field
+
+    def init(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        model_kwargs = dict(model_kwargs or {})
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model_args, model_kwargs))):
+            raise argument_error(
+                self._call,
+                "model_args",
+                "arrays that are traced by a transformation",
+                "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside.",
+            )
+        # Parallel chains start inside a compiled program; the plan must hold none of its tracers.
+        with jax.ensure_compile_time_eval():
+            self._prepare(model_args, model_kwargs)
+        self._num_warmup = num_warmup
+        keys = split(rng_key)
+        if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
+            # Gibbs passes constrained values to kernels it does not recognize.
+            init_params = unconstrain_fn(full_plates(self.model), model_args, model_kwargs, init_params)
+        base = self._kernel.init(
+            keys[0], num_warmup, init_params, model_args=model_args, model_kwargs=model_kwargs
+        )
+        self._sample_fn = self._transition
+        return self._start(base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1])
+
+    def sample(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Any:
+        single = is_prng_key(state.rng_key)
+        keys = split(state.rng_key, 3)
+        inner = state.base._replace(rng_key=keys[0])
+        base = self._kernel.sample(inner, model_args, model_kwargs)
+        state = state._replace(base=base, rng_key=keys[1])
+        transition = partial(self._transition, model_args=model_args, model_kwargs=model_kwargs)
+        state = transition(state, keys[2]) if single else jax.vmap(transition)(state, keys[2])
+        return self.refresh(state, model_args, model_kwargs)
+
+    def _transition(
+        self, state: Any, rng_key: jax.Array, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """The moves of one chain; the caches of the inner kernel are stale afterwards."""
+        kernel = self._kernel
+        values = kernel.get_constrain_fn(model_args, model_kwargs)(getattr(state.base, self.sample_field))
+        state, moved, prior = self._move(state, values, rng_key, model_args, model_kwargs)
+        return state._replace(base=with_constrained(kernel, state.base, moved, prior), i=state.i + 1)
+
+    def refresh(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Any:
+        return state._replace(base=refreshed(self._kernel, state.base, model_args, model_kwargs))
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        return self._kernel.postprocess_fn(model_args, model_kwargs)
+
+    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+        return self._kernel.get_constrain_fn(model_args, model_kwargs)
+
+    def get_diagnostics_str(self, state: Any) -> str:
+        return self._kernel.get_diagnostics_str(state.base)
+
+    def wrap_model(self, wrapper: Callable) -> "Wrapper":
+        kernel = copy.copy(self)
+        kernel._kernel = self._kernel.wrap_model(wrapper)
+        kernel._sample_fn = None
+        return kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sample_fn": None}
+
+    # -- read by `to_inference_data` ---------------------------------------------------------------------
+
+    def describe(self, state: Any) -> dict[str, Any]:
+        """Attributes of a run: those of the inner kernel, and its name."""
+        inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(state.base)
+        return {**inner, "inner_kernel": type(self._kernel).__name__}
+
+    def members(
+        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, jax.Array]:
+        """The members found by the warm start of the inner kernel, before any move."""
+        if not hasattr(self._kernel, "members"):
+            raise argument_error(
+                "to_inference_data",
+                "members",
+                f"moves around {type(self._kernel).__name__}, which has no warm start",
+                "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members.",
+            )
+        return self._kernel.members(state.base, model_args, model_kwargs)
+
+    def divergence_report(self, state: Any) -> str | None:
+        """The report of the inner kernel."""
+        return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
+
+
+# --------------------------------------------------------------------------------- the state of a wrapped kernel
+
+
+def with_constrained(
+    kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
+) -> Any:
+    """Return ``state`` with constrained values ``moved`` of some of its sites; its caches become stale.
+
+    :param kernel: a kernel with unconstrained values, or a ``Gibbs`` whose blocks hold them.
+    :param prior: distributions of the sites, whose supports say how to unconstrain.
+    """
+    return with_values(kernel, state, _as_held(kernel, moved, prior))
+
+
+def _as_held(
+    kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Constrained values as the state of the kernel, or of each block of a ``Gibbs``, holds them."""
+    if isinstance(kernel, Gibbs):
+        found: dict[str, jax.Array] = {}
+        for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
+            found |= _as_held(block, {name: moved[name] for name in names if name in moved}, prior)
+        return found
+    if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):  # a wrapper or replicas
+        return _as_held(inner, moved, prior)
+    if isinstance(kernel, CONSTRAINED):
+        return dict(moved)
+    return {name: biject_to(prior[name].support).inv(value) for name, value in moved.items()}
+
+
+def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
+    """Return ``state`` with ``values`` of some of its sites, as the kernel holds them; its caches become stale."""
+    if isinstance(kernel, Gibbs):
+        blocks = [
+            with_values(block, block_state, {name: values[name] for name in names if name in values})
+            for (block, _), names, block_state in zip(
+                kernel.blocks, kernel._sites, state.block_states, strict=True
+            )
+        ]
+        return state._replace(z={**state.z, **values}, block_states=tuple(blocks))
+    field = kernel.sample_field
+    if field not in state._fields:
+        return state._replace(base=with_values(kernel.kernel, state.base, values))  # a wrapper in a wrapper
+    old = getattr(state, field)
+    new = {name: values[name].astype(value.dtype) if name in values else value for name, value in old.items()}
+    return state._replace(**{field: new})
+
+
+def refreshed(kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
+    """Return ``state``, of one chain or of vectorized chains, with energies and gradients recomputed."""
+    if isinstance(kernel, Gibbs):
+        return _refreshed_blocks(kernel, state, args, kwargs)
+    # NumPyro's own kernels refresh one chain at a time.
+    if isinstance(kernel, HMC) and not is_prng_key(state.rng_key):
+        return jax.vmap(lambda one: kernel.refresh(one, args, kwargs))(state)
+    return kernel.refresh(state, args, kwargs)
+
+
+def _refreshed_blocks(kernel: Gibbs, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
+    # In a sweep a block is refreshed only if an earlier one has moved; here any of them may have.
+    values = kernel.get_constrain_fn(args, kwargs)(state.z)
+    blocks = []
+    for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True):
+        siblings = {name: value for name, value in values.items() if name not in names}
+        blocks.append(block.refresh(block_state, args, with_conditioning(kwargs, siblings)))
+    return state._replace(block_states=tuple(blocks))
