@@ -1,13 +1,12 @@
 """Kernels for ``numpyro.infer.MCMC``: stochastic gradients, microcanonical, exact blocks, symmetries, tempering."""
 
-from numpyro_bnn.infer import schedules
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.collapse import collapse
 from numpyro_bnn.infer.cyclical import CyclicalSGLD
 from numpyro_bnn.infer.devices import parallel_vectorized
 from numpyro_bnn.infer.exact import GGMC, MALA
 from numpyro_bnn.infer.hamiltonian import GHMC
-from numpyro_bnn.infer.mclmc import MCLMC, AdjustedMCLMC, implied_bias
+from numpyro_bnn.infer.mclmc import MCLMC, implied_bias
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
@@ -17,6 +16,7 @@ from numpyro_bnn.infer.temperature import temperature_band
 from numpyro_bnn.infer.tempering import ParallelTempering
 from numpyro_bnn.infer.unit_moves import UnitMoves
 from numpyro_bnn.infer.warm_start import WarmStart
+from numpyro_bnn.sgmcmc import schedules
 
 __all__ = [
     "SGLD",
@@ -28,7 +28,6 @@ __all__ = [
     "MALA",
     "GHMC",
     "MCLMC",
-    "AdjustedMCLMC",
     "implied_bias",
     "OrbitMoves",
     "UnitMoves",

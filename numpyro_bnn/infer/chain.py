@@ -88,7 +88,7 @@ class Chain:
         due = jnp.any(i == jnp.array(sorted(times)))
         state = lax.cond(due, lambda s: self._settle(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
-        engine = kernel.run(sampler, sgmcmc.reset_statistics(state.engine), i)
+        engine = kernel.run(sampler, sgmcmc.engine.reset_statistics(state.engine), i)
         return kernel.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
@@ -118,7 +118,7 @@ class Chain:
             sampler, state.engine, warm.transformation, member.optimizer, state.i * steps, steps
         )
         if is_warm_start(kernel.preconditioner):
-            values = sgmcmc.from_squared_gradients(squares, kernel.target.num_data).values
+            values = sgmcmc.preconditioners.from_squared_gradients(squares, kernel.target.num_data).values
             # The size of G is left to the step size; its shape is what the gradients tell.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
         member = Member(memory, engine.position, member.score)
@@ -136,7 +136,7 @@ class Chain:
             diverging=engine.first_divergence >= 0,
         )
 
-    def _learning(self, z: Any) -> sgmcmc.Gradient:
+    def _learning(self, z: Any) -> sgmcmc.interfaces.Gradient:
         """Gradients from rows that are not held out."""
         target, unravel = self.kernel.target, ravel_pytree(z)[1]
         rows = {
@@ -154,7 +154,7 @@ class Chain:
 
         if not parts:
             return sgmcmc.Full(lambda position: potential(position, {}))
-        return sgmcmc.Minibatch(potential, sgmcmc.ProductStream(parts))
+        return sgmcmc.Minibatch(potential, sgmcmc.streams.ProductStream(parts))
 
     def _better(self, z: Any, new: Member, old: Member) -> Member:
         """Keep the position that predicts the rows held out better."""
@@ -193,6 +193,6 @@ class Chain:
         return state._replace(base_step_size=chosen.astype(state.base_step_size.dtype))
 
 
-def _seeds(state: SGMCMCState) -> sgmcmc.Seeds:
+def _seeds(state: SGMCMCState) -> sgmcmc.engine.Seeds:
     # The key is used at every transition, but always with other step numbers.
-    return sgmcmc.fresh_seeds(jax.random.clone(state.rng_key))
+    return sgmcmc.engine.fresh_seeds(jax.random.clone(state.rng_key))

@@ -69,7 +69,7 @@ class CyclicalSGLD(SGLD):
         self.cycle_length = cycle_length
         self.draws_per_cycle = draws_per_cycle
         self.explore_steps = cycle_length - steps * draws_per_cycle
-        self._cycle = sgmcmc.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
+        self._cycle = sgmcmc.schedules.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
         options["warm_start"] = 0.0  # the first half of a cycle explores as no descent would
         super().__init__(model, step_size, steps_per_draw=steps, **options)
 
@@ -95,5 +95,5 @@ class CyclicalSGLD(SGLD):
 def _forget_means(engine: sgmcmc.State) -> sgmcmc.State:
     """Statistics are about the sampling phase, but the gradients of exploration were spent."""
     spent = engine.statistics.num_gradients
-    engine = sgmcmc.reset_statistics(engine)
+    engine = sgmcmc.engine.reset_statistics(engine)
     return engine._replace(statistics=engine.statistics._replace(num_gradients=spent))

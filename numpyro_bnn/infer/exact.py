@@ -30,7 +30,7 @@ class AllDataKernel(SGMCMCKernel):
             )
         super()._check_arguments()
 
-    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
+    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.interfaces.Gradient:
         return sgmcmc.Full(full)
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ class MALA(AllDataKernel):
     ) -> None:
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.MALA()
 
 
@@ -120,7 +120,7 @@ class GGMC(SGMCMCKernel):
         check_momentum_decay(self._call, self._momentum_decay)
         self.dynamics(lambda z: z, 1.0)  # the part checks the number of steps
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.GGMC(full_potential, self._num_steps, friction_of(self._momentum_decay, step_size))
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ class GHMC(AllDataKernel):
         super()._check_arguments()
         self.dynamics(lambda z: z, 1.0)  # the part checks its numbers
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
 
     def usual_steps(self, sampler: sgmcmc.Sampler) -> int:

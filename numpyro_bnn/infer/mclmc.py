@@ -12,12 +12,12 @@ from jax import lax
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_number
-from numpyro_bnn.infer.adaptation import LEAST, Averaging, autocorrelation_time, smallest_change
+from numpyro_bnn.infer.adaptation import LEAST, autocorrelation_time, smallest_change
 from numpyro_bnn.infer.microcanonical import MicrocanonicalKernel
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.state import SGMCMCState
 
-__all__ = ["AdjustedMCLMC", "MCLMC", "implied_bias"]
+__all__ = ["MCLMC", "implied_bias"]
 
 EARLY = 100.0  # by how much the first target of the energy variance exceeds the last
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
@@ -125,7 +125,7 @@ class MCLMC(MicrocanonicalKernel):
         last = 4 * tolerated**3 / (1 + tolerated) ** 2
         return EARLY * last, last
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(self._length, self._integrator, fresh=self.subsampled)
 
     @property
@@ -205,103 +205,3 @@ class MCLMC(MicrocanonicalKernel):
             "implied_bias": float(implied_bias(energy)),
             "implied_bias_bound": float(implied_bias(size * energy)),
         }
-
-
-class AdjustedMCLMC(MicrocanonicalKernel):
-    r"""Metropolis-adjusted microcanonical Monte Carlo: exact.
-
-    Trajectories of :class:`MCLMC` without noise, of random length, from a new direction, each with a Metropolis test
-    on the change of the energy, in which the turns of the direction enter by their Jacobians
-    (:class:`~numpyro_bnn.sgmcmc.MicrocanonicalMetropolis`). On rejection the chain stays, and its direction is
-    flipped. A ``subsample_size`` of the model is set aside: it uses all the data.
-
-    Dual averaging of the step size to ``target_accept_prob``; preconditioner and length from variances of draws.
-
-    :param step_size: length of a step; ``None`` has it chosen.
-    :param decoherence_length: L, mean length of a trajectory; ``None`` has it chosen.
-    :param integrator: as for :class:`MCLMC`.
-    :param target_accept_prob: acceptance that the step size is chosen for.
-    :param momentum_decay: share of the direction that a new trajectory forgets, in (0, 1]; 1 draws it anew.
-    :param max_steps: bound of the steps of a trajectory.
-    :param steps_per_draw: trajectories per draw.
-    :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up), or as for the other kernels.
-
-    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
-
-    Reference: Robnik, Cohn-Gordon & Seljak (2025).
-
-    >>> AdjustedMCLMC(lambda: None).default_fields[-1]
-    'accept_prob'
-    """
-
-    exact = True
-
-    def __init__(
-        self,
-        model: Callable,
-        step_size: Any = None,
-        *,
-        target_accept_prob: float = 0.9,
-        momentum_decay: float = 1.0,
-        max_steps: int = 1000,
-        steps_per_draw: int = 5,
-        **options: Any,
-    ) -> None:
-        if options.get("gradient", "minibatch") != "minibatch" or "bias_tolerance" in options:
-            raise argument_error(
-                "infer.AdjustedMCLMC",
-                "gradient or bias_tolerance",
-                "a value",
-                "It uses the full gradient and has no bias: leave them.",
-            )
-        self.target_accept_prob: float = target_accept_prob
-        self._momentum_decay = momentum_decay
-        self._max_steps = max_steps
-        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        check_number(self._call, "target_accept_prob", self.target_accept_prob, strict=True)
-        if self.target_accept_prob >= 1:
-            raise argument_error(
-                self._call, "target_accept_prob", self.target_accept_prob, "Pass a number in (0, 1)."
-            )
-        self.dynamics(lambda z: z, 1.0)  # the part checks the rest
-
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
-        return sgmcmc.MicrocanonicalMetropolis(
-            self._length, self._integrator, momentum_decay=self._momentum_decay, max_steps=self._max_steps
-        )
-
-    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
-        return sgmcmc.Full(full)
-
-    def usual_steps(self, sampler: sgmcmc.Sampler) -> int:
-        """As if trajectories had ten steps."""
-        return 10 * self._steps_per_draw
-
-    def steer(self, state: SGMCMCState, broken: jax.Array, i: jax.Array) -> SGMCMCState:
-        """Dual averaging of the logarithm of the step size."""
-        tuning, memory = state.tuning, state.engine.memory
-        # The first guess came after the start of this memory.
-        fresh = Averaging.at(state.base_step_size)
-        begun = jax.tree.map(lambda a, b: jnp.where(i == self.stages.begin, a, b), fresh, tuning.averaging)
-        seen = jnp.asarray(state.accept_prob)
-        accept = jnp.where(broken | ~jnp.isfinite(seen), 0.0, seen)
-        averaging = begun.update(self.target_accept_prob - accept)
-        step_size = jnp.exp(averaging.value).astype(state.base_step_size.dtype)
-        if self._length is None:  # until draws tell one: of a standard normal posterior, or ten steps
-            assumed = jnp.minimum(state.engine.position.size**0.5, 10 * step_size)
-            length = jnp.where(i < self.stages.middle, assumed, memory.length).astype(memory.length.dtype)
-            memory = memory._replace(length=length)
-        engine = state.engine._replace(memory=memory)
-        return state._replace(
-            base_step_size=step_size, tuning=tuning._replace(averaging=averaging), engine=engine
-        )
-
-    def finish(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        if not self.chooses_step_size:
-            return state
-        average = jnp.exp(state.tuning.averaging.average).astype(state.base_step_size.dtype)
-        last = i == self.stages.end - 1
-        return state._replace(base_step_size=jnp.where(last, average, state.base_step_size))

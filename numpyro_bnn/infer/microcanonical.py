@@ -15,7 +15,7 @@ from numpyro_bnn.infer.adaptation import LEAST, Averaging, Spread, Stages, Tunin
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.sgmcmc.microcanonical import INTEGRATORS
+from numpyro_bnn.sgmcmc.dynamics import INTEGRATORS
 
 __all__ = ["MicrocanonicalKernel"]
 

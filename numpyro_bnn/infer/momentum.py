@@ -94,7 +94,7 @@ class SGHMC(_WithMomentum):
         self._splitting = splitting
         super().__init__(model, step_size, **options)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return SPLITTINGS[self._splitting](friction_of(self._momentum_decay, step_size))
 
 
@@ -126,7 +126,7 @@ class SGNHT(_WithMomentum):
                 self._call, "momentum_decay", 1, "Below 1 please: a thermostat needs a momentum to measure."
             )
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.sgmcmc import Blocks, Curvature, Dense, Diagonal, Identity, Preconditioner, RMSProp
+from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp
+from numpyro_bnn.sgmcmc.interfaces import Preconditioner
+from numpyro_bnn.sgmcmc.preconditioners import Blocks, Identity
 
 __all__ = ["is_named", "is_warm_start", "resolve"]
 
@@ -44,7 +46,7 @@ def resolve(
 
     :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of numbers and arrays by site
         (unconstrained shape: scalar, diagonal of its size, or dense matrix; sites left out get 1), or a
-        :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
+        :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
     :param z: unconstrained values by site; the flat position holds them in the order of their names.
     :param num_data: N, for RMSProp.
     :param prior: gives the prior precisions (P,), for ``"prior"``.
@@ -59,8 +61,6 @@ def resolve(
             return Identity()
         if spec == "rmsprop":
             return RMSProp(num_data=num_data)
-        if spec == PRIOR:
-            return Curvature(prior())
         if spec in LEARNED:
             return Diagonal(jnp.ones(sum(np.size(value) for value in z.values())))
         raise unknown_name(call, "preconditioner", spec, NAMES)

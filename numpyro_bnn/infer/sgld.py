@@ -18,7 +18,7 @@ class SGLD(SGMCMCKernel):
     with g~ the gradient of the log posterior estimated on a minibatch: the prior unscaled, the likelihood times
     N / B. With a constant step size the posterior variance comes out too large by about the share
     (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a schedule that
-    falls to 0 (:func:`~numpyro_bnn.infer.schedules.polynomial`) the bias falls too.
+    falls to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias falls too.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -38,7 +38,7 @@ class SGLD(SGMCMCKernel):
     True
     """
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Overdamped()
 
 

@@ -16,7 +16,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.inspection import check_indices, check_latent_sites, subsampled, trace_of
 from numpyro_bnn.infer.plates import KEY, Plate, first_batch, on_batch, only_rows
-from numpyro_bnn.sgmcmc import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
+from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 __all__ = ["MINIBATCHES", "Target", "bind", "given_values", "stream_of"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn._checks import argument_error, check_count, check_number
-from numpyro_bnn.sgmcmc import noise
+from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Dynamics,
     Evaluation,
@@ -19,21 +19,20 @@ from numpyro_bnn.sgmcmc.interfaces import (
     StepContext,
     StepRandomness,
     StepResult,
+    select,
     squared_norm,
 )
 from numpyro_bnn.sgmcmc.preconditioners import Identity
 from numpyro_bnn.sgmcmc.schedules import Schedule, as_schedule
 
-__all__ = ["Sampler", "State", "Seeds", "Statistics", "build", "fresh_seeds", "reset_statistics"]
-
 # Numbers drawn ahead in one block: enough to amortize the cost of a draw, few enough to stay in cache.
 _BLOCK_NORMALS, _BLOCK_STEPS = 2**15, 64
-# Most memory for the rows of data of a block.
+# Maximum memory for the rows of data of a block.
 _BLOCK_BYTES = 2**21
 
 
 class Seeds(NamedTuple):
-    """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the start, and noise-level probes."""
+    """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the start, gradient noise probes."""
 
     noise: jax.Array
     batch: jax.Array
@@ -49,9 +48,9 @@ class Statistics(NamedTuple):
     :param num_steps: number of steps that did not diverge.
     :param kinetic_temperature: mean of r'r / P, r the whitened momentum after a step; None without momentum.
     :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
-    :param accept_prob: mean acceptance probability; None where nothing is rejected.
+    :param accept_prob: mean acceptance probability; None without a Metropolis test.
     :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
-    :param energy_variance: mean of the squared energy error of a step, divided by P; None where none is told.
+    :param energy_variance: mean of the squared energy error of a step, divided by P; None if not reported.
     """
 
     num_steps: jax.Array
@@ -63,16 +62,16 @@ class Statistics(NamedTuple):
 
 
 class State(NamedTuple):
-    """State of one chain.
+    """State of one chain of a :class:`Sampler`.
 
     :param position: (P,).
     :param step: steps made so far, also the argument of the schedules.
     :param num_warmup: steps with a number below this one are warm-up: the preconditioner adapts.
-    :param seeds: the :class:`Seeds`; step t uses counters of its own, so states can be resumed at any step.
+    :param seeds: seeds of the random streams; step t uses counters of its own, so a chain can resume at any step.
     :param memory: state of the dynamics.
     :param estimator: state of the gradient estimator.
     :param adaptation: state of the preconditioner.
-    :param statistics: the :class:`Statistics`.
+    :param statistics: means over the steps: temperatures, acceptance, number of gradients, energy variance.
     :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there.
     """
 
@@ -88,31 +87,18 @@ class State(NamedTuple):
 
 
 def fresh_seeds(rng_key: jax.Array) -> Seeds:
-    """Derive the seeds of a chain from one key, typed or legacy; ``state._replace(seeds=...)`` gives new randomness.
-
-    >>> import jax
-    >>> fresh_seeds(jax.random.key(0)).noise.shape
-    (2,)
-    """
-    return Seeds(*noise.seeds(rng_key, len(Seeds._fields)))
+    """Derive the seeds of a chain from one key; ``state._replace(seeds=...)`` gives new randomness."""
+    return Seeds(*streams.seeds(rng_key, len(Seeds._fields)))
 
 
 def reset_statistics(state: State) -> State:
-    """Return the state with its means set to zero, e.g. after warm-up.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from numpyro_bnn.sgmcmc import Full, Overdamped
-    >>> sampler = build(Full(lambda q: 0.5 * q @ q), Overdamped(), schedule=0.1)
-    >>> state = sampler.run(sampler.init(jnp.zeros(3), jax.random.key(0)), 10)
-    >>> int(state.statistics.num_steps), int(reset_statistics(state).statistics.num_steps)
-    (10, 0)
-    """
+    """Return the state with its means set to zero, e.g. after warm-up."""
     return state._replace(statistics=jax.tree.map(jnp.zeros_like, state.statistics))
 
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """A sampler put together by :func:`build`; all methods are pure and can be jitted, vmapped and scanned.
+    """A sampler that :func:`build` put together; its methods are pure and can be jitted, vmapped and scanned.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn.sgmcmc import BAOAB, Full
@@ -143,12 +129,12 @@ class Sampler:
         zero, step = jnp.zeros((), position.dtype), jnp.int32(0)
         memory = self._start_memory(position, step, seeds, estimator, adaptation)
         statistics = Statistics(
-            jnp.int32(0),
-            None if self.dynamics.momentum(memory) is None else zero,
-            zero,
-            zero if self.dynamics.exact else None,
-            jnp.int32(0),
-            zero if self.dynamics.reports_energy else None,
+            num_steps=jnp.int32(0),
+            kinetic_temperature=None if self.dynamics.momentum(memory) is None else zero,
+            configurational_temperature=zero,
+            accept_prob=zero if self.dynamics.exact else None,
+            num_gradients=jnp.int32(0),
+            energy_variance=zero if self.dynamics.reports_energy else None,
         )
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
@@ -159,13 +145,11 @@ class Sampler:
         :param recenter: move the center of control variates to the position instead of keeping it.
         :return: the state with fresh gradients and potentials; momenta and thermostat stay.
         """
-        kept_center = state.position if state.estimator == () else state.estimator.position
-        center = jnp.where(recenter, state.position, kept_center)
-        estimator = self.gradient.init(center)
+        old_center = state.position if state.estimator == () else state.estimator.position
+        estimator = self.gradient.init(jnp.where(recenter, state.position, old_center))
         fresh = self._start_memory(state.position, state.step, state.seeds, estimator, state.adaptation)
-        kept = {
-            n: getattr(state.memory, n) for n in self.dynamics.persistent_fields if hasattr(state.memory, n)
-        }
+        memory, fields = state.memory, self.dynamics.persistent_fields
+        kept = {name: getattr(memory, name) for name in fields if hasattr(memory, name)}
         return state._replace(estimator=estimator, memory=fresh._replace(**kept) if kept else fresh)
 
     def step(self, state: State) -> State:
@@ -187,12 +171,12 @@ class Sampler:
         def run_block(block, state):
             steps = state.step + lax.iota(jnp.int32, size)
             draw = partial(jax.vmap(self._draw, (None, 0, None)), state.seeds, steps, state.position)
-            # Always true, which the compiler cannot know: it would hash each index again for every number picked.
+            # The condition is always true; without it the compiler would hash each index again for every use.
             draws = lax.cond(
                 state.step >= 0, draw, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(draw))
             )
             draws = draws._replace(batch=prepare(draws.batch))
-            # The last block may be shorter; a constant bound where it is not compiles to a cheaper loop.
+            # The last block may be shorter; if it is not, a constant bound compiles to a cheaper loop.
             bound = size if num_blocks * size == num_steps else jnp.minimum(size, num_steps - block * size)
             return lax.fori_loop(
                 0, bound, lambda i, s: sampler._advance(s, jax.tree.map(lambda x: x[i], draws)), state
@@ -201,7 +185,7 @@ class Sampler:
         return lax.fori_loop(0, num_blocks, run_block, state)
 
     def _separated(self, state: State) -> tuple[Callable[[Any], Any], "Sampler", int]:
-        """Return how to prepare the minibatches of a block, the sampler that takes them so, and bytes per step."""
+        """Return how to prepare the minibatches of a block, the sampler for prepared ones, and bytes per step."""
         batch = jax.eval_shape(self.gradient.stream.draw, state.seeds.batch, state.step)
         if not jax.tree.leaves(batch):
             return (lambda batches: batches), self, 0
@@ -213,9 +197,9 @@ class Sampler:
         return prepare, replace(self, gradient=gradient), row_bytes
 
     def gradient_noise(self, state: State, num_batches: int = 8) -> jax.Array:
-        """Estimate the variance of the gradient estimate at the present position.
+        """Estimate the variance of the gradient estimate at the current position.
 
-        :param num_batches: R >= 2 minibatches of their own, independent of those of the chain.
+        :param num_batches: number of minibatches, at least 2, independent of those of the chain.
         :return: unbiased variance per coordinate (P,), of the gradient of the full potential.
         """
         check_count("sgmcmc.Sampler.gradient_noise", "num_batches", num_batches, minimum=2)
@@ -229,40 +213,32 @@ class Sampler:
     def _check_start(self, position: jax.Array, num_warmup: Any) -> jax.Array:
         call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
         if position.ndim != 1 or position.shape[0] == 0:
-            raise argument_error(
-                call, "position", f"shape {position.shape}", "Pass one flat vector (P,): see `ravel_pytree`."
-            )
+            instead = "Pass one flat vector (P,): see `ravel_pytree`."
+            raise argument_error(call, "position", f"shape {position.shape}", instead)
         if not jnp.issubdtype(position.dtype, jnp.floating):
-            raise argument_error(
-                call, "position", f"dtype {position.dtype}", "Pass floating numbers.", TypeError
-            )
+            got = f"dtype {position.dtype}"
+            raise argument_error(call, "position", got, "Pass floating numbers.", TypeError)
         if isinstance(num_warmup, int):
-            check_count(call, "num_warmup", num_warmup, minimum=0)
-            if num_warmup == 0 and self.preconditioner.adapts:
-                raise argument_error(
-                    call,
-                    "num_warmup",
-                    num_warmup,
-                    "The preconditioner learns during warm-up: pass some steps.",
-                )
+            least = int(self.preconditioner.adapts)  # such a preconditioner learns during warm-up
+            check_count(call, "num_warmup", num_warmup, minimum=least)
         return position
 
     def _start_memory(
         self, position: jax.Array, step: jax.Array, seeds: Seeds, estimator: Any, adaptation: Any
     ) -> Any:
-        """Memory of a dynamics that starts at a position: momenta drawn, gradients evaluated."""
+        """Return the memory of a dynamics that starts at a position: momenta drawn, gradients evaluated."""
         draw = StepRandomness(
-            noise.normal(seeds.start, step, position.shape[0], position.dtype)[None],
+            streams.normal(seeds.start, step, position.shape[0], position.dtype)[None],
             self.gradient.stream.draw(seeds.start_batch, step),
             jnp.ones((), position.dtype),
         )
-        environment = self._environment(estimator, adaptation, step, jnp.asarray(False), position.dtype)
-        return self.dynamics.init(environment, position, draw)
+        context = self._context(estimator, adaptation, step, jnp.asarray(False), position.dtype)
+        return self.dynamics.init(context, position, draw)
 
     def _draw(self, seeds: Seeds, step: jax.Array, position: jax.Array) -> StepRandomness:
         """Make all random numbers of one step."""
         rows, batches, size = self.dynamics.rows, self.dynamics.batches, position.shape[0]
-        flat = noise.normal(seeds.noise, step, rows * size, position.dtype)
+        flat = streams.normal(seeds.noise, step, rows * size, position.dtype)
         stream = self.gradient.stream
         if batches == 1:
             batch = stream.draw(seeds.batch, step)
@@ -270,10 +246,10 @@ class Sampler:
             counters = step * batches + lax.iota(jnp.int32, batches)
             batch = jax.vmap(stream.draw, (None, 0))(seeds.batch, counters)
         return StepRandomness(
-            flat.reshape(rows, size), batch, noise.uniform(seeds.uniform, step, position.dtype)
+            flat.reshape(rows, size), batch, streams.uniform(seeds.uniform, step, position.dtype)
         )
 
-    def _environment(
+    def _context(
         self, estimator: Any, adaptation: Any, step: jax.Array, warming: jax.Array, dtype: Any
     ) -> StepContext:
         def evaluate(position, batch):
@@ -295,34 +271,24 @@ class Sampler:
         """Make one step with given random numbers; a step that is not finite freezes the chain."""
         step, dtype = state.step, state.position.dtype
         estimator, renewals = self.gradient.refresh(state.estimator, state.position, step)
-        environment = self._environment(estimator, state.adaptation, step, step < state.num_warmup, dtype)
-        move = self.dynamics.step(environment, state.position, state.memory, draw)
+        context = self._context(estimator, state.adaptation, step, step < state.num_warmup, dtype)
+        move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
         # Both sums are finite only if all their terms are: cheaper than a test of each.
         finite = jnp.isfinite(squared_norm(move.position) + virial) & (state.first_divergence < 0)
-        estimates = self.dynamics.evaluations if move.evaluations is None else move.evaluations
-        spent = renewals + estimates * self.gradient.evaluations
-        new = (
-            move.position,
-            move.memory,
-            estimator,
-            move.evaluation.adaptation,
-            self._count(state.statistics, move, virial, spent),
-        )
-        old = (state.position, state.memory, state.estimator, state.adaptation, state.statistics)
-        position, memory, estimator, adaptation, statistics = jax.tree.map(
-            lambda a, b: jnp.where(finite, a, b), new, old
-        )
+        spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
+        statistics = self._count(state.statistics, move, virial, spent)
+        new = {
+            "position": move.position,
+            "memory": move.memory,
+            "estimator": estimator,
+            "adaptation": move.evaluation.adaptation,
+            "statistics": statistics,
+        }
+        old = {name: getattr(state, name) for name in new}
         newly = ~finite & (state.first_divergence < 0)
-        return state._replace(
-            position=position,
-            step=step + 1,
-            memory=memory,
-            estimator=estimator,
-            adaptation=adaptation,
-            statistics=statistics,
-            first_divergence=jnp.where(newly, step, state.first_divergence),
-        )
+        first_divergence = jnp.where(newly, step, state.first_divergence)
+        return state._replace(step=step + 1, first_divergence=first_divergence, **select(finite, new, old))
 
     def _count(
         self, statistics: Statistics, move: StepResult, virial: jax.Array, spent: jax.Array
@@ -349,10 +315,10 @@ def build(
     schedule: Schedule | float,
     temperature: Callable[[jax.Array], Any] | float = 1.0,
 ) -> Sampler:
-    """Put a sampler together from its parts.
+    """Put an MCMC sampler together from its parts.
 
     :param gradient: a gradient estimator of the potential U, the full negative log density.
-    :param dynamics: how the position moves.
+    :param dynamics: how the position moves, e.g. :class:`Overdamped` for SGLD.
     :param preconditioner: G; default the identity.
     :param schedule: step size eps > 0, or a callable step -> eps. eps means theta += (eps / 2) g~ + N(0, eps T) in
         every dynamics; those with momentum take time steps h = sqrt(eps).
@@ -372,12 +338,8 @@ def build(
     if dynamics.exact and not callable(temperature):
         check_number(call, "temperature", temperature, strict=True)
     if dynamics.exact and preconditioner.biased:
-        raise argument_error(
-            call,
-            "preconditioner",
-            preconditioner,
-            f"{type(dynamics).__name__} is exact only with a frozen one.",
-        )
+        instead = f"{type(dynamics).__name__} is exact only with a frozen one."
+        raise argument_error(call, "preconditioner", preconditioner, instead)
     return Sampler(
         gradient,
         dynamics,

@@ -4,32 +4,21 @@ Potentials are functions of the flat position (P,); the minibatch potential is s
 unscaled, likelihood part times N / B, so that its mean over minibatches is the full potential U.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn.sgmcmc.hoisting import separate
-from numpyro_bnn.sgmcmc.interfaces import Gradient
-from numpyro_bnn.sgmcmc.minibatches import FullData, Stream
+from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
+from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
-__all__ = ["Full", "Minibatch", "ControlVariates", "SVRG", "Center"]
-
-Potential = Callable[[jax.Array, Any], jax.Array]
-FullPotential = Callable[[jax.Array], jax.Array]
-
-
-def _value_and_grad(potential_fn: Potential, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
-    # The same minibatch (and its key, if it holds one) may be used at several positions: that is the point of it.
-    shared = jax.tree.map(
-        lambda leaf: jax.random.clone(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
-        batch,
-    )
-    return jax.value_and_grad(potential_fn)(position, shared)
+Potential = Callable[[Array, Any], Array]
+FullPotential = Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
@@ -47,7 +36,7 @@ class Full(Gradient):
     potential_fn: FullPotential
     stream: Stream = field(default=FullData(), init=False)
 
-    def __call__(self, state: Any, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
         return jax.value_and_grad(self.potential_fn)(position)
 
 
@@ -61,7 +50,7 @@ class Minibatch(Gradient):
     Reference: Welling and Teh (2011), equation 4.
 
     >>> import jax.numpy as jnp
-    >>> from numpyro_bnn.sgmcmc.minibatches import WithReplacement
+    >>> from numpyro_bnn.sgmcmc import WithReplacement
     >>> data = jnp.arange(10.0)
     >>> estimate = Minibatch(lambda q, i: 5.0 * jnp.sum((q - data[i]) ** 2), WithReplacement(10, 2))
     >>> estimate((), jnp.zeros(1), jnp.array([1, 2]))[1].tolist()
@@ -71,19 +60,20 @@ class Minibatch(Gradient):
     potential_fn: Potential
     stream: Stream
 
-    def __call__(self, state: Any, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
         return _value_and_grad(self.potential_fn, position, batch)
 
-    def separate(self, position: jax.Array, batch: Any) -> tuple[Callable, "Minibatch"]:
-        return _separate(self, position, batch)
+    def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], Gradient]:
+        prepare, finish = separate(self.potential_fn, position, batch)
+        return prepare, replace(self, potential_fn=finish)
 
 
 class Center(NamedTuple):
     """A position (P,) with the full potential and full gradient (P,) there."""
 
-    position: jax.Array
-    potential: jax.Array
-    gradient: jax.Array
+    position: Array
+    potential: Array
+    gradient: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +93,7 @@ class ControlVariates(Gradient):
     Reference: Baker, Fearnhead, Fox and Nemeth (2019), section 3.1.
 
     >>> import jax.numpy as jnp
-    >>> from numpyro_bnn.sgmcmc.minibatches import WithReplacement
+    >>> from numpyro_bnn.sgmcmc import WithReplacement
     >>> data = jnp.arange(10.0)
     >>> estimate = ControlVariates(lambda q, i: 5.0 * jnp.sum((q - data[i]) ** 2),
     ...                            lambda q: jnp.sum((q - data) ** 2), WithReplacement(10, 2))
@@ -115,11 +105,11 @@ class ControlVariates(Gradient):
     potential_fn: Potential
     full_potential_fn: FullPotential
     stream: Stream
-    center: jax.Array | None = None
+    center: Array | None = None
 
     evaluations = 2
 
-    def init(self, position: jax.Array) -> Center:
+    def init(self, position: Array) -> Center:
         center = position if self.center is None else jnp.asarray(self.center, position.dtype)
         if center.shape != position.shape:
             raise argument_error(
@@ -128,15 +118,19 @@ class ControlVariates(Gradient):
                 f"shape {center.shape}",
                 f"Pass a flat vector like the position, {position.shape}.",
             )
-        return _center_at(self.full_potential_fn, center)
+        return self._center_at(center)
 
-    def __call__(self, state: Center, position: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, state: Center, position: Array, batch: Any) -> tuple[Array, Array]:
         here = _value_and_grad(self.potential_fn, position, batch)
         there = _value_and_grad(self.potential_fn, state.position, batch)
         return state.potential + (here[0] - there[0]), state.gradient + (here[1] - there[1])
 
-    def separate(self, position: jax.Array, batch: Any) -> tuple[Callable, "ControlVariates"]:
-        return _separate(self, position, batch)
+    def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], Gradient]:
+        prepare, finish = separate(self.potential_fn, position, batch)
+        return prepare, replace(self, potential_fn=finish)
+
+    def _center_at(self, position: Array) -> Center:
+        return Center(position, *jax.value_and_grad(self.full_potential_fn)(position))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +146,8 @@ class SVRG(ControlVariates):
     Reference: Dubey et al. (2016), algorithm 2.
 
     >>> import jax.numpy as jnp
-    >>> from numpyro_bnn.sgmcmc.minibatches import FullData
-    >>> estimate = SVRG(lambda q, batch: q @ q, lambda q: q @ q, FullData(), period=2)
+    >>> from numpyro_bnn.sgmcmc import WithReplacement
+    >>> estimate = SVRG(lambda q, batch: q @ q, lambda q: q @ q, WithReplacement(10, 2), period=2)
     >>> state, count = estimate.refresh(estimate.init(jnp.zeros(1)), jnp.ones(1), jnp.int32(2))
     >>> state.gradient.tolist(), int(count)
     ([2.0], 1)
@@ -161,21 +155,92 @@ class SVRG(ControlVariates):
 
     period: int = 100
 
+    markov = False
+
     def __post_init__(self) -> None:
         check_count("sgmcmc.SVRG", "period", self.period)
 
-    markov = False
-
-    def refresh(self, state: Center, position: jax.Array, step: jax.Array) -> tuple[Center, jax.Array]:
+    def refresh(self, state: Center, position: Array, step: Array) -> tuple[Center, Array]:
         due = (step > 0) & (step % self.period == 0)
-        renewed = lax.cond(due, lambda: _center_at(self.full_potential_fn, position), lambda: state)
+        renewed = lax.cond(due, lambda: self._center_at(position), lambda: state)
         return renewed, due.astype(jnp.int32)
 
 
-def _separate(estimator: Any, position: jax.Array, batch: Any) -> tuple[Callable, Any]:
-    prepare, finish = separate(estimator.potential_fn, position, batch)
-    return prepare, replace(estimator, potential_fn=finish)
+def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tuple[Array, Array]:
+    # A minibatch (and its key, if it holds one) is evaluated at several positions on purpose.
+    shared = jax.tree.map(
+        lambda leaf: jax.random.clone(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
+        batch,
+    )
+    return jax.value_and_grad(potential_fn)(position, shared)
 
 
-def _center_at(full_potential_fn: FullPotential, position: jax.Array) -> Center:
-    return Center(position, *jax.value_and_grad(full_potential_fn)(position))
+# ------------------------------------------------------------------------- work that needs the minibatch alone
+
+
+def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Callable, Callable]:
+    """Split ``potential_fn(position, batch)`` into ``finish(position, prepare(batch))``, from an example of both.
+
+    ``prepare`` holds all that depends on the minibatch alone, above all picking its rows out of the data, and can run
+    for many steps at once. Inside the step that costs more the larger the data are, because XLA on CPUs takes the
+    size of the whole array for the work of a fused gather and hands it to several threads.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    closed = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))(
+        position, *leaves
+    )
+    jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    needed = _needed(jaxpr)
+    # Calls back into Python stay in the step: they may not support batches of steps.
+    calls = [v for equation in needed if "callback" in equation.primitive.name for v in equation.outvars]
+    moving = _reached(needed, [jaxpr.invars[0], *calls])
+    known = _reached(needed, jaxpr.invars[1:]) - moving
+    late = [equation for equation in needed if not known.intersection(equation.outvars)]
+    early = [equation for equation in needed if not moving.intersection(equation.outvars)]
+    used = [v for equation in late for v in _variables(equation.invars)] + _variables(jaxpr.outvars)
+    handed = [v for v in dict.fromkeys(used) if v in known]
+
+    def prepare(batch: Any) -> list[Array]:
+        values = {**constants, **dict(zip(jaxpr.invars[1:], jax.tree.leaves(batch), strict=True))}
+        return _evaluate(early, values, handed)
+
+    def finish(position: Array, prepared: list[Array]) -> Array:
+        values = {**constants, jaxpr.invars[0]: position, **dict(zip(handed, prepared, strict=True))}
+        return _evaluate(late, values, jaxpr.outvars)[0]
+
+    return prepare, finish
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """Equations that the output needs: a traced model holds many others."""
+    wanted, kept = set(_variables(jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if wanted.intersection(equation.outvars):
+            kept.append(equation)
+            wanted.update(_variables(equation.invars))
+    return kept[::-1]
+
+
+def _reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
+    """The variables ``start`` and all that are computed from them."""
+    found = set(start)
+    for equation in equations:
+        if found.intersection(_variables(equation.invars)):
+            found.update(equation.outvars)
+    return found
+
+
+def _evaluate(equations: Iterable[Any], values: dict[Any, Any], outputs: Iterable[Any]) -> list[Any]:
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in equations:
+        primitive = equation.primitive
+        parameters = primitive.get_bind_params(equation.params)
+        result = primitive.bind(*map(read, equation.invars), **parameters)
+        values.update(zip(equation.outvars, result if primitive.multiple_results else [result], strict=True))
+    return [read(atom) for atom in outputs]

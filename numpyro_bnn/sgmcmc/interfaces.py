@@ -1,4 +1,4 @@
-"""What the parts of a sampler hand to each other: the contracts of gradient, preconditioner and dynamics."""
+"""The contracts of the parts of a sampler (gradient, preconditioner, dynamics) and the values they exchange."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,26 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "Evaluation",
-    "StepContext",
-    "StepRandomness",
-    "StepResult",
-    "Gradient",
-    "Preconditioner",
-    "Dynamics",
-]
-
 Array = jax.Array
 
 
 class Evaluation(NamedTuple):
-    """The target seen at one position.
+    """The potential and its gradient at one position.
 
     :param position: (P,).
     :param potential: scalar estimate of U.
     :param gradient: (P,) estimate of the gradient of U.
-    :param adaptation: state of the preconditioner after it saw this gradient.
+    :param adaptation: state of the preconditioner after it has seen this gradient.
     """
 
     position: Array
@@ -54,10 +44,10 @@ class StepContext(NamedTuple):
 
 
 class StepRandomness(NamedTuple):
-    """The randomness of one step.
+    """The random numbers of one step.
 
     :param noise: standard normals (rows, P).
-    :param batch: a minibatch; with a leading axis where the dynamics takes several per step.
+    :param batch: a minibatch, with a leading axis if the dynamics takes several per step.
     :param uniform: scalar in (0, 1].
     """
 
@@ -72,9 +62,8 @@ class StepResult(NamedTuple):
     :param position: (P,).
     :param memory: the state of the dynamics (momenta, cached gradients).
     :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
-    :param accept_prob: Metropolis acceptance probability, or None where nothing is rejected.
-    :param energy_error: change of an energy that an exact step would conserve, or None where there is none.
-    :param evaluations: gradient estimates of this step where their number varies.
+    :param accept_prob: Metropolis acceptance probability, or None without a Metropolis test.
+    :param energy_error: change of an energy that an exact step would conserve, or None if not computed.
     """
 
     position: Array
@@ -82,42 +71,30 @@ class StepResult(NamedTuple):
     evaluation: Evaluation
     accept_prob: Array | None = None
     energy_error: Array | None = None
-    evaluations: Array | None = None
 
 
 class Gradient:
-    """Estimates the potential and its gradient from a minibatch, or from all the data (:class:`Full`).
+    """Estimates the potential and its gradient from a minibatch or from all the data."""
 
-    Attribute ``stream``: the source of minibatches.
-
-    >>> Gradient().evaluations, Gradient().markov
-    (1, True)
-    """
-
+    #: The source of minibatches.
     stream: Any
-
-    @property
-    def evaluations(self) -> int:
-        """Gradients of the minibatch potential per estimate."""
-        return 1
-
-    @property
-    def markov(self) -> bool:
-        """Whether an estimate depends on nothing of the chain but its position."""
-        return True
+    #: Gradients of the minibatch potential per estimate.
+    evaluations: int = 1
+    #: Whether an estimate depends on the position of the chain alone, not on its history.
+    markov: bool = True
 
     def init(self, position: Array) -> Any:
-        """Return the state of the estimator; default none."""
+        """Return the state of the estimator; by default there is none."""
         return ()
 
     def refresh(self, state: Any, position: Array, step: Array) -> tuple[Any, Array]:
-        """Renew the state before a step; return it with the number of full gradients spent."""
+        """Renew the state before a step; return it with the number of full gradients computed."""
         return state, jnp.int32(0)
 
     def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], "Gradient"]:
-        """Return ``prepare`` and an estimator that takes ``prepare(batch)`` where this one takes ``batch``.
+        """Return ``prepare`` and an estimator that takes ``prepare(batch)`` instead of ``batch``.
 
-        What depends on the minibatch alone can so be computed for many steps at once; default nothing.
+        What depends only on the minibatch can then be computed for many steps at once; by default nothing.
         """
         return (lambda batch: batch), self
 
@@ -127,11 +104,7 @@ class Gradient:
 
 
 class Preconditioner:
-    """A symmetric positive definite G = L L', the inverse of a mass matrix.
-
-    >>> Preconditioner().adapts, Preconditioner().biased
-    (False, False)
-    """
+    """A symmetric positive definite G = L L', the inverse of a mass matrix."""
 
     @property
     def adapts(self) -> bool:
@@ -140,15 +113,15 @@ class Preconditioner:
 
     @property
     def biased(self) -> bool:
-        """Whether it goes on changing after warm-up."""
+        """Whether it keeps changing after warm-up."""
         return False
 
     def init(self, position: Array) -> Any:
-        """Return the state for positions like this one."""
+        """Return the state for positions of this shape and type."""
         return ()
 
     def update(self, state: Any, gradient: Array, warming: Array) -> Any:
-        """Learn from a gradient; default nothing."""
+        """Learn from a gradient; by default nothing."""
         return state
 
     def root(self, state: Any, v: Array) -> Array:
@@ -165,11 +138,10 @@ class Preconditioner:
 
 
 class Dynamics:
-    """Moves the position; says how many normals, minibatches and gradients a step takes.
+    """Moves the position of a chain by one step."""
 
-    >>> Dynamics().rows, Dynamics().batches, Dynamics().evaluations, Dynamics().exact
-    (1, 1, 1, False)
-    """
+    #: Whether a Metropolis test removes the discretization error.
+    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -187,13 +159,8 @@ class Dynamics:
         return 1
 
     @property
-    def exact(self) -> bool:
-        """Whether a Metropolis test removes the discretization error."""
-        return False
-
-    @property
     def reports_energy(self) -> bool:
-        """Whether its moves tell their energy error."""
+        """Whether its steps report their energy error."""
         return False
 
     @property
@@ -202,15 +169,13 @@ class Dynamics:
         return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
-        """Refuse gradient estimators under which the dynamics would be wrong; default none."""
+        """Refuse gradient estimators under which the dynamics would be wrong; by default none."""
 
-    def init(self, environment: StepContext, position: Array, draw: StepRandomness) -> Any:
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         """Return the memory (momenta, cached gradients) of a chain that starts here."""
         return ()
 
-    def step(
-        self, environment: StepContext, position: Array, memory: Any, draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         """Make one step."""
         raise NotImplementedError
 
@@ -222,3 +187,8 @@ class Dynamics:
 def squared_norm(v: Array) -> Array:
     """Return v'v."""
     return jnp.vdot(v, v)
+
+
+def select(condition: Array, new: Any, old: Any) -> Any:
+    """Return one of two trees."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

@@ -1,5 +1,6 @@
-"""Dynamics with a Metropolis test on the full data: MALA, and GGMC with minibatch gradients."""
+"""Exact dynamics, with a Metropolis test on the full data: MALA, HMC, and GGMC with minibatch gradients."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,61 +8,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn.sgmcmc.dynamics import refreshed
 from numpyro_bnn.sgmcmc.interfaces import (
+    Array,
     Dynamics,
     Evaluation,
     Gradient,
     StepContext,
     StepRandomness,
     StepResult,
+    select,
     squared_norm,
 )
-from numpyro_bnn.sgmcmc.minibatches import FullData
-from numpyro_bnn.sgmcmc.underdamped import refreshed
-
-__all__ = ["MALA", "GGMC", "Trajectory"]
+from numpyro_bnn.sgmcmc.streams import FullData
 
 
-def accept(log_ratio: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (accepted, acceptance probability) of a Metropolis test.
-
-    :param log_ratio: that is not a number counts as minus infinity.
-    :param uniform: in (0, 1].
-
-    >>> accept(jnp.log(0.5), jnp.float32(0.4))[0].item()
-    True
-    """
+def accept(log_ratio: Array, uniform: Array) -> tuple[Array, Array]:
+    """Return (accepted, acceptance probability) of a Metropolis test; a ``log_ratio`` of NaN counts as -inf."""
     log_ratio = jnp.where(jnp.isnan(log_ratio), -jnp.inf, jnp.minimum(log_ratio, 0.0))
     # `uniform` is never 0, so a probability of 0 never accepts.
     return jnp.log(uniform) <= log_ratio, jnp.exp(log_ratio)
 
 
-def select(accepted: jax.Array, new: Any, old: Any) -> Any:
-    """Return one of two trees.
-
-    >>> select(jnp.asarray(False), 1, 2).item()
-    2
-    """
-    return jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, old)
-
-
-def check_all_data(
-    call: str, gradient: Gradient, instead: str = "Pass `Full`; `GGMC` is exact with minibatches."
-) -> None:
-    """Refuse gradients from minibatches, under which a test with their potential would not be exact.
-
-    >>> from numpyro_bnn.sgmcmc import Full
-    >>> check_all_data("sgmcmc.MALA", Full(lambda q: q @ q))
-    """
+def _check_all_data(call: str, gradient: Gradient) -> None:
+    """Refuse gradients from minibatches, under which a test with their potential would not be exact."""
     if not isinstance(gradient.stream, FullData):
+        instead = "Pass `Full`; `GGMC` is exact with minibatches."
         raise argument_error(call, "gradient", type(gradient).__name__, instead)
 
 
 @dataclass(frozen=True)
 class MALA(Dynamics):
-    r"""Metropolis-adjusted Langevin: one leapfrog step from a fresh momentum, then accept or stay.
+    r"""Metropolis-adjusted Langevin algorithm: one leapfrog step from a fresh momentum, then accept or stay.
 
     With h = sqrt(step_size), r ~ N(0, T I), G = L L':
 
@@ -80,31 +61,126 @@ class MALA(Dynamics):
     exact = True
 
     def check(self, gradient: Gradient) -> None:
-        check_all_data("sgmcmc.MALA", gradient)
+        _check_all_data("sgmcmc.MALA", gradient)
 
-    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Evaluation:
-        return environment.evaluate(position, draw.batch)
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Evaluation:
+        return context.evaluate(position, draw.batch)
 
     def step(
-        self, environment: StepContext, position: jax.Array, memory: Evaluation, draw: StepRandomness
+        self, context: StepContext, position: Array, memory: Evaluation, draw: StepRandomness
     ) -> StepResult:
-        h, temperature = jnp.sqrt(environment.step_size), environment.temperature
-        adaptation = environment.adaptation
+        h, temperature = jnp.sqrt(context.step_size), context.temperature
+        adaptation = context.adaptation
         start = jnp.sqrt(temperature) * draw.noise[0]
-        kicked = start - 0.5 * h * environment.transpose(adaptation, memory.gradient)
-        seen = environment.evaluate(position + h * environment.root(adaptation, kicked), draw.batch)
-        end = kicked - 0.5 * h * environment.transpose(adaptation, seen.gradient)
+        kicked = start - 0.5 * h * context.transpose(adaptation, memory.gradient)
+        seen = context.evaluate(position + h * context.root(adaptation, kicked), draw.batch)
+        end = kicked - 0.5 * h * context.transpose(adaptation, seen.gradient)
         error = seen.potential - memory.potential + 0.5 * (squared_norm(end) - squared_norm(start))
         accepted, probability = accept(-error / temperature, draw.uniform)
         kept = select(accepted, seen, memory._replace(adaptation=adaptation))
         return StepResult(kept.position, kept, kept, probability)
 
 
+class Phase(NamedTuple):
+    """Whitened momentum r, (P,)."""
+
+    momentum: Array
+
+
+@dataclass(frozen=True)
+class HMC(Dynamics):
+    r"""Hamiltonian Monte Carlo with partial refreshment of the momentum.
+
+    With h = sqrt(step_size), G = L L' and a = 1 - momentum_decay, a step is a trajectory:
+
+    .. math:: r \leftarrow a r + \sqrt{(1 - a^2) T}\, z, \qquad
+              (\theta^*, r^*) = \mathrm{leapfrog}^{L}(\theta, r;\ h), \qquad
+              \log\alpha = -[U(\theta^*) - U(\theta) + (r^{*\prime} r^* - r'r) / 2] / T
+
+    On rejection the chain stays and its momentum is flipped; without the flip, a persistent momentum would not be
+    exact. The step size of a trajectory is h times a uniform number in [1 - jitter, 1 + jitter], so that no
+    frequency of the target returns to its start again and again.
+
+    Exact: it needs the gradient and potential of the full data (:class:`Full`).
+
+    :param num_steps: L.
+    :param momentum_decay: share of the momentum that a trajectory forgets, in [0, 1]; 1 is plain HMC.
+    :param jitter: in [0, 1).
+    :raises ValueError: for numbers outside these ranges.
+
+    Reference: Horowitz (1991); Neal (2011), on partial refreshment and random step sizes.
+
+    >>> HMC(10).evaluations
+    11
+    """
+
+    num_steps: int
+    momentum_decay: float = 1.0
+    jitter: float = 0.1
+
+    exact = True
+
+    def __post_init__(self) -> None:
+        call = "sgmcmc.HMC"
+        check_count(call, "num_steps", self.num_steps)
+        check_number(call, "momentum_decay", self.momentum_decay)
+        check_number(call, "jitter", self.jitter, below=1.0)
+        if self.momentum_decay > 1:
+            raise argument_error(call, "momentum_decay", self.momentum_decay, "Pass a share in [0, 1].")
+
+    @property
+    def rows(self) -> int:
+        return 2
+
+    @property
+    def evaluations(self) -> int:
+        return self.num_steps + 1
+
+    def check(self, gradient: Gradient) -> None:
+        _check_all_data("sgmcmc.HMC", gradient)
+
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Phase:
+        return Phase(jnp.sqrt(context.temperature) * draw.noise[0])
+
+    def step(self, context: StepContext, position: Array, memory: Phase, draw: StepRandomness) -> StepResult:
+        temperature = context.temperature
+        rate = jnp.asarray(math.inf if self.momentum_decay == 1 else -math.log1p(-self.momentum_decay))
+        start = refreshed(memory.momentum, draw.noise[0], rate, temperature)
+        # Statistics and adaptation see the start, which belongs to the chain whether or not the test accepts.
+        here = context.evaluate(position, draw.batch)
+        # The second row of normals gives one uniform number.
+        factor = 1 + self.jitter * (2 * norm.cdf(draw.noise[1, 0]) - 1)
+        there, end = self._leapfrog(context, here, start, factor * jnp.sqrt(context.step_size), draw.batch)
+        error = there.potential - here.potential + 0.5 * (squared_norm(end) - squared_norm(start))
+        accepted, probability = accept(-error / temperature, draw.uniform)
+        kept, momentum = select(accepted, (there.position, end), (position, -start))
+        return StepResult(kept, Phase(momentum), here, probability)
+
+    def _leapfrog(
+        self, context: StepContext, here: Evaluation, momentum: Array, h: Array, batch: Any
+    ) -> tuple[Evaluation, Array]:
+        adaptation = context.adaptation
+
+        def kick(r: Array, share: float, seen: Evaluation) -> Array:
+            return r - share * h * context.transpose(adaptation, seen.gradient)
+
+        def leap(_: Array, carry: tuple[Evaluation, Array]) -> tuple[Evaluation, Array]:
+            seen, r = carry
+            seen = context.evaluate(seen.position + h * context.root(adaptation, r), batch)
+            return seen, kick(r, 1.0, seen)
+
+        there, r = lax.fori_loop(0, self.num_steps, leap, (here, kick(momentum, 0.5, here)))
+        return there, kick(r, -0.5, there)
+
+    def momentum(self, memory: Phase) -> Array:
+        return memory.momentum
+
+
 class Trajectory(NamedTuple):
     """Whitened momentum r, (P,), and the full potential at the position."""
 
-    momentum: jax.Array
-    potential: jax.Array
+    momentum: Array
+    potential: Array
 
 
 @dataclass(frozen=True)
@@ -117,9 +193,9 @@ class GGMC(Dynamics):
     .. math::
         \log\alpha = -\tfrac1T [U(\theta_L) - U(\theta_0) + \sum_l (r_l^{B\prime} r_l^B - r_l^{O\prime} r_l^O) / 2]
 
-    On rejection the chain returns to (theta_0, **-r_0**). The flip is what makes it exact: without it E[x^2] on a
-    unit Gaussian is wrong by several per cent. Exact whatever the step size and the minibatch noise, which cost
-    acceptance only; it needs minibatches that are independent of each other and of the chain's past.
+    On rejection the chain returns to (theta_0, **-r_0**). The flip makes it exact: without it E[x^2] on a unit
+    Gaussian is wrong by several per cent. The sampler is exact for any step size and any minibatch noise, which only
+    lower the acceptance; its minibatches must be independent of each other and of the chain's past.
 
     :param full_potential_fn: ``full_potential_fn(position) -> U``, evaluated once per trajectory.
     :param num_steps: L.
@@ -132,9 +208,11 @@ class GGMC(Dynamics):
     10
     """
 
-    full_potential_fn: Callable[[jax.Array], jax.Array]
+    full_potential_fn: Callable[[Array], Array]
     num_steps: int
     friction: float
+
+    exact = True
 
     def __post_init__(self) -> None:
         check_count("sgmcmc.GGMC", "num_steps", self.num_steps)
@@ -152,8 +230,6 @@ class GGMC(Dynamics):
     def evaluations(self) -> int:
         return 2 * self.num_steps
 
-    exact = True
-
     def check(self, gradient: Gradient) -> None:
         if not (gradient.markov and gradient.stream.independent):
             raise argument_error(
@@ -163,45 +239,41 @@ class GGMC(Dynamics):
                 "Its minibatches depend on the past of the chain: sample with replacement, without SVRG.",
             )
 
-    def init(self, environment: StepContext, position: jax.Array, draw: StepRandomness) -> Trajectory:
-        start = jnp.sqrt(environment.temperature) * draw.noise[0]
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
+        start = jnp.sqrt(context.temperature) * draw.noise[0]
         return Trajectory(start, self.full_potential_fn(position))
 
     def step(
-        self, environment: StepContext, position: jax.Array, memory: Trajectory, draw: StepRandomness
+        self, context: StepContext, position: Array, memory: Trajectory, draw: StepRandomness
     ) -> StepResult:
-        end, momentum, work, seen = self._simulate(environment, position, memory.momentum, draw)
+        end, momentum, work, seen = self._simulate(context, position, memory.momentum, draw)
         potential = self.full_potential_fn(end)
         error = potential - memory.potential + work
-        accepted, probability = accept(-error / environment.temperature, draw.uniform)
-        back = (position, Trajectory(self.after_rejection(memory.momentum), memory.potential))
+        accepted, probability = accept(-error / context.temperature, draw.uniform)
+        back = (position, Trajectory(-memory.momentum, memory.potential))
         kept, trajectory = select(accepted, (end, Trajectory(momentum, potential)), back)
         return StepResult(kept, trajectory, seen, probability)
 
-    def after_rejection(self, momentum: jax.Array) -> jax.Array:
-        """Return the momentum with which a rejected trajectory goes on: minus the one it started with."""
-        return -momentum
-
     def _simulate(
-        self, environment: StepContext, position: jax.Array, momentum: jax.Array, draw: StepRandomness
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Evaluation]:
+        self, context: StepContext, position: Array, momentum: Array, draw: StepRandomness
+    ) -> tuple[Array, Array, Array, Evaluation]:
         """Return the end (theta_L, r_L), the sum of kinetic changes, and the first evaluation."""
-        h, adaptation = jnp.sqrt(environment.step_size), environment.adaptation
+        h, adaptation = jnp.sqrt(context.step_size), context.adaptation
         rate = 0.5 * self.friction * h
 
         def kick(r, gradient):
-            return r - 0.5 * h * environment.transpose(adaptation, gradient)
+            return r - 0.5 * h * context.transpose(adaptation, gradient)
 
         def obabo(step, carry):
             theta, r, work, first = carry
             batch = jax.tree.map(lambda leaf: leaf[step] if self.num_steps > 1 else leaf, draw.batch)
-            fresh = refreshed(r, draw.noise[2 * step], rate, environment.temperature)
-            here = environment.evaluate(theta, batch)
+            fresh = refreshed(r, draw.noise[2 * step], rate, context.temperature)
+            here = context.evaluate(theta, batch)
             kicked = kick(fresh, here.gradient)
-            theta = theta + h * environment.root(adaptation, kicked)
-            kicked = kick(kicked, environment.evaluate(theta, batch).gradient)
+            theta = theta + h * context.root(adaptation, kicked)
+            kicked = kick(kicked, context.evaluate(theta, batch).gradient)
             work = work + 0.5 * (squared_norm(kicked) - squared_norm(fresh))
-            last = refreshed(kicked, draw.noise[2 * step + 1], rate, environment.temperature)
+            last = refreshed(kicked, draw.noise[2 * step + 1], rate, context.temperature)
             # Statistics and adaptation see the start of the trajectory, which belongs to the chain in any case.
             return theta, last, work, select(step == 0, here, first)
 
@@ -209,5 +281,5 @@ class GGMC(Dynamics):
         blank = Evaluation(position, zero, jnp.zeros_like(position), adaptation)
         return lax.fori_loop(0, self.num_steps, obabo, (position, momentum, zero, blank))
 
-    def momentum(self, memory: Trajectory) -> jax.Array:
+    def momentum(self, memory: Trajectory) -> Array:
         return memory.momentum

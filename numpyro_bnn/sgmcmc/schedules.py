@@ -1,6 +1,6 @@
 """Schedules: functions from the step number 0, 1, 2, ... to a value (step size or temperature).
 
-Any such callable serves, optax schedules included. ``step_size`` eps always means
+Any such callable works, optax schedules included. ``step_size`` eps always means
 theta += (eps / 2) g~ + N(0, eps T), g~ the estimate of the gradient of the log posterior.
 """
 
@@ -14,25 +14,18 @@ import jax.numpy as jnp
 
 from numpyro_bnn._checks import argument_error, check_count, check_number
 
-__all__ = [
-    "Schedule",
-    "Constant",
-    "Polynomial",
-    "Cyclical",
-    "constant",
-    "polynomial",
-    "cyclical",
-    "as_schedule",
-]
+__all__ = ["constant", "polynomial", "cyclical"]
 
 Schedule = Callable[[jax.Array], Any]
 
 
 @dataclass(frozen=True)
-class Constant:
-    """eps_t = value.
+class constant:
+    """The same step size at every step: eps_t = value.
 
-    >>> Constant(0.1)(7)
+    :param value: positive.
+
+    >>> constant(0.1)(7)
     0.1
     """
 
@@ -43,8 +36,8 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Polynomial:
-    """eps_t = a (b + t)^-gamma.
+class polynomial:
+    """Step sizes that fall as a power of the step number: eps_t = a (b + t)^-gamma.
 
     With gamma in (0.5, 1] the sum of eps_t is infinite and that of eps_t^2 finite, as convergence needs.
 
@@ -55,7 +48,7 @@ class Polynomial:
 
     Reference: Welling and Teh (2011), section 3.
 
-    >>> Polynomial(1.0, 4.0, 1.0)(0)
+    >>> polynomial(1.0, b=4.0, gamma=1.0)(0)
     0.25
     """
 
@@ -64,26 +57,24 @@ class Polynomial:
     gamma: float = 0.55
 
     def __post_init__(self) -> None:
-        for name in ("a", "b"):
-            check_number("sgmcmc.Polynomial", name, getattr(self, name), strict=True)
-        check_number("sgmcmc.Polynomial", "gamma", self.gamma, minimum=0.5, strict=True)
+        call = "schedules.polynomial"
+        check_number(call, "a", self.a, strict=True)
+        check_number(call, "b", self.b, strict=True)
+        check_number(call, "gamma", self.gamma, minimum=0.5, strict=True)
         if self.gamma > 1:
-            raise argument_error(
-                "sgmcmc.Polynomial",
-                "gamma",
-                self.gamma,
-                "Above 1 the chain freezes: pass a value in (0.5, 1].",
-            )
+            instead = "Above 1 the chain freezes: pass a value in (0.5, 1]."
+            raise argument_error(call, "gamma", self.gamma, instead)
 
     def __call__(self, step: Any) -> Any:
         return self.a * (self.b + step) ** -self.gamma
 
 
 @dataclass(frozen=True)
-class Cyclical:
-    """Cosine cycles: eps_k = (eps_0 / 2) [cos(pi r_k) + 1], with phase r_k = mod(k - 1, L) / L and L = ceil(K / M).
+class cyclical:
+    """Step sizes that fall along a cosine and restart: eps_k = (eps_0 / 2) [cos(pi r_k) + 1].
 
-    Step t counts from 0, so k = t + 1. Draws are collected where r_k >= beta.
+    The phase is r_k = mod(k - 1, L) / L with cycles of L = ceil(K / M) steps. Step t counts from 0, so k = t + 1.
+    Draws are collected where r_k >= beta.
 
     :param initial: eps_0, positive.
     :param num_steps: K.
@@ -93,7 +84,7 @@ class Cyclical:
 
     Reference: Zhang et al. (2020), equation 1.
 
-    >>> schedule = Cyclical(2.0, num_steps=8, num_cycles=2, explore=0.5)
+    >>> schedule = cyclical(2.0, num_steps=8, num_cycles=2, explore=0.5)
     >>> [bool(schedule.collects(step)) for step in range(4)], float(schedule(4))
     ([False, False, True, True], 2.0)
     """
@@ -104,19 +95,14 @@ class Cyclical:
     explore: float = 0.5
 
     def __post_init__(self) -> None:
-        call = "sgmcmc.Cyclical"
+        call = "schedules.cyclical"
         check_number(call, "initial", self.initial, strict=True)
         check_count(call, "num_steps", self.num_steps)
         check_count(call, "num_cycles", self.num_cycles)
         if self.num_cycles > self.num_steps:
-            raise argument_error(
-                call, "num_cycles", self.num_cycles, f"Pass at most num_steps = {self.num_steps}."
-            )
-        check_number(call, "explore", self.explore)
-        if self.explore >= 1:
-            raise argument_error(
-                call, "explore", self.explore, "Pass a value in [0, 1), or nothing is collected."
-            )
+            instead = f"Pass at most num_steps = {self.num_steps}."
+            raise argument_error(call, "num_cycles", self.num_cycles, instead)
+        check_number(call, "explore", self.explore, below=1.0)
 
     @property
     def cycle_length(self) -> int:
@@ -128,7 +114,7 @@ class Cyclical:
         return (step % self.cycle_length) / self.cycle_length
 
     def collects(self, step: Any) -> Any:
-        """Tell whether the step belongs to the sampling part of its cycle."""
+        """Return whether the step belongs to the sampling part of its cycle."""
         # Counted in whole steps: a float32 phase may round below `explore`.
         return step % self.cycle_length >= math.ceil(self.explore * self.cycle_length - 1e-9)
 
@@ -140,35 +126,6 @@ class Cyclical:
         return 0.5 * self.initial * (jnp.cos(jnp.pi * self.phase(step)) + 1.0)
 
 
-def constant(value: float) -> Constant:
-    """The same step size at every step: eps_t = value.
-
-    :param value: positive.
-
-    >>> constant(0.1)(5)
-    0.1
-    """
-    return Constant(value)
-
-
-def polynomial(a: float, b: float = 1.0, gamma: float = 0.55) -> Polynomial:
-    """Step sizes eps_t = a (b + t)^-gamma; the parameters are those of :class:`Polynomial`.
-
-    >>> polynomial(1.0, b=4.0, gamma=1.0)(0)
-    0.25
-    """
-    return Polynomial(a, b, gamma)
-
-
-def cyclical(initial: float, num_steps: int, num_cycles: int, explore: float = 0.5) -> Cyclical:
-    """Step sizes that fall along a cosine and restart; the parameters are those of :class:`Cyclical`.
-
-    >>> cyclical(0.1, num_steps=100, num_cycles=2).cycle_length
-    50
-    """
-    return Cyclical(initial, num_steps, num_cycles, explore)
-
-
 def as_schedule(call: str, argument: str, value: Any, *, strict: bool) -> Schedule:
     """Turn a number into a constant schedule; leave callables as they are.
 
@@ -177,4 +134,4 @@ def as_schedule(call: str, argument: str, value: Any, *, strict: bool) -> Schedu
     if callable(value):
         return value
     check_number(call, argument, value, strict=strict)
-    return Constant(value)
+    return constant(value)

@@ -1,0 +1,378 @@
+"""Dynamics without a Metropolis test: Langevin (overdamped, underdamped, thermostat) and microcanonical."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from numpyro_bnn._checks import argument_error, check_choice, check_number
+from numpyro_bnn.sgmcmc.interfaces import (
+    Array,
+    Dynamics,
+    Evaluation,
+    StepContext,
+    StepRandomness,
+    StepResult,
+    squared_norm,
+)
+
+# --------------------------------------------------------------------------------------------------- Langevin
+
+
+@dataclass(frozen=True)
+class Overdamped(Dynamics):
+    r"""Overdamped Langevin dynamics by Euler-Maruyama steps, as in SGLD and its preconditioned form.
+
+    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon}{2} G \tilde g + \sqrt{\epsilon T}\, L z, \quad G = L L',
+              \quad \tilde g = -\nabla \tilde U, \quad z \sim N(0, I)
+
+    The stationary density tends to exp(-U / T) as eps -> 0; T = 0 is gradient descent with learning rate eps / 2.
+    On N(0, 1 / lam) with gradient noise of variance V the stationary variance at constant step is
+    (2 eta T + eta^2 V) / (1 - (1 - eta lam)^2), eta = eps / 2.
+
+    Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
+
+    >>> Overdamped().rows
+    1
+    """
+
+    def step(
+        self, context: StepContext, position: Array, memory: tuple[()], draw: StepRandomness
+    ) -> StepResult:
+        seen = context.evaluate(position, draw.batch)
+        drift = (-0.5 * context.step_size) * context.transpose(seen.adaptation, seen.gradient)
+        noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
+        return StepResult(position + context.root(seen.adaptation, drift + noise), memory, seen)
+
+
+class Momentum(NamedTuple):
+    """Whitened momentum r = L' m, (P,), with stationary distribution N(0, T I), and the last gradient (P,)."""
+
+    momentum: Array
+    gradient: Array
+
+
+def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) -> Array:
+    """Solve dr = -r dt + sqrt(2 T) dW over the time ``rate`` exactly; rate 0 leaves r, rate inf replaces it."""
+    spread = jnp.sqrt(-jnp.expm1(-2.0 * rate) * temperature)
+    return jnp.exp(-rate) * momentum + spread * noise
+
+
+@dataclass(frozen=True)
+class _Underdamped(Dynamics):
+    friction: float
+
+    def __post_init__(self) -> None:
+        check_number(f"sgmcmc.{type(self).__name__}", "friction", self.friction, infinite=True)
+
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Momentum:
+        start = jnp.sqrt(context.temperature) * draw.noise[0]
+        return Momentum(start, context.evaluate(position, draw.batch).gradient)
+
+    def momentum(self, memory: Momentum) -> Array:
+        return memory.momentum
+
+    def _kick(self, context: StepContext, momentum: Array, gradient: Array) -> Array:
+        half = 0.5 * jnp.sqrt(context.step_size)
+        return momentum - half * context.transpose(context.adaptation, gradient)
+
+    def _rate(self, context: StepContext) -> Array:
+        return self.friction * jnp.sqrt(context.step_size)
+
+
+@dataclass(frozen=True)
+class BAOAB(_Underdamped):
+    r"""Underdamped Langevin dynamics (SGHMC): kick, half drift, refresh, half drift, kick.
+
+    With time step :math:`h = \sqrt\epsilon`, mass M = G^-1, G = L L' and r = L' m:
+
+    .. math::
+        B:\ r \leftarrow r + \tfrac h2 L' \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 L r, \quad
+        O:\ r \leftarrow a r + \sqrt{(1 - a^2) T}\, z,\quad a = e^{-\gamma h}
+
+    One gradient per step: the last kick of a step and the first of the next share it; each step has a new minibatch.
+    The step size means the same as in every other dynamics: at infinite friction
+    :math:`\theta \leftarrow \theta + \tfrac\epsilon2 \tilde g + \sqrt{\epsilon T} (z_n + z_{n+1}) / 2`, SGLD with
+    neighboring noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum decay 1 - a. On
+    N(0, 1 / lam) with exact gradients the positions have the exact variance T / lam, the momenta after a step
+    T (1 - eps lam / 4). Friction 0 is leapfrog; T = 0 is damped gradient descent.
+
+    :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each step.
+    :raises ValueError: for a negative friction.
+
+    Reference: Leimkuhler and Matthews (2013), section 2; Chen, Fox and Guestrin (2014).
+
+    >>> BAOAB(friction=1.0).rows
+    1
+    """
+
+    def step(
+        self, context: StepContext, position: Array, memory: Momentum, draw: StepRandomness
+    ) -> StepResult:
+        half = 0.5 * jnp.sqrt(context.step_size)
+        kicked = self._kick(context, memory.momentum, memory.gradient)
+        fresh = refreshed(kicked, draw.noise[0], self._rate(context), context.temperature)
+        # Both half drifts in one product: nothing in between depends on the position.
+        position = position + half * context.root(context.adaptation, kicked + fresh)
+        seen = context.evaluate(position, draw.batch)
+        last = self._kick(context, fresh, seen.gradient)
+        return StepResult(position, Momentum(last, seen.gradient), seen)
+
+
+@dataclass(frozen=True)
+class OBABO(_Underdamped):
+    r"""Underdamped Langevin dynamics (SGHMC): half refresh, kick, drift, kick, half refresh, as in :class:`BAOAB`.
+
+    Each half refresh uses noise of its own: :math:`r \leftarrow \sqrt a\, r + \sqrt{(1 - a) T}\, z`. Positions
+    have an error of order eps = h^2: on N(0, 1 / lam) with exact gradients their variance is
+    T / (lam (1 - eps lam / 4)), while the momenta have variance T exactly.
+
+    :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each step.
+    :raises ValueError: for a negative friction.
+
+    Reference: Bussi and Parrinello (2007), section II.C.
+
+    >>> OBABO(friction=1.0).rows
+    2
+    """
+
+    rows = 2
+
+    def step(
+        self, context: StepContext, position: Array, memory: Momentum, draw: StepRandomness
+    ) -> StepResult:
+        h, rate = jnp.sqrt(context.step_size), 0.5 * self._rate(context)
+        fresh = refreshed(memory.momentum, draw.noise[0], rate, context.temperature)
+        kicked = self._kick(context, fresh, memory.gradient)
+        position = position + h * context.root(context.adaptation, kicked)
+        seen = context.evaluate(position, draw.batch)
+        kicked = self._kick(context, kicked, seen.gradient)
+        last = refreshed(kicked, draw.noise[1], rate, context.temperature)
+        return StepResult(position, Momentum(last, seen.gradient), seen)
+
+
+class Thermostat(NamedTuple):
+    """Whitened momentum r, (P,), the last gradient (P,), and the thermostat's friction xi, scalar."""
+
+    momentum: Array
+    gradient: Array
+    friction: Array
+
+
+@dataclass(frozen=True)
+class NoseHoover(Dynamics):
+    r"""Stochastic-gradient Nosé-Hoover thermostat (SGNHT): its friction adapts to the unknown gradient noise.
+
+    The equations of Ding et al. (2014), with r'r the squared norm,
+
+    .. math:: dr = -\xi r\,dt + L'\tilde g\,dt + \sqrt{2 A T}\,dW, \quad d\theta = L r\,dt, \quad
+              Q\,d\xi = (r'r / P - T)\,dt
+
+    by the symmetric splitting kick, half drift, half thermostat, refresh with friction xi (exact), and back (B A D O
+    D A B), h = sqrt(step_size): same first-order terms as the Euler steps of that paper, smaller error. Where
+    gradient noise has variance V per coordinate, xi settles near A + h V / (2 T), and positions and momenta keep the
+    temperature T; this holds for noise of one size in all (whitened) coordinates. With A = 0 and exact gradients the
+    motion is deterministic and need not be ergodic.
+
+    :param friction: A >= 0, also the start of xi.
+    :param mass: Q > 0, 1 in that paper; its unit is a squared time, so it should be a multiple of h^2.
+    :raises ValueError: for a negative or infinite friction, or a mass that is not positive.
+
+    Reference: Ding et al. (2014), algorithm 2; Leimkuhler and Shang (2016), section 2 (splitting).
+
+    >>> NoseHoover(friction=1.0).rows
+    1
+    """
+
+    friction: float
+    mass: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("sgmcmc.NoseHoover", "friction", self.friction)
+        check_number("sgmcmc.NoseHoover", "mass", self.mass, strict=True)
+
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Thermostat:
+        start = jnp.sqrt(context.temperature) * draw.noise[0]
+        gradient = context.evaluate(position, draw.batch).gradient
+        return Thermostat(start, gradient, jnp.asarray(self.friction, position.dtype))
+
+    def step(
+        self, context: StepContext, position: Array, memory: Thermostat, draw: StepRandomness
+    ) -> StepResult:
+        h, temperature = jnp.sqrt(context.step_size), context.temperature
+        half, size = 0.5 * h, position.shape[0]
+        kicked = memory.momentum - half * context.transpose(context.adaptation, memory.gradient)
+        xi = memory.friction + half / self.mass * (squared_norm(kicked) / size - temperature)
+        decay = jnp.exp(-xi * h)
+        fresh = decay * kicked + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
+        xi = xi + half / self.mass * (squared_norm(fresh) / size - temperature)
+        position = position + half * context.root(context.adaptation, kicked + fresh)
+        seen = context.evaluate(position, draw.batch)
+        last = fresh - half * context.transpose(context.adaptation, seen.gradient)
+        return StepResult(position, Thermostat(last, seen.gradient, xi), seen)
+
+    def _variance(self, xi: Array, h: Array) -> Array:
+        """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi = 0."""
+        small = jnp.abs(xi) < 1e-4
+        safe = jnp.where(small, 1.0, xi)
+        exact = -jnp.expm1(-2.0 * safe * h) / safe
+        return self.friction * jnp.where(small, 2.0 * h * (1.0 - xi * h), exact)
+
+    def momentum(self, memory: Thermostat) -> Array:
+        return memory.momentum
+
+
+# --------------------------------------------------------------------------------------------- microcanonical
+
+_OUTER = 0.1931833275037836
+# Shares of a step: turns of the direction, and the drifts between them.
+INTEGRATORS = {
+    "leapfrog": ((0.5, 0.5), (1.0,)),
+    "mclachlan": ((_OUTER, 1 - 2 * _OUTER, _OUTER), (0.5, 0.5)),
+}
+
+
+class Direction(NamedTuple):
+    """Memory of microcanonical dynamics.
+
+    :param direction: unit vector (P,).
+    :param potential: of the last position.
+    :param gradient: (P,) of the last position.
+    :param length: decoherence length L.
+    """
+
+    direction: Array
+    potential: Array
+    gradient: Array
+    length: Array
+
+
+def turn(direction: Array, slope: Array, time: Array) -> tuple[Array, Array]:
+    """Turn a unit vector (P,) towards ``slope`` for a while; return it and the change of the kinetic energy.
+
+    With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
+    is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized, and minus the energy is the logarithm of the
+    Jacobian of this map of the sphere.
+    """
+    freedom = slope.shape[0] - 1
+    tiny, epsilon = jnp.finfo(slope.dtype).tiny, jnp.finfo(slope.dtype).eps
+    norm = jnp.maximum(jnp.sqrt(squared_norm(slope)), tiny)
+    delta = time * norm / freedom
+    along = jnp.clip(jnp.vdot(direction, slope) / norm, -1.0, 1.0)
+    zeta = jnp.exp(-delta)
+    # The length of the unnormalized direction, in closed form.
+    length = jnp.maximum(1.0 + along + (1.0 - along) * zeta**2, tiny)
+    towards = (1.0 - zeta) * (1.0 + zeta + along * (1.0 - zeta)) / (length * norm)
+    # log(cosh delta + along sinh delta), without the cancellation of that form.
+    left = jnp.maximum(0.5 * (1.0 - along) * jnp.expm1(-2.0 * delta), epsilon - 1.0)
+    kinetic = freedom * (delta + jnp.log1p(left))
+    return towards * slope + (2.0 * zeta / length) * direction, kinetic
+
+
+def normalized(v: Array) -> Array:
+    """Return v / |v|."""
+    return v * lax.rsqrt(squared_norm(v))
+
+
+@dataclass(frozen=True)
+class Microcanonical(Dynamics):
+    r"""Microcanonical Langevin dynamics (MCLMC): constant speed, in a direction that the gradient turns.
+
+    The direction u is a unit vector in the whitened space, G = L_G L_G'; with g = -grad U / T and P parameters,
+
+    .. math:: d\theta = L_G u\,dt, \qquad du = (I - u u') L_G' g\,dt / (P - 1)
+
+    leaves exp(-U / T) with u uniform on the sphere invariant. Turns and drifts are solved exactly and composed
+    symmetrically, with a refresh :math:`u \leftarrow (u + \nu z) / |u + \nu z|`,
+    :math:`\nu^2 = (e^{2 \epsilon / \ell} - 1) / P`, between steps: the half after one and the half before the next
+    in one. ``step_size`` is the *length* eps of a step, and the decoherence length :math:`\ell` the distance after
+    which the direction is forgotten.
+
+    The speed is constant: a large gradient changes the direction, never the speed. Nothing is rejected, so there is
+    a bias of order eps^2, which the energy error of the steps measures.
+
+    :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default, right for N(0, I).
+    :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
+    :param fresh: evaluate the start of each step on the minibatch of the step: one gradient more, and the energy
+        error is that of the step alone. Needed with minibatches.
+    :param energy: report the energy error of the steps. Without it no potential is evaluated: gradients alone are a
+        quarter cheaper if the network is small. A state can continue with either; the potential in its memory is
+        stale after steps without.
+    :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
+
+    Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak (2024), equations 4 to 6.
+
+    >>> Microcanonical(length=2.0).evaluations, Microcanonical(integrator="leapfrog").evaluations
+    (2, 1)
+    """
+
+    length: float | None = None
+    integrator: str = "mclachlan"
+    fresh: bool = False
+    energy: bool = True
+
+    def __post_init__(self) -> None:
+        call = "sgmcmc.Microcanonical"
+        if self.length is not None:
+            check_number(call, "length", self.length, strict=True, infinite=True)
+        check_choice(call, "integrator", self.integrator, INTEGRATORS)
+
+    @property
+    def reports_energy(self) -> bool:
+        return self.energy
+
+    @property
+    def evaluations(self) -> int:
+        return len(INTEGRATORS[self.integrator][1]) + self.fresh
+
+    @property
+    def persistent_fields(self) -> tuple[str, ...]:
+        return ("direction", "length")
+
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Direction:
+        if position.shape[0] < 2:
+            raise argument_error(
+                "sgmcmc.Microcanonical",
+                "position",
+                f"shape {position.shape}",
+                "On a line there are only two directions: it needs at least two parameters.",
+            )
+        seen = context.evaluate(position, draw.batch)
+        length = jnp.asarray(position.size**0.5 if self.length is None else self.length, position.dtype)
+        return Direction(normalized(draw.noise[0]), seen.potential, seen.gradient, length)
+
+    def step(
+        self, context: StepContext, position: Array, memory: Direction, draw: StepRandomness
+    ) -> StepResult:
+        # Bounded, because an infinite weight of the noise would give NaN.
+        blur = jnp.minimum(2.0 * context.step_size / memory.length, 50.0)
+        spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
+        direction = normalized(memory.direction + spread * draw.noise[0])
+        here = Evaluation(position, memory.potential, memory.gradient, context.adaptation)
+        if self.fresh:
+            here = context.evaluate(position, draw.batch)
+        seen, direction, error = self._integrate(context, here, direction, draw.batch)
+        potential = seen.potential if self.energy else memory.potential
+        after = memory._replace(direction=direction, potential=potential, gradient=seen.gradient)
+        return StepResult(seen.position, after, seen, energy_error=error if self.energy else None)
+
+    def _integrate(
+        self, context: StepContext, seen: Evaluation, direction: Array, batch: Any
+    ) -> tuple[Evaluation, Array, Array]:
+        """Make the deterministic part of a step: the evaluation at its end, direction, and energy error."""
+        turns, drifts = INTEGRATORS[self.integrator]
+        eps, scale = context.step_size, -1.0 / context.temperature
+        adaptation, start = context.adaptation, seen.potential
+
+        def slope(gradient: Array) -> Array:
+            return scale * context.transpose(adaptation, gradient)
+
+        direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
+        for share, drift in zip(turns[1:], drifts, strict=True):
+            position = seen.position + (drift * eps) * context.root(adaptation, direction)
+            seen = context.evaluate(position, batch)
+            direction, change = turn(direction, slope(seen.gradient), share * eps)
+            kinetic = kinetic + change
+        # The potentials of neighboring positions: their difference is exact where that of far ones loses digits.
+        return seen, direction, kinetic - scale * (seen.potential - start)
