@@ -17,8 +17,8 @@ from scipy import stats
 import numpyro_bnn as bnn
 from numpyro_bnn import nn, priors
 from numpyro_bnn.guides import AutoMeanField, TraceFlipout_ELBO, TraceLocalReparam_ELBO
-from numpyro_bnn.guides.estimators import search
-from numpyro_bnn.guides.estimators.search import find_uses
+from numpyro_bnn.guides.elbo import row_independence
+from numpyro_bnn.guides.elbo.row_independence import find_uses
 
 LOCAL, FLIPOUT = "local reparameterization", "flipout"
 ROWS = 12
@@ -284,7 +284,7 @@ def rows_kept(fn):
     """Pieces of the row axis along which rows may have draws of their own, by output axis."""
     x = jnp.ones((B, 3))
     closed = jax.make_jaxpr(lambda w: fn(x @ w))(jnp.ones((3, K)))
-    found = find_uses(closed.jaxpr, closed.consts, [True], {"w": 3 * K}, ["w"], "example")
+    found = find_uses(closed, [True], {"w": 3 * K}, ["w"], "example")
     pieces = found.uses["w"].rows if found.uses else {}
     return {axis: tuple(p.size for p in parts if p.fresh) for axis, parts in pieces.items()}
 
@@ -474,7 +474,7 @@ def test_positions_of_a_row_share_their_weights(elbo):
 
 def test_unnoticed_mixing_would_be_wrong(monkeypatch):
     """The same without the analysis: positions with weights of their own have the wrong expectation."""
-    monkeypatch.setattr(search._Search, "_mix", lambda self, label, equation: None)
+    monkeypatch.setattr(row_independence._Search, "_mix", lambda self, label, equation: None)
     elbo = TraceLocalReparam_ELBO()
     assert elbo.report(pooled, unit_guide, {}) == {"w": LOCAL}
     losses = draws_of(elbo, pooled, unit_guide, {"unused": 0.0}, (), COUNT)[:, -1]
@@ -584,7 +584,7 @@ def test_reasons():
     assert list(methods) == list(starts)
     for name, start in starts.items():
         assert methods[name].startswith(start), methods[name]
-    assert "test_guides_estimators.py" in methods["v"]
+    assert "test_guides_elbo.py" in methods["v"]
 
 
 @pytest.mark.parametrize("guide", [AutoDelta, AutoMultivariateNormal])
