@@ -67,10 +67,6 @@ def reshaped(
     return SUMMED, None
 
 
-def _shape(equation: Equation, operand: int) -> tuple[int, ...]:
-    return equation.jaxpr_equation.invars[operand].aval.shape
-
-
 def _to(axis: Callable[[Equation, Place], int]) -> Move:
     return lambda equation, operand, place: place._replace(axis=axis(equation, place))
 
@@ -118,7 +114,8 @@ def _window(equation: Equation, operand: int, place: Place) -> Place | None:
 
 
 def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[int, int]) -> Place | None:
-    numbers, axis, shape = equation.params["dimension_numbers"], place.axis, _shape(equation, 0)
+    numbers, axis = equation.params["dimension_numbers"], place.axis
+    shape, index_shape = (var.aval.shape for var in equation.jaxpr_equation.invars)
     if operand == 1:
         return SUMMED
     # Axes of the output that come from those of the index, in order.
@@ -128,7 +125,7 @@ def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[
         return place._replace(axis=looked_up[index])
     if axis in numbers.start_index_map:
         index = counting.get(numbers.start_index_map.index(axis), -1)
-        whole = index >= 0 and _shape(equation, 1)[index] == shape[axis]
+        whole = index >= 0 and index_shape[index] == shape[axis]
         exact = whole and axis in numbers.collapsed_slice_dims
         return place._replace(axis=looked_up[index]) if exact else SUMMED
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
@@ -138,7 +135,7 @@ def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[
 
 
 def _sliced(equation: Equation) -> Iterable[int]:
-    before, after = _shape(equation, 0), equation.outputs[0].shape
+    before, after = equation.jaxpr_equation.invars[0].aval.shape, equation.outputs[0].shape
     strides = equation.params.get("strides") or [1] * len(before)
     return [a for a in range(len(before)) if before[a] != after[a] or strides[a] != 1]
 

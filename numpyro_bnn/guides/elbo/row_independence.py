@@ -285,6 +285,4 @@ def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
 
 
 def _counts(value: np.ndarray, axis: int) -> bool:
-    shape = [1] * value.ndim
-    shape[axis] = -1
-    return bool((value == np.arange(value.shape[axis]).reshape(shape)).all())
+    return bool((np.moveaxis(value, axis, -1) == np.arange(value.shape[axis])).all())
