@@ -231,7 +231,7 @@ def _prior_draws(axis: Any, args: argparse.Namespace, grid: np.ndarray) -> None:
     from numpyro_bnn import infinite
 
     net = network(max(args.widths))
-    sd = np.sqrt(np.asarray(infinite.prior_variance(net, grid.astype(np.float32), prior=prior())))
+    sd = np.sqrt(np.diagonal(infinite.nngp(net, grid.astype(np.float32), prior=prior())))
     axis.fill_between(
         grid[:, 0], -1.96 * sd, 1.96 * sd, color="#56B4E9", alpha=0.3, lw=0, label="95 % of the process"
     )

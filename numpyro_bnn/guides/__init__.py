@@ -6,7 +6,7 @@ from numpyro_bnn.guides.base import AutoBlocks
 from numpyro_bnn.guides.blocks import Block, Family
 from numpyro_bnn.guides.comparison import EvidenceComparison, compare
 from numpyro_bnn.guides.coupling import AutoCoupling, AutoSplineCoupling
-from numpyro_bnn.guides.estimators import TraceFlipout_ELBO, TraceLocalReparam_ELBO
+from numpyro_bnn.guides.elbo import TraceFlipout_ELBO, TraceLocalReparam_ELBO
 from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarize
 from numpyro_bnn.guides.families import Diagonal, FullRank, LowRank, MatrixNormal
 from numpyro_bnn.guides.fitting import fit

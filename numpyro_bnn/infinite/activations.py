@@ -1,50 +1,41 @@
-"""What an activation makes of the covariance of normal pre-activations: closed forms, else quadrature."""
+"""How an activation changes the covariance of normal pre-activations: closed forms, otherwise quadrature."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from numpyro_bnn.infinite.quadrature import derivative, expectation, product_expectation, root
 from numpyro_bnn.nn import ACTIVATIONS, Activation
 
-__all__ = ["CLOSED_FORMS", "Dual", "dual"]
+# The trapezoidal rule on [-REACH, REACH] converges faster than Gauss-Hermite for functions with poles, such as tanh.
+NODES, REACH = 96, 7.5
 
+Function = Callable[[jax.Array], jax.Array]
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Dual(NamedTuple):
-    """Expectations over (x, y) normal with mean 0, covariance k and variances q1, q2.
+    """Expectations over (x, y) normal with mean 0, covariance k and variances q1, q2."""
 
-    :param value: (k, q1, q2) -> E f(x) f(y).
-    :param slope: (k, q1, q2) -> E f'(x) f'(y), the derivative of ``value`` by k.
-    :param mean: q -> E f(x).
-    """
-
-    value: Kernel
-    slope: Kernel
-    mean: Callable[[jax.Array], jax.Array]
+    value: Kernel  # (k, q1, q2) -> E f(x) f(y)
+    slope: Kernel  # (k, q1, q2) -> E f'(x) f'(y), the derivative of ``value`` with respect to k
+    mean: Function  # q -> E f(x)
 
 
 def dual(layer: Activation, closed: bool = True) -> Dual:
-    """The expectations of an activation.
-
-    :param layer: e.g. ``nn.Activation("relu")``.
-    :param closed: use the closed form where there is one; otherwise quadrature in two dimensions.
+    """The expectations of an activation: closed forms, if wanted and known; otherwise quadrature in two dimensions.
 
     References: Williams (1997), equation (11), for erf; Cho & Saul (2009), equations (1)-(6), for relu; Price (1958).
-
-    >>> relu = dual(Activation("relu"))
-    >>> one = jnp.array(1.0)
-    >>> float(relu.value(one, one, one)), float(relu.slope(one, one, one))
-    (0.5, 0.5)
     """
     if closed and layer.name in CLOSED_FORMS:
         return CLOSED_FORMS[layer.name](layer)
     fn = ACTIVATIONS[layer.name]
     if layer.name == "leaky_relu":
-        fn = _leaky(layer.negative_slope)
+        fn = partial(fn, negative_slope=layer.negative_slope)
     return Dual(
         lambda k, q1, q2: product_expectation(fn, fn, k, q1, q2),
         lambda k, q1, q2: product_expectation(derivative(fn), derivative(fn), k, q1, q2),
@@ -52,8 +43,65 @@ def dual(layer: Activation, closed: bool = True) -> Dual:
     )
 
 
-def _leaky(slope: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: ACTIVATIONS["leaky_relu"](x, slope)
+# -- quadrature ------------------------------------------------------------------------------------------
+
+
+def nodes(number: int = NODES) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights for an expectation under N(0, 1)."""
+    x = np.linspace(-REACH, REACH, number)
+    w = np.exp(-0.5 * x**2)
+    return x, w / w.sum()
+
+
+def expectation(fn: Function, variance: jax.Array) -> jax.Array:
+    """E f(x), x ~ N(0, variance), elementwise."""
+    x, w = (jnp.asarray(part, variance.dtype) for part in nodes())
+    return fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim)))) @ w
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def product_expectation(f: Function, g: Function, k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    """E f(x) g(y), where x, y are normal with mean 0, variances q1, q2 and covariance k; elementwise.
+
+    Its derivatives are expectations of the same kind (Price's theorem): dE/dk = E f'(x) g'(y) and
+    dE/dq1 = E f''(x) g(y) / 2. They hold at |correlation| = 1 too, where the quadrature rule has no derivative.
+
+    Reference: Price (1958), *A useful theorem for nonlinear devices having Gaussian inputs*.
+    """
+    a, b = root(q1), root(q2)
+    c = jnp.clip(k / jnp.where(a * b > 0, a * b, 1), -1, 1)
+    along, across = b * c, b * jnp.sqrt(1 - c**2)
+    x, w = (jnp.asarray(part, k.dtype) for part in nodes())
+    last = jnp.expand_dims(x, tuple(range(k.ndim)))
+
+    def row(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        value, weight = node
+        inner = jnp.sum(g((along * value)[..., None] + across[..., None] * last) * w, axis=-1)
+        return total + weight * f(a * value) * inner, None
+
+    return lax.scan(row, jnp.zeros_like(k), (x, w))[0]
+
+
+@product_expectation.defjvp
+def _price(f: Function, g: Function, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    k, q1, q2 = primals
+    dk, dq1, dq2 = tangents
+    f1, g1 = derivative(f), derivative(g)
+    slope = product_expectation(f1, g1, k, q1, q2) * dk
+    slope += 0.5 * product_expectation(derivative(f1), g, k, q1, q2) * dq1
+    slope += 0.5 * product_expectation(f, derivative(g1), k, q1, q2) * dq2
+    return product_expectation(f, g, k, q1, q2), slope
+
+
+def derivative(fn: Function) -> Function:
+    """Elementwise derivative."""
+    return lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
+
+
+def root(variance: jax.Array) -> jax.Array:
+    """Square root whose derivative at 0 is 0."""
+    positive = variance > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1)), 0)
 
 
 # -- functions of a correlation that stay differentiable at its ends -------------------------------------
@@ -68,7 +116,7 @@ def _arcsine(c: jax.Array) -> jax.Array:
 def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (c,), (dc,) = primals, tangents
     inside = jnp.abs(c) < 1
-    # The slope is infinite at the ends, where c itself stands still: 0 is the limit of the product along a scale.
+    # The slope is infinite at the ends, where c itself is constant: the limit of the product along a scale is 0.
     slope = jnp.where(inside, 1 / jnp.sqrt(jnp.where(inside, 1 - c**2, 1)), 0)
     return _arcsine(c), slope * dc
 
@@ -86,10 +134,10 @@ def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
-    """k / scale within [-1, 1]; a rounding error away from an end it is put there, which mends equal inputs."""
+    """k / scale within [-1, 1]; within rounding error of an end it is set to it, as equal inputs need."""
     c = k / jnp.where(scale > 0, scale, 1)
     near = jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps
-    return c + jax.lax.stop_gradient(jnp.where(near, jnp.sign(c) - c, 0))
+    return c + lax.stop_gradient(jnp.where(near, jnp.sign(c) - c, 0))
 
 
 # -- closed forms ----------------------------------------------------------------------------------------
@@ -107,10 +155,6 @@ def _piecewise_linear(slope: float) -> Dual:
         return odd + even * (2 / jnp.pi) * _arcsine(_correlation(k, root(q1) * root(q2)))
 
     return Dual(value, slopes, lambda q: (1 - slope) / 2 * root(2 / jnp.pi * q))
-
-
-def _identity() -> Dual:
-    return Dual(lambda k, q1, q2: k, lambda k, q1, q2: jnp.ones_like(k), jnp.zeros_like)
 
 
 def _erf() -> Dual:
@@ -142,12 +186,12 @@ def _gelu() -> Dual:
 def _determinant(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
     """q1 q2 - k^2, which rounding must not make negative; its derivatives are left as they are."""
     det = q1 * q2 - k**2
-    return det + jax.lax.stop_gradient(jnp.maximum(det, 0) - det)
+    return det + lax.stop_gradient(jnp.maximum(det, 0) - det)
 
 
 # Activation -> its expectations in closed form; the others are integrated numerically.
 CLOSED_FORMS: dict[str, Callable[[Activation], Dual]] = {
-    "identity": lambda layer: _identity(),
+    "identity": lambda layer: Dual(lambda k, q1, q2: k, lambda k, q1, q2: jnp.ones_like(k), jnp.zeros_like),
     "relu": lambda layer: _piecewise_linear(0.0),
     "leaky_relu": lambda layer: _piecewise_linear(layer.negative_slope),
     "erf": lambda layer: _erf(),

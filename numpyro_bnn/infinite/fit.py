@@ -10,15 +10,12 @@ import numpy as np
 import numpyro.distributions as dist
 from scipy.optimize import minimize
 
-from numpyro_bnn._checks import argument_error
-from numpyro_bnn.infinite.cholesky import log_density
-from numpyro_bnn.infinite.gp import check_data, with_noise
-from numpyro_bnn.infinite.kernel import kernels
-from numpyro_bnn.infinite.moments import Moments, PriorMoments, prior_moments
+from numpyro_bnn._checks import argument_error, check_number
+from numpyro_bnn.infinite.kernels import kernels
+from numpyro_bnn.infinite.prior_moments import PriorMoments, SiteMoments, prior_moments
+from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
 from numpyro_bnn.nn import Dense, Layer, Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
-
-__all__ = ["PriorFit", "prior_fit"]
 
 # Bounds of standard deviations: of weights (times the root of the fan-in) and biases; of the noise, per sd of y.
 SCALES = (1e-3, 1e3)
@@ -26,16 +23,16 @@ NOISE = (1e-4, 10.0)
 
 
 class PriorFit(NamedTuple):
-    """Prior scales that :func:`prior_fit` found.
+    """Prior scales that maximize the marginal likelihood; made by :func:`prior_fit`.
 
     :param prior: a prior for :func:`~numpyro_bnn.random_network` and :func:`nngp`, normal with these scales.
     :param noise_sd: sd of the noise.
     :param log_marginal_likelihood: at these values.
-    :param start: the same where the search began.
+    :param start: the same at the start of the search.
     :param scales: sds of weights times the root of their fan-in, and of biases, by parameter.
-    :param jitter: what the last Cholesky factor needed on its diagonal; 0 if nothing.
-    :param converged: whether the search ended at a maximum (or at a bound), not for want of steps.
-    :param num_evaluations: gradients it took.
+    :param jitter: what had to be added to the diagonal at these values; 0 if nothing.
+    :param converged: whether the search ended at a maximum (or at a bound) before it ran out of steps.
+    :param num_evaluations: number of gradients it took.
     """
 
     prior: BySite
@@ -60,22 +57,22 @@ def prior_fit(
     log_sd: float = 3.0,
     max_steps: int = 200,
 ) -> PriorFit:
-    r"""Choose prior scales and noise by the marginal likelihood of the infinitely wide network.
+    r"""Empirical Bayes: prior scales and noise that maximize the marginal likelihood of the infinitely wide network.
 
     Maximizes log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for the kernel and one for the
     biases of each layer, and the noise, by L-BFGS in float64. A wide network with this prior is close to the process,
-    so the scales are a cheap start for it: empirical Bayes for as many Cholesky factors as there are steps.
+    so the scales are a good start for it: empirical Bayes at the cost of one Cholesky factor per step.
 
     :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are refused.
     :param x: inputs ``(N, *input_shape)``; a few thousand at most.
     :param y: targets (N,), or (N, K); center them.
-    :param prior: where the search begins, ``priors.Normal()`` by default; gains of normalizations stay as it says.
+    :param prior: initial scales, ``priors.Normal()`` by default; gains of normalizations keep this prior.
     :param scales: values of its hyper-sites.
-    :param noise_sd: where the noise begins; by default a third of the sd of y.
+    :param noise_sd: initial sd of the noise; by default a third of the sd of y.
     :param ard: one scale for each input instead of one for the first kernel, for networks that begin with
         :class:`~numpyro_bnn.nn.Dense`.
-    :param log_sd: sd of a weak normal prior of the logarithms of the scales (not the noise) around where they begin.
-        It settles what the data leave open: ReLU layers can trade their scales. Infinity for none.
+    :param log_sd: sd of a weak normal prior on the logarithms of the scales (not the noise), centered at their
+        initial values. It determines what the data do not: ReLU layers can trade their scales. Infinity for none.
     :param max_steps: steps of L-BFGS.
     :return: a :class:`PriorFit`; its ``prior`` fits :func:`~numpyro_bnn.random_network`.
     :raises ValueError: as :func:`nngp` does; for ``ard`` with another first layer.
@@ -92,10 +89,7 @@ def prior_fit(
     call = "infinite.prior_fit"
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     check_data(call, x, y)
-    if not float(log_sd) > 0:
-        raise argument_error(
-            call, "log_sd", log_sd, "Pass a positive number; infinity for no prior of the scales."
-        )
+    check_number(call, "log_sd", log_sd, strict=True, infinite=True)
     with jax.enable_x64(True):
         found = prior_moments(call, net, x.shape[1:], prior, scales)
         spread = float(np.std(y)) or 1.0
@@ -167,9 +161,8 @@ def _search(
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evidence(flat)
         if not (np.isfinite(value) and np.isfinite(gradient).all()):
-            return -first / unit + 100.0, np.zeros_like(
-                flat
-            )  # no jitter was enough: the line search steps back
+            # No jitter was enough: the line search steps back.
+            return -first / unit + 100.0, np.zeros_like(flat)
         penalty = 0.5 * float(np.sum(precision * (flat - start) ** 2))
         return (penalty - value) / unit, (precision * (flat - start) - gradient) / unit
 
@@ -180,20 +173,15 @@ def _search(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _evidence(
-    net: Layer,
-    normal: frozenset[str],
-    sites: Mapping[str, Moments],
-    log_scales: Mapping[str, jax.Array],
-    x: jax.Array,
-    y: jax.Array,
+    net: Layer, normal: frozenset[str], sites: Mapping[str, SiteMoments], log_scales: Any, x: Any, y: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Log marginal likelihood, and the jitter of its Cholesky factor."""
     moved = {
-        name: Moments(moments.mean, jnp.exp(2 * log_scales[name]) if name in log_scales else moments.variance)
-        for name, moments in sites.items()
+        name: site._replace(variance=jnp.exp(2 * log_scales[name])) if name in log_scales else site
+        for name, site in sites.items()
     }
-    kernel = kernels(net, moved, normal, x, None, ntk=False).nngp
-    return log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
+    kernel = kernels(net, moved, normal, x, None, want_ntk=False).nngp
+    return zero_mean_log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
 
 
 _evidence_and_slope = jax.jit(jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1))

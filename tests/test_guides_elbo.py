@@ -17,8 +17,8 @@ from scipy import stats
 import numpyro_bnn as bnn
 from numpyro_bnn import nn, priors
 from numpyro_bnn.guides import AutoMeanField, TraceFlipout_ELBO, TraceLocalReparam_ELBO
-from numpyro_bnn.guides.estimators import search
-from numpyro_bnn.guides.estimators.search import find_uses
+from numpyro_bnn.guides.elbo import row_independence
+from numpyro_bnn.guides.elbo.row_independence import find_uses
 
 LOCAL, FLIPOUT = "local reparameterization", "flipout"
 ROWS = 12
@@ -210,7 +210,13 @@ def bound(z, rate=1e-4):
     return stats.norm.isf(rate / 2 / z.size)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(m, id=m.__name__, marks=[] if m in (centered, attention) else pytest.mark.slow)
+        for m in MODELS
+    ],
+)
 def test_same_expectation(model):
     """Loss and every gradient component; failure rate 1e-4 per estimator and model."""
     args = data_of(model)
@@ -284,7 +290,7 @@ def rows_kept(fn):
     """Pieces of the row axis along which rows may have draws of their own, by output axis."""
     x = jnp.ones((B, 3))
     closed = jax.make_jaxpr(lambda w: fn(x @ w))(jnp.ones((3, K)))
-    found = find_uses(closed.jaxpr, closed.consts, [True], {"w": 3 * K}, ["w"], "example")
+    found = find_uses(closed, [True], {"w": 3 * K}, ["w"], "example")
     pieces = found.uses["w"].rows if found.uses else {}
     return {axis: tuple(p.size for p in parts if p.fresh) for axis, parts in pieces.items()}
 
@@ -338,6 +344,7 @@ def test_divergences_are_exact():
     np.testing.assert_allclose(losses, exact, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_divergences_without_formula_are_drawn():
     """Scaled priors, masks, other families: E[log p - log q] from the draw; failure rate 1e-4."""
 
@@ -409,6 +416,7 @@ def test_factors_of_the_guide():
 # ---------------------------------------------------------------------------------------------- variance
 
 
+@pytest.mark.slow
 def test_gradient_variance_is_at_most_half():
     """Two-layer network, B = 128 of 1000 rows: summed variance of the gradient, 500 draws.
 
@@ -474,7 +482,7 @@ def test_positions_of_a_row_share_their_weights(elbo):
 
 def test_unnoticed_mixing_would_be_wrong(monkeypatch):
     """The same without the analysis: positions with weights of their own have the wrong expectation."""
-    monkeypatch.setattr(search._Search, "_mix", lambda self, label, equation: None)
+    monkeypatch.setattr(row_independence._Search, "_mix", lambda self, label, equation: None)
     elbo = TraceLocalReparam_ELBO()
     assert elbo.report(pooled, unit_guide, {}) == {"w": LOCAL}
     losses = draws_of(elbo, pooled, unit_guide, {"unused": 0.0}, (), COUNT)[:, -1]
@@ -497,7 +505,9 @@ def test_rows_without_input_have_finite_gradients():
 # ------------------------------------------------------------------------------------------------ the host
 
 
-@pytest.mark.parametrize("elbo", [TraceLocalReparam_ELBO, TraceFlipout_ELBO])
+@pytest.mark.parametrize(
+    "elbo", [pytest.param(TraceLocalReparam_ELBO, marks=pytest.mark.slow), TraceFlipout_ELBO]
+)
 def test_particles(elbo):
     """The mean of particles, vectorized or in a loop, is the mean of losses at their keys."""
     args = data_of(hierarchical)
@@ -509,7 +519,9 @@ def test_particles(elbo):
         np.testing.assert_allclose(loss(random.key(3), params, hierarchical, guide, *args), single, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey], ids=["typed", "legacy"])
+@pytest.mark.parametrize(
+    "make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)], ids=["typed", "legacy"]
+)
 def test_svi(make_key):
     """It trains, under our mean field; evaluation repeats."""
     args = data_of(noncentered)
@@ -522,6 +534,7 @@ def test_svi(make_key):
     assert svi.evaluate(state, *args) == svi.evaluate(state, *args)
 
 
+@pytest.mark.slow
 def test_flax_module():
     """A module of another library, with and without non-centered priors."""
     flax = pytest.importorskip("flax.linen")
@@ -584,10 +597,10 @@ def test_reasons():
     assert list(methods) == list(starts)
     for name, start in starts.items():
         assert methods[name].startswith(start), methods[name]
-    assert "test_guides_estimators.py" in methods["v"]
+    assert "test_guides_elbo.py" in methods["v"]
 
 
-@pytest.mark.parametrize("guide", [AutoDelta, AutoMultivariateNormal])
+@pytest.mark.parametrize("guide", [AutoDelta, pytest.param(AutoMultivariateNormal, marks=pytest.mark.slow)])
 def test_nothing_to_be_improved_is_said_once(guide):
     args, elbo = data_of(hierarchical), TraceFlipout_ELBO()
     guide, params = fit(hierarchical, *args, guide=guide)

@@ -1,17 +1,16 @@
-"""For which rows a Gaussian weight may be drawn anew: its random numbers are followed through the program."""
+"""Find the rows for which a weight may be drawn anew: its random numbers are followed through the program."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn.guides.estimators.flow import flow
-from numpyro_bnn.guides.estimators.rows import Label, Place, Rows
-from numpyro_bnn.guides.estimators.uses import (
+from numpyro_bnn.guides.elbo.label_rules import SUMMED, Label, Place, Rows, reshaped, rule_of
+from numpyro_bnn.guides.elbo.weight_uses import (
     AFFINE,
     ELEMENTWISE,
     SHAPING,
@@ -23,41 +22,29 @@ from numpyro_bnn.guides.estimators.uses import (
 )
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
-__all__ = ["Found", "find_uses"]
+RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
-@dataclass(frozen=True)
-class Found:
-    """What :func:`find_uses` finds: for each site its use, or why it has to be drawn once."""
+class WeightUses(NamedTuple):
+    """For each site where it is used, or why it has to be drawn once for all rows."""
 
     uses: dict[str, Use]
     plain: dict[str, str]
 
 
 def find_uses(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    needed: Sequence[bool],
-    sizes: Mapping[str, int],
-    candidates: Collection[str],
-    call: str,
-) -> Found:
-    """Follow every weight to the place where it enters the program, and its random numbers from there on.
+    program: Any, needed: Sequence[bool], sizes: Mapping[str, int], candidates: Collection[str], call: str
+) -> WeightUses:
+    """Follow every candidate to the place where it enters the program, and its random numbers from there on.
 
-    Every row may have its own draw of a weight only if each term of the result depends on one draw. The search starts
-    with a draw for every element of every axis that numbers no weights, and gives up what turns out to mix, until
-    nothing is left to give up. Nothing is computed.
-
-    :param jaxpr: an open jaxpr whose outputs are terms to be added.
-    :param needed: which of them count.
-    :param sizes: sizes of its inputs, in order, by site.
-    :param candidates: the sites to be followed.
-    :param call: public name to be used in errors.
+    Every row may have its own draw of a weight only if each needed output, a sum of terms, depends on one draw. The
+    search starts with a draw for every element of every axis that indexes no weights, and gives up the draws that
+    turn out to mix, until none are left to give up. Nothing is computed. ``sizes`` are those of the inputs, in order.
     """
     search = _Search({site: sizes[site] for site in candidates}, call)
-    known = [_counting(value) for value in consts]
+    constants = [_counting(value) for value in program.consts]
     while search.changed:
-        search.once(jaxpr, known, needed, list(sizes))
+        search.once(program.jaxpr, constants, needed, list(sizes))
     return search.result()
 
 
@@ -71,6 +58,13 @@ class _Weight:
 
 class _Free:
     """A value that depends on no weight under consideration."""
+
+
+class _Index(_Free):
+    """Indices of which some columns count along an axis: ``x[arange(n), i]`` is a lookup in every row."""
+
+    def __init__(self, columns: Mapping[int, int]) -> None:
+        self.columns = columns  # the axis along which a column counts
 
 
 FREE = _Free()
@@ -91,11 +85,10 @@ class _Walk(Interpreter):
 
 
 def _counting(value: Any) -> Any:
-    """A constant that is 0, 1, 2, ...; of any other nothing has to be known."""
-    if isinstance(value, jax.core.Tracer) or np.ndim(value) != 1 or not hasattr(value, "dtype"):
-        return FREE
-    counts = jnp.issubdtype(value.dtype, jnp.integer) and np.array_equal(value, np.arange(len(value)))
-    return np.asarray(value) if counts else FREE
+    """A constant that is 0, 1, 2, ...; the value of any other does not matter."""
+    known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+    integers = known and value.ndim == 1 and jnp.issubdtype(value.dtype, jnp.integer)
+    return np.asarray(value) if integers and _counts(np.asarray(value), 0) else FREE
 
 
 class _Search:
@@ -122,8 +115,7 @@ class _Search:
             self.changed = True
             self.rows[site][axis] = list(self._refined(site, axis))
 
-    def result(self) -> Found:
-        """Sites that can be drawn anew for some rows, and why the others cannot."""
+    def result(self) -> WeightUses:
         plain = dict(self.plain)
         for site in self.sites.keys() - plain.keys():
             use = self.uses.get(site)
@@ -131,9 +123,7 @@ class _Search:
                 plain[site] = "no likelihood depends on it"
             elif not use.rowwise:
                 plain[site] = self.reasons.get(site, f"it meets a single row at {use.where}")
-        return Found({site: use for site, use in self.uses.items() if site not in plain}, plain)
-
-    # ------------------------------------------------------------------------------------ findings
+        return WeightUses({site: use for site, use in self.uses.items() if site not in plain}, plain)
 
     def _give_up(self, site: str, why: str) -> None:
         if site not in self.plain:
@@ -143,12 +133,6 @@ class _Search:
     def _mix(self, label: Label, equation: Equation) -> None:
         self.mixed.add(label)
         self.reasons[label.site] = f"its rows mix in `{equation.name}` at {equation.where()}"
-
-    def _divide(self, label: Label, inner: int) -> None:
-        self.divided[label] = inner
-
-    def _size(self, label: Label) -> int:
-        return self.rows[label.site][label.axis][label.piece].size
 
     def _refined(self, site: str, axis: int) -> Iterator[Piece]:
         for i, piece in enumerate(self.rows[site][axis]):
@@ -160,25 +144,57 @@ class _Search:
             else:
                 yield piece
 
-    # ------------------------------------------------------------------------------------ equations
-
     def visit(self, equation: Equation, *operands: Any) -> Any:
         """The rule of every primitive: a weight stays one, or turns into rows, or is given up."""
         values = list(operands)
         result = self._weights(equation, values)
         if result is None:
             result = self._flow(equation, values) or _stacked(equation, values) or FREE
-        return (
-            [result] * len(equation.outputs) if equation.jaxpr_equation.primitive.multiple_results else result
-        )
+        several = equation.jaxpr_equation.primitive.multiple_results
+        return [result] * len(equation.outputs) if several else result
 
     def _flow(self, equation: Equation, values: Sequence[Any]) -> Rows | None:
-        rows = [value if isinstance(value, Rows) else None for value in values]
-        index = values[1].columns if equation.name == "gather" and isinstance(values[1], _Index) else {}
-        return flow(equation, rows, self._size, self._mix, self._divide, index) if any(rows) else None
+        """Where the labels lie in the output; a label of which one element needs several numbers is given up."""
+        rows = [value if isinstance(value, Rows) else Rows() for value in values]
+        if not any(rows):
+            return None
+        if equation.name in RESHAPES:
+            return self._reshaped(equation, rows[0])
+        columns = values[1].columns if equation.name == "gather" and isinstance(values[1], _Index) else {}
+        move, linear = rule_of(equation, columns)
+        found = Rows()
+        for label in {label: None for held in rows for label in held}:
+            is_linear = linear(
+                [i for i, held in enumerate(rows) if label.site in {other.site for other in held}]
+            )
+            places = {
+                place if place is SUMMED or move is None else move(equation, i, place)
+                for i, held in enumerate(rows)
+                if label in held
+                for place in [held[label]]
+            }
+            if move is not None and len(places) == 1 and (is_linear or SUMMED not in places):
+                (found[label],) = places
+            elif move is not None and is_linear:
+                found[label] = SUMMED
+            else:  # the expectation would differ from that of one draw
+                self._mix(label, equation)
+        return found or None
+
+    def _reshaped(self, equation: Equation, rows: Rows) -> Rows | None:
+        before, after = equation.jaxpr_equation.invars[0].aval.shape, equation.outputs[0].shape
+        found = Rows()
+        for label, place in rows.items():
+            size = self.rows[label.site][label.axis][label.piece].size
+            moved, inner = (SUMMED, None) if place is SUMMED else reshaped(place, size, before, after)
+            if inner is None:
+                found[label] = moved
+            else:
+                self.divided[label] = inner  # the search starts again with both parts
+        return found or None
 
     def _weights(self, equation: Equation, values: list[Any]) -> Any:
-        """The output where a weight stays one or enters as a whole; else ``values`` are left without weights."""
+        """The output if a weight stays one or enters as a whole; otherwise weights in ``values`` become values."""
         if equation.name in AFFINE or equation.name in ("dot_general", "conv_general_dilated"):
             self._settle(equation, values)
         weights = [i for i, value in enumerate(values) if isinstance(value, _Weight)]
@@ -192,9 +208,7 @@ class _Search:
 
     def _settle(self, equation: Equation, values: list[Any]) -> None:
         """Of two weights that meet, one is drawn once: the one that is spread over the other, or the smaller."""
-        if not all(isinstance(value, _Weight) for value in values):
-            return
-        if all(value.grown for value in values):
+        if not all(isinstance(value, _Weight) for value in values) or all(value.grown for value in values):
             return
         first, second = sorted(values, key=lambda value: (not value.grown, self.sites[value.site]))
         self._give_up(first.site, f"it meets the random {second.site!r} at {equation.where()}")
@@ -205,12 +219,8 @@ class _Search:
         shape = equation.jaxpr_equation.invars[i].aval.shape
         if name in ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.floating):
             return weight
-        if (
-            name in AFFINE
-            and not isinstance(values[1 - i], Rows)
-            and out.shape == shape
-            and (name, i) != ("div", 1)
-        ):
+        affine = name in AFFINE and (name, i) != ("div", 1)
+        if affine and not isinstance(values[1 - i], Rows) and out.shape == shape:
             return weight
         if weight.grown:
             return None
@@ -220,7 +230,7 @@ class _Search:
             grown = grown_axes(equation)
             return _Weight(weight.site, grown) if is_vector(shape) or not grown else None
         use = enters_as(equation, i)
-        if use is None or (use.kind == "lookup" and isinstance(values[1], Rows)):
+        if use is None or (use.kind == "gather" and isinstance(values[1], Rows)):
             return None
         return self._enter(weight.site, use, self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]))
 
@@ -243,7 +253,9 @@ class _Search:
     def _enter(self, site: str, use: Use, data: Rows | None = None) -> Rows | _Free:
         """Note a use, and give its output the labels of its rows."""
         known = self.uses.setdefault(site, use)
-        if known is not use and (use.kind != "broadcast" or known.key != use.key):
+        both_broadcast = known.kind == use.kind == "broadcast" and known.rows.keys() == use.rows.keys()
+        alike = both_broadcast and (known.shape, known.out_shape) == (use.shape, use.out_shape)
+        if known is not use and not alike:  # two broadcasts that are alike take the same random numbers
             self._give_up(site, f"it is used twice, at {known.where} and at {use.where}")
             return data or FREE
         if self.rows.setdefault(site, use.rows).keys() != use.rows.keys():
@@ -256,16 +268,6 @@ class _Search:
                     inner = prod(part.size for part in parts[i + 1 :])
                     rows[Label(site, axis, i)] = Place(axis, inner)
         return rows or FREE
-
-
-# --------------------------------------------------------------------------------- counted indices
-
-
-class _Index(_Free):
-    """Indices of which some columns count along an axis: ``x[arange(n), i]`` is a lookup in every row."""
-
-    def __init__(self, columns: Mapping[int, int]) -> None:
-        self.columns = columns  # the axis along which a column counts
 
 
 def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
@@ -283,6 +285,4 @@ def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
 
 
 def _counts(value: np.ndarray, axis: int) -> bool:
-    shape = [1] * value.ndim
-    shape[axis] = -1
-    return bool((value == np.arange(value.shape[axis]).reshape(shape)).all())
+    return bool((np.moveaxis(value, axis, -1) == np.arange(value.shape[axis])).all())

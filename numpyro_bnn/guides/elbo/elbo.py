@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.elbo import ELBO
 
-from numpyro_bnn.guides.estimators.noise import draw
-from numpyro_bnn.guides.estimators.sampling import RandomWeight, run
-from numpyro_bnn.guides.estimators.search import Found, find_uses
-from numpyro_bnn.guides.estimators.terms import Terms, read_terms
-
-__all__ = ["TraceFlipout_ELBO", "TraceLocalReparam_ELBO"]
+from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
+from numpyro_bnn.guides.elbo.terms import Terms, read_terms
+from numpyro_bnn.guides.elbo.weight_uses import RandomWeight, draw_noise, run
 
 
 class _RowwiseELBO(ELBO):
@@ -39,7 +36,9 @@ class _RowwiseELBO(ELBO):
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
         def particle(key: jax.Array) -> jax.Array:
-            return self._estimate(key, param_map, model, guide, args, kwargs)
+            run_key, noise_key = jax.random.split(key)
+            terms = read_terms(run_key, param_map, model, guide, args, kwargs, self._call)
+            return self._estimate(noise_key, terms)
 
         if self.num_particles == 1:
             bound = particle(rng_key)
@@ -49,14 +48,9 @@ class _RowwiseELBO(ELBO):
         return {"loss": -bound, "mutable_state": None}
 
     def report(
-        self,
-        model: Callable,
-        guide: Callable,
-        params: Mapping[str, jax.Array],
-        *args: Any,
-        **kwargs: Any,
+        self, model: Callable, guide: Callable, params: Mapping[str, jax.Array], *args: Any, **kwargs: Any
     ) -> dict[str, str]:
-        """What is done to each latent site of the model; computes nothing.
+        """How each latent site of the model is drawn; nothing is computed.
 
         :param params: parameters of the guide, e.g. ``svi.get_params(state)``.
         :return: by site ``"local reparameterization"``, ``"flipout"``, or ``"plain: "`` and the reason.
@@ -64,59 +58,44 @@ class _RowwiseELBO(ELBO):
         methods: dict[str, str] = {}
 
         def read() -> None:
-            key = jax.random.key(0)
-            terms = read_terms(key, params, model, guide, args, kwargs, self._call)
+            terms = read_terms(jax.random.key(0), params, model, guide, args, kwargs, self._call)
             methods.update(self._methods(terms, self._uses(terms)))
 
         jax.eval_shape(read)
         return methods
 
-    def _uses(self, terms: Terms) -> Found:
-        sizes = {name: terms.values[name].size for name in terms.values}
-        return find_uses(terms.jaxpr, terms.consts, terms.needed, sizes, terms.normals, self._call)
+    def _uses(self, terms: Terms) -> WeightUses:
+        sizes = {name: value.size for name, value in terms.values.items()}
+        return find_uses(terms.program, terms.needed, sizes, terms.normals, self._call)
 
-    def _methods(self, terms: Terms, found: Found) -> dict[str, str]:
-        plain = {name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()}
-        fresh = {
-            name: "local reparameterization" if self.local and use.local else "flipout"
-            for name, use in found.uses.items()
-        }
-        return {name: (plain | fresh)[name] for name in terms.sites}
+    def _methods(self, terms: Terms, found: WeightUses) -> dict[str, str]:
+        methods = {name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()}
+        for name, use in found.uses.items():
+            methods[name] = "local reparameterization" if self.local and use.local else "flipout"
+        return {name: methods[name] for name in terms.sites}
 
-    def _estimate(
-        self,
-        rng_key: jax.Array,
-        params: Mapping[str, jax.Array],
-        model: Callable,
-        guide: Callable,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-    ) -> jax.Array:
-        run_key, noise_key = jax.random.split(rng_key)
-        terms = read_terms(run_key, params, model, guide, args, kwargs, self._call)
-        rowwise = self._uses(terms)
-        if not rowwise.uses:
-            self._warn(self._methods(terms, rowwise))
+    def _estimate(self, rng_key: jax.Array, terms: Terms) -> jax.Array:
+        found = self._uses(terms)
+        if not found.uses:
+            self._warn(self._methods(terms, found))
         values = [
-            RandomWeight(name, *terms.normals[name]) if name in rowwise.uses else value
+            RandomWeight(name, *terms.normals[name]) if name in found.uses else value
             for name, value in terms.values.items()
         ]
-        noise = draw(noise_key, rowwise.uses, self.local)
-        outputs = run(terms.jaxpr, terms.consts, values, terms.needed, noise, self._call)
+        noise = draw_noise(rng_key, found.uses, self.local)
+        outputs = run(terms.program, values, terms.needed, noise, self._call)
         return sum((jnp.sum(term) for term in outputs if term is not None), start=terms.rest)
 
     def _warn(self, methods: Mapping[str, str]) -> None:
         if not self._warned:
             self._warned = True
             listed = "; ".join(f"{name!r} {why}" for name, why in methods.items())
-            warnings.warn(
-                f"{self._call}: every site is drawn once for all rows, as `Trace_ELBO` does. {listed}",
-                stacklevel=4,
-            )
+            why = "every site is drawn once for all rows, as `Trace_ELBO` does."
+            warnings.warn(f"{self._call}: {why} {listed}", stacklevel=4)
 
 
 class TraceLocalReparam_ELBO(_RowwiseELBO):
-    r"""Evidence lower bound whose pre-activations are drawn for each row of data, instead of weights for all rows.
+    r"""Evidence lower bound with low-variance gradients: pre-activations are drawn for each row of data, not weights.
 
     Where independent normal weights w_ij ~ N(m_ij, s_ij^2) meet activations x (B, D) in a matrix product, the output
     (B, H) is drawn:
@@ -127,22 +106,23 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
     A bias, or any vector that is repeated over rows or looked up by them, is drawn for each row. The model may be any
     NumPyro function: its program is read, and each site whose guide is independent normals is followed to the place
     where it enters. Each term of the likelihood still sees weights with the distribution of the guide, so the bound
-    and its gradient have the expectation they have with :class:`numpyro.infer.Trace_ELBO`; their variance is smaller,
-    as rows no longer share one error.
+    and its gradient have the same expectation as with :class:`numpyro.infer.Trace_ELBO`; their variance is smaller,
+    because rows no longer share one error.
 
-    That holds only while rows do not meet. The random numbers of every row are followed through the program; where
-    they mix before the likelihood (batch normalization, attention over an axis), rows along that axis share one draw.
+    That holds only while rows do not interact. The random numbers of every row are followed through the program;
+    where they mix before the likelihood (batch normalization, attention over an axis), rows along that axis share one
+    draw.
     A site is drawn once for all rows, as ``Trace_ELBO`` does, if it is used in two places, if it is a matrix that is
     neither multiplied with data (``dot_general``, ``conv_general_dilated``) nor indexed by it, if it enters a loop or
     a branch (``scan``, ``while``, ``cond``), or if other sites of the guide or priors depend on it. Where outputs of
     one row share weights (convolutions, a dense layer at several positions) independent draws of them would be wrong;
-    there a kernel gets flipout (:class:`TraceFlipout_ELBO`). :meth:`report` tells what is done to each site.
+    there a kernel gets flipout (:class:`TraceFlipout_ELBO`). :meth:`report` says how each site is drawn.
 
     KL(q || p) of a latent site is exact, instead of from the draw, where there is a formula (two normals, or one in
     ``numpyro.distributions.kl``), the prior depends on no site that the guide draws given this one, and both sites
-    have the same scale. This is read from the programs, not from the order of sites.
+    have the same scale. This is read from the programs, whatever the order of the sites.
 
-    :param num_particles: number of draws to be averaged.
+    :param num_particles: number of draws to average.
     :param vectorize_particles: as in :class:`numpyro.infer.Trace_ELBO`.
 
     :raises ValueError: for a model with ``numpyro.mutable`` state, or with latent sites the guide lacks.
@@ -173,7 +153,7 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
 
 
 class TraceFlipout_ELBO(_RowwiseELBO):
-    r"""Evidence lower bound in which every row of data sees its own pseudo-independent perturbation of the weights.
+    r"""Evidence lower bound with low-variance gradients: every row of data gets its own perturbation of the weights.
 
     With one draw of the perturbation ``s_ij eps_ij`` and, for each row b, random signs r_bi of the inputs and t_bj of
     the outputs, a product of activations x (B, D) and weights w_ij ~ N(m_ij, s_ij^2) gives (B, H)
@@ -182,13 +162,13 @@ class TraceFlipout_ELBO(_RowwiseELBO):
 
     In a convolution a row is an image and the signs belong to channels: all positions of an image see the same
     weights. Since eps is symmetric, each row sees weights with the distribution of the guide, so the bound and its
-    gradient have the expectation they have with :class:`numpyro.infer.Trace_ELBO`, while the errors of different rows
+    gradient have the same expectation as with :class:`numpyro.infer.Trace_ELBO`, while the errors of different rows
     are uncorrelated. The cost is a second product; where a row has more positions than a weight has inputs, each row
     gets a weight matrix of its own, and the cost is that of one product. A bias has a sign for each row.
 
-    Which sites this can be done to, and everything else, is as in :class:`TraceLocalReparam_ELBO`.
+    Which sites are drawn this way, and everything else, is as in :class:`TraceLocalReparam_ELBO`.
 
-    :param num_particles: number of draws to be averaged.
+    :param num_particles: number of draws to average.
     :param vectorize_particles: as in :class:`numpyro.infer.Trace_ELBO`.
 
     :raises ValueError: for a model with ``numpyro.mutable`` state, or with latent sites the guide lacks.

@@ -1,6 +1,6 @@
 """Mean and variance that a prior gives to every parameter of a network, scaled as the wide limit needs them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,8 @@ from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.nn import Layer, Shape, fan_in, role
 from numpyro_bnn.priors import Normal, as_prior
 
-__all__ = ["Moments", "PriorMoments", "prior_moments"]
 
-
-class Moments(NamedTuple):
+class SiteMoments(NamedTuple):
     """Mean of a parameter, and its variance times the fan-in: scalars, (..., 1) by input, or one for each element."""
 
     mean: Any
@@ -25,32 +23,16 @@ class Moments(NamedTuple):
 
 
 class PriorMoments(NamedTuple):
-    """What the wide limit needs to know of a prior.
+    """Moments by parameter, and the parameters whose weights are independent and normal."""
 
-    :param sites: moments by parameter.
-    :param normal: the parameters whose weights are independent and normal.
-    """
-
-    sites: dict[str, Moments]
+    sites: dict[str, SiteMoments]
     normal: frozenset[str]
 
 
 def prior_moments(
     call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Mapping[str, Any] | None = None
 ) -> PriorMoments:
-    """Evaluate a prior at every parameter of a network.
-
-    :param call: the public name the user wrote, for errors.
-    :param prior: as in :func:`~numpyro_bnn.random_network`; ``priors.Normal()`` by default.
-    :param scales: values of the hyper-sites of the prior, by name, e.g. ``{"Dense_0.kernel_scale": 0.7}``.
-    :raises TypeError: for a net or prior of another kind.
-    :raises ValueError: for a hyper-site without a value, an unknown one, or a distribution without variance.
-
-    >>> from numpyro_bnn import nn
-    >>> moments = prior_moments("example", nn.Dense(5), (4,), Normal(3.0))
-    >>> float(moments.sites["kernel"].variance), float(moments.sites["bias"].variance)
-    (9.0, 1.0)
-    """
+    """Evaluate a prior, its hyper-sites at ``scales``, at every parameter of a network."""
     if not isinstance(net, Layer):
         instead = "Pass a specification such as `nn.MLP([50, 1])`."
         raise argument_error(call, "net", net, instead, TypeError)
@@ -58,11 +40,11 @@ def prior_moments(
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):
         prior.check(shapes)
-    given = dict(scales or {})
-    used: set[str] = set()
+    given, used = dict(scales or {}), set()
     sites, normal = {}, set()
     for name, shape in shapes.items():
-        fn = _distribution(call, prior, name, shape, given, used)
+        fn, hyper = _distribution(call, prior, name, shape, given)
+        used.update(hyper)
         sites[name], is_normal = _moments(call, fn, name, shape)
         if is_normal:
             normal.add(name)
@@ -71,19 +53,19 @@ def prior_moments(
     return PriorMoments(sites, frozenset(normal))
 
 
+def weight_fan_in(name: str, shape: Shape) -> int:
+    """Fan-in of a kernel; 1 for other parameters."""
+    return fan_in(name, shape) if role(name, shape) == "kernel" else 1
+
+
 def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, given: dict[str, Any], used: set[str]
-) -> Any:
-    """What a prior gives to one parameter, its hyper-sites at the given values."""
-    with (
-        handlers.block(),
-        handlers.trace() as trace,
-        handlers.seed(rng_seed=0),
-        handlers.substitute(data=given),
-    ):
-        fn = prior(name, shape)
+    call: str, prior: Any, name: str, shape: Shape, given: dict[str, Any]
+) -> tuple[Any, list[str]]:
+    """The distribution of one parameter at the given values of its hyper-sites, and their names."""
+    seeded = handlers.seed(handlers.substitute(prior, data=given), rng_seed=0)
+    with handlers.block(), handlers.trace() as trace:
+        fn = seeded(name, shape)
     hyper = [site for site, message in trace.items() if message["type"] == "sample"]
-    used.update(hyper)
     if missing := [site for site in hyper if site not in given]:
         raise argument_error(
             call,
@@ -92,26 +74,24 @@ def _distribution(
             "Such a prior is a mixture of Gaussian processes, one for each value: choose one, "
             f"`scales={{{missing[0]!r}: 1.0}}`, or a prior without hyper-sites, `priors.Normal()`.",
         )
-    return fn
+    return fn, hyper
 
 
-def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[Moments, bool]:
+def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, bool]:
     """Moments of one parameter, and whether it is normal."""
     if not isinstance(fn, dist.Distribution):
         instead = "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`."
         raise argument_error(call, "prior", f"{fn!r} for {name!r}", instead, TypeError)
     found = affine_normal(fn)
     mean, variance = (found[0], found[1] ** 2) if found is not None else _other_moments(call, fn, name)
-    if role(name, shape) != "scale" and _known_not(mean, lambda m: np.all(m == 0)):
+    if role(name, shape) != "scale" and _known_not(mean, lambda m: m == 0):
         instead = "The wide limit needs weights and biases of mean 0."
         raise argument_error(call, "prior", f"a mean other than 0 for {name!r}", instead)
-    if _known_not(variance, lambda v: np.all(np.isfinite(v))):
-        instead = (
-            "Without a variance sums of many weights have no Gaussian limit: use e.g. `priors.Normal()`."
-        )
+    if _known_not(variance, np.isfinite):
+        instead = "Sums of many weights have no Gaussian limit then: use e.g. `priors.Normal()`."
         raise argument_error(call, "prior", f"an infinite variance for {name!r}", instead)
-    scaled = variance * fan_in(name, shape) if role(name, shape) == "kernel" else variance
-    return Moments(_reduced(mean, shape), _reduced(scaled, shape)), found is not None
+    scaled = variance * weight_fan_in(name, shape)
+    return SiteMoments(_reduced(mean, shape), _reduced(scaled, shape)), found is not None
 
 
 def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, Any]:
@@ -126,15 +106,15 @@ def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, An
     raise argument_error(call, "prior", came, instead)
 
 
-def _known_not(value: Any, holds: Any) -> bool:
+def _known_not(value: Any, holds: Callable[[np.ndarray], Any]) -> bool:
     """Whether a condition is violated, as far as the value is known (not traced by JAX)."""
-    return not isinstance(value, jax.core.Tracer) and not holds(np.asarray(value))
+    return not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value)))
 
 
 def _reduced(value: Any, shape: Shape) -> Any:
     """A scalar where all elements are equal, (..., 1) where a kernel's differ by input only, else all of them.
 
-    Values that JAX traces are taken not to differ by unit, as in every family of :mod:`~numpyro_bnn.priors`.
+    Values that JAX traces are assumed not to differ by unit, as in every family of :mod:`~numpyro_bnn.priors`.
     """
     if np.ndim(value) == 0:
         return jnp.asarray(value)

@@ -1,8 +1,7 @@
-"""The terms of an evidence lower bound, and the program of the model that they come from."""
+"""The terms of an evidence lower bound, and the program of the model that computes them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,69 +16,22 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, program_dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 
-__all__ = ["Terms", "read_terms"]
-
 Site = dict[str, Any]
 Trace = dict[str, Site]
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What :func:`read_terms` finds.
+class Terms(NamedTuple):
+    """An evidence lower bound as a program."""
 
-    :param jaxpr: program from the values of the latent sites, in the order of ``values``, to terms.
-    :param consts: its constants.
-    :param needed: which of its outputs add up, with ``rest``, to the evidence lower bound.
-    :param values: one draw of every latent site of the guide.
-    :param sites: latent sites of the model, in the order of the guide.
-    :param normals: loc and scale of the sites of which, as far as guide and priors go, each term of the likelihood
-        may have its own draw.
-    :param plain: why the other sites are drawn once.
-    :param rest: terms of the guide alone.
-    """
-
-    jaxpr: Any
-    consts: list[Any]
-    needed: list[bool]
-    values: dict[str, jax.Array]
-    sites: list[str]
-    normals: dict[str, tuple[jax.Array, jax.Array]]
-    plain: dict[str, str]
-    rest: jax.Array
-
-
-@dataclass(frozen=True)
-class _Programs:
-    """Guide and model as functions of the values of latent sites, always under the same seeds."""
-
-    rng_key: jax.Array
-    params: Mapping[str, jax.Array]
-    guide: Callable
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
-    call: str
-
-    def run_guide(self, values: Mapping[str, Any]) -> Trace:
-        seeded = handlers.seed(self.guide, jax.random.split(self.rng_key)[0])
-        return self._trace(handlers.substitute(seeded, data={**self.params, **values}))
-
-    def run_model(self, drawn: Trace, values: Mapping[str, Any]) -> Trace:
-        at = {name: {**site, "value": values.get(name, site["value"])} for name, site in drawn.items()}
-        seeded = handlers.seed(self.model, jax.random.split(self.rng_key)[1])
-        return self._trace(handlers.substitute(handlers.replay(seeded, at), data=dict(self.params)))
-
-    def _trace(self, program: Callable) -> Trace:
-        found = handlers.trace(program).get_trace(*self.args, **self.kwargs)
-        for name, site in found.items():
-            if site["type"] == "mutable":
-                raise argument_error(
-                    self.call,
-                    "model",
-                    f"a mutable site {name!r}",
-                    "Use `Trace_ELBO`, or a layer without running state.",
-                )
-        return found
+    program: Any  # closed jaxpr from the values of the latent sites, in the order of ``values``, to terms
+    needed: list[bool]  # which of its outputs add up, with ``rest``, to the bound
+    values: dict[str, jax.Array]  # one draw of every latent site of the guide
+    sites: list[str]  # latent sites of the model, in the order of the guide
+    normals: dict[
+        str, tuple[jax.Array, jax.Array]
+    ]  # loc and scale of the sites that may be drawn for each row
+    plain: dict[str, str]  # why the other sites are drawn once
+    rest: jax.Array  # terms of the guide alone
 
 
 def read_terms(
@@ -92,19 +44,28 @@ def read_terms(
     call: str,
 ) -> Terms:
     """Run the guide once, and read the program of the model."""
-    programs = _Programs(rng_key, params, guide, model, args, kwargs, call)
-    drawn = programs.run_guide({})
+    guide_key, model_key = jax.random.split(rng_key)
+
+    def trace(program: Callable, values: Mapping[str, Any]) -> Trace:
+        filled = handlers.substitute(program, data={**params, **values})
+        return _checked(handlers.trace(filled).get_trace(*args, **kwargs), call)
+
+    def run_guide(values: Mapping[str, Any]) -> Trace:
+        return trace(handlers.seed(guide, guide_key), values)
+
+    drawn = run_guide({})
     latent = {name: site for name, site in drawn.items() if _is_latent(site)}
     values = {name: latent[name]["value"] for name in sorted(latent)}  # the order in which JAX flattens them
-    followers = _followers(programs, values)
+    followers = _followers(run_guide, values)
 
     def terms(values: Mapping[str, Any]) -> dict[Any, jax.Array]:
-        trace = programs.run_model(drawn, values)
-        check_model_guide_match(trace, drawn)
-        return _model_terms(trace, latent, call)
+        at = {name: {**site, "value": values.get(name, site["value"])} for name, site in drawn.items()}
+        found = trace(handlers.replay(handlers.seed(model, model_key), at), {})
+        check_model_guide_match(found, drawn)
+        return _model_terms(found, latent, call)
 
-    closed, shapes = jax.make_jaxpr(terms, return_shape=True)(values)
-    parents = program_dependence(closed, shapes, values)
+    program, shapes = jax.make_jaxpr(terms, return_shape=True)(values)
+    parents = program_dependence(program, shapes, values)
     keys: list[Any] = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     exact = {name for kind, name in keys if kind == "exact" and not parents["exact", name] & followers[name]}
     needed = [kind == "likelihood" or (kind == "exact") == (name in exact) for kind, name in keys]
@@ -112,9 +73,16 @@ def read_terms(
     plain = _plain(latent, followers, priors)
     moments = {name: affine_normal(latent[name]["fn"]) for name in priors if name not in plain}
     normals = {name: found for name, found in moments.items() if found is not None}
-    alone = [_log_prob(site).sum() for name, site in drawn.items() if _is_sample(site) and name not in priors]
-    rest = sum(alone, start=jnp.zeros(()))
-    return Terms(closed.jaxpr, closed.consts, needed, values, list(priors), normals, plain, -rest)
+    alone = [_log_prob(drawn[name]).sum() for name in drawn if _is_sample(drawn[name]) and name not in priors]
+    return Terms(program, needed, values, list(priors), normals, plain, -sum(alone, start=jnp.zeros(())))
+
+
+def _checked(trace: Trace, call: str) -> Trace:
+    for name, site in trace.items():
+        if site["type"] == "mutable":
+            instead = "Use `Trace_ELBO`, or a layer without running state."
+            raise argument_error(call, "model", f"a mutable site {name!r}", instead)
+    return trace
 
 
 def _is_sample(site: Site) -> bool:
@@ -134,11 +102,11 @@ def _log_prob(site: Site, value: Any = None) -> jax.Array:
     return jnp.asarray(scale_and_mask(density, scale=site["scale"]))
 
 
-def _followers(programs: _Programs, values: Mapping[str, Any]) -> dict[str, set[str]]:
+def _followers(run_guide: Callable[[Any], Trace], values: Mapping[str, Any]) -> dict[str, set[str]]:
     """For each latent site of the guide the others whose draw or density there depends on its value."""
 
     def sites(values: Mapping[str, Any]) -> dict[str, Any]:
-        trace = programs.run_guide(values)
+        trace = run_guide(values)
         return {name: (site["value"], _log_prob(site)) for name, site in trace.items() if _is_latent(site)}
 
     parents = dependence(sites, values)
@@ -163,7 +131,7 @@ def _plain(latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set
 def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
     """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw, and by formula.
 
-    A prior is taken at the draw of the guide, whatever value the model is given: it may be another one.
+    A prior is evaluated at the draw of the guide, even if the model is given another value.
     """
     found: dict[Any, jax.Array] = {}
     for name, site in trace.items():
@@ -185,9 +153,8 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
 
 def _divergence(guide: Site, model: Site) -> jax.Array | None:
     """KL(q || p) summed over a site, with its scale; ``None`` where there is no formula."""
-    if not _same(guide["scale"], model["scale"]) or isinstance(
-        unwrapped(guide["fn"], masked=True), dist.Delta
-    ):
+    is_delta = isinstance(unwrapped(guide["fn"], masked=True), dist.Delta)
+    if is_delta or not _same(guide["scale"], model["scale"]):
         return None
     q, p = affine_normal(guide["fn"]), affine_normal(model["fn"])
     if q is not None and p is not None:
@@ -204,9 +171,7 @@ def _divergence(guide: Site, model: Site) -> jax.Array | None:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two scales are known to be equal."""
-    if a is b:
-        return True
-    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return False
+    if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return a is b
     a, b = (1.0 if scale is None else scale for scale in (a, b))
     return np.array_equal(np.asarray(a), np.asarray(b))

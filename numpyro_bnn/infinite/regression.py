@@ -1,0 +1,315 @@
+"""Predictions of infinitely wide networks: exact Bayesian regression, and ensembles trained by gradient descent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.linalg import cho_solve, solve_triangular
+from scipy.stats import norm
+
+from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
+from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
+from numpyro_bnn.nn import Layer
+
+# Jitter added to the diagonal, relative to its mean: none, then steps of ten from a few rounding errors upwards.
+STEPS = 8
+
+
+class Prediction(NamedTuple):
+    """Normal distribution of the function at M inputs; add noise_sd^2 to the variance for an observation.
+
+    :param mean: (M,), or (M, K) for K outputs.
+    :param covariance: (M, M), shared by the outputs; or its diagonal, (M,).
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class GPRegression:
+    """Posterior of the Gaussian process given data; made by :func:`gp_regression`, in float64.
+
+    :ivar net: the network.
+    :ivar prior: its prior.
+    :ivar scales: values of the prior's hyper-sites.
+    :ivar x: inputs of the data.
+    :ivar y: targets, (N,) or (N, K).
+    :ivar noise_sd: sd of the observations around the function.
+    :ivar log_marginal_likelihood: log p(y | x), summed over the outputs.
+    :ivar jitter: what had to be added to the diagonal of K + noise_sd^2 I; 0 if nothing.
+
+    >>> import numpy as np
+    >>> from numpyro_bnn import nn
+    >>> x = np.linspace(-1, 1, 9)[:, None]
+    >>> gp = gp_regression(nn.MLP([64, 1], "erf"), x, np.sin(3 * x[:, 0]), noise_sd=0.1)
+    >>> gp.predict(x[:2]).covariance.shape, gp.predict(x[:2], diagonal=True).covariance.shape
+    ((2, 2), (2,))
+    """
+
+    net: Layer
+    prior: Any
+    scales: Mapping[str, Any] | None
+    x: np.ndarray
+    y: np.ndarray
+    noise_sd: float
+    log_marginal_likelihood: float
+    jitter: float
+    _lower: np.ndarray
+    _whitened: np.ndarray
+
+    def predict(self, x: Any = None, diagonal: bool = False) -> Prediction:
+        """Posterior mean and covariance of the function.
+
+        :param x: ``(M, *input_shape)``; by default the inputs of the data.
+        :param diagonal: variances only.
+        :return: a :class:`Prediction`, in float64.
+        :raises ValueError: for NaN and shapes unlike those of the data.
+        """
+        call = "GPRegression.predict"
+        if x is not None:
+            check_finite(call, "x", x)
+            if np.shape(x)[1:] != self.x.shape[1:]:
+                instead = f"Pass (M, *{self.x.shape[1:]}), like the data."
+                raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
+        new = self.x if x is None else np.asarray(x, np.float64)
+        with jax.enable_x64(True):
+            cross = jnp.asarray(self._kernel(self.x, None if x is None else new))
+            half = solve_triangular(self._lower, cross, lower=True)
+            mean = half.T @ self._whitened
+            if diagonal:
+                own = prior_variance(call, self.net, new, self.prior, self.scales)
+                covariance = jnp.maximum(own - jnp.sum(half**2, axis=0), 0)
+            else:
+                covariance = jnp.asarray(self._kernel(new, None)) - half.T @ half
+            return Prediction(np.asarray(mean), np.asarray(covariance))
+
+    def log_density(self, x: Any, y: Any) -> np.ndarray:
+        """Log predictive density of new observations, one by one, noise included.
+
+        :param x: ``(M, *input_shape)``.
+        :param y: (M,), or (M, K).
+        :return: (M,), summed over outputs.
+        """
+        mean, variance = self.predict(x, diagonal=True)
+        sd = np.sqrt(variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2)
+        values = norm.logpdf(np.asarray(y), mean, sd)
+        return values.reshape(len(mean), -1).sum(axis=1)
+
+    def sample(self, rng_key: jax.Array, x: Any = None, sample_shape: tuple[int, ...] = ()) -> np.ndarray:
+        """Posterior draws of the function, without noise.
+
+        :param rng_key: key of the draws.
+        :param x: inputs ``(M, *input_shape)``; by default the inputs of the data.
+        :return: ``(*sample_shape, M)``, or ``(*sample_shape, M, K)``.
+        """
+        mean, covariance = self.predict(x)
+        with jax.enable_x64(True):
+            lower = np.asarray(factorize(jnp.asarray(covariance)).lower)
+            noise = np.asarray(jax.random.normal(rng_key, (*sample_shape, *mean.shape)))
+        return mean + np.einsum("mn,...nk->...mk", lower, noise) if mean.ndim > 1 else mean + noise @ lower.T
+
+    def _kernel(self, x1: Any, x2: Any) -> Any:
+        return nngp(self.net, x1, x2, prior=self.prior, scales=self.scales)
+
+
+def gp_regression(
+    net: Layer,
+    x: Any,
+    y: Any,
+    *,
+    noise_sd: float,
+    prior: Any = None,
+    scales: Mapping[str, Any] | None = None,
+) -> GPRegression:
+    r"""Exact posterior of an infinitely wide Bayesian network with normal noise: Gaussian process regression.
+
+    .. math::
+        y &= f(x) + \sigma N(0, 1), \quad f \sim GP(0, K), \quad A = K + \sigma^2 I, \\
+        E[f_* \mid y] &= K_* A^{-1} y, \quad \mathrm{Cov}[f_* \mid y] = K_{**} - K_* A^{-1} K_*', \\
+        \log p(y) &= -\tfrac12 y' A^{-1} y - \tfrac12 \log |A| - \tfrac N2 \log 2\pi
+
+    with K of :func:`nngp` and sigma the ``noise_sd``. Computed in float64; time grows with N^3, memory with N^2.
+
+    :param net: as for :func:`nngp`.
+    :param x: inputs ``(N, *input_shape)``.
+    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Their prior mean is 0: center them.
+    :param noise_sd: sd of the noise, in units of y.
+    :param prior: as for :func:`nngp`; :func:`prior_fit` finds one.
+    :param scales: values of the prior's hyper-sites.
+    :return: a :class:`GPRegression`, which :func:`~numpyro_bnn.to_inference_data` takes.
+    :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a noise that is not positive.
+
+    Reference: Rasmussen & Williams (2006), algorithm 2.1.
+
+    >>> import numpy as np
+    >>> from numpyro_bnn import nn
+    >>> x = np.array([[0.0], [1.0]])
+    >>> gp = gp_regression(nn.Dense(1), x, np.array([0.0, 1.0]), noise_sd=1e-3)
+    >>> gp.predict(np.array([[0.5]])).mean.round(3).tolist(), gp.jitter
+    ([0.5], 0.0)
+    """
+    call = "infinite.gp_regression"
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    check_data(call, x, y)
+    check_number(call, "noise_sd", noise_sd, strict=True)
+    with jax.enable_x64(True):
+        factor = factorize(with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd))
+        if bool(jnp.isnan(factor.lower).any()):
+            came = f"a kernel that no jitter makes positive definite, with {noise_sd}"
+            raise argument_error(call, "noise_sd", came, "Pass a larger one, or leave out repeated inputs.")
+        whitened = solve_triangular(factor.lower, y, lower=True)
+        value = _whitened_log_density(factor.lower, whitened)
+        lower, half = np.asarray(factor.lower), np.asarray(whitened)
+    return GPRegression(
+        net, prior, scales, x, y, float(noise_sd), float(value), float(factor.jitter), lower, half
+    )
+
+
+def ntk_ensemble(
+    net: Layer,
+    x: Any,
+    y: Any,
+    x_new: Any,
+    *,
+    time: float = float("inf"),
+    prior: Any = None,
+    scales: Mapping[str, Any] | None = None,
+) -> Prediction:
+    r"""Predictions of an ensemble of infinitely wide networks, drawn from the prior and trained by gradient descent.
+
+    Gradient flow dv/dt = -d/dv sum_n (f(x_n) - y_n)^2 / 2 on the standardized parameters of :func:`ntk`. With K the
+    NNGP kernel and T the tangent kernel,
+
+    .. math::
+        E[f_*] &= G y, \qquad G = T_* T^{-1} (I - e^{-T t}), \\
+        \mathrm{Cov}[f_*] &= K_{**} + G K G' - (G K_*' + K_* G').
+
+    This distribution is not a Bayesian posterior. After full-batch steps with learning rate r on the standardized
+    parameters t is r times their number, where r is small against 2 / the largest eigenvalue of T.
+
+    :param net: as for :func:`nngp`.
+    :param x: training inputs ``(N, *input_shape)``.
+    :param y: targets (N,), or (N, K).
+    :param x_new: inputs ``(M, *input_shape)``.
+    :param time: t; infinity for networks trained to the end.
+    :param prior: distribution of the initial parameters, as for :func:`nngp`.
+    :param scales: values of the prior's hyper-sites.
+    :return: a :class:`Prediction`, in float64. At infinite time directions that T does not reach within rounding
+        (repeated inputs) keep their initial values.
+    :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a negative time.
+
+    Reference: Lee et al. (2019), *Wide neural networks of any depth evolve as linear models*, equations (13)-(15).
+
+    >>> import numpy as np
+    >>> from numpyro_bnn import nn
+    >>> x = np.array([[0.0], [1.0]])
+    >>> trained = ntk_ensemble(nn.MLP([64, 1], "relu"), x, np.array([1.0, 2.0]), x)
+    >>> trained.mean.round(6).tolist(), bool(abs(trained.covariance).max() < 1e-9)
+    ([1.0, 2.0], True)
+    """
+    call = "infinite.ntk_ensemble"
+    check_data(call, x, y)
+    check_number(call, "time", time, infinite=True)
+    x, y, x_new = (np.asarray(value, np.float64) for value in (x, y, x_new))
+    with jax.enable_x64(True):
+        train, cross, new = (
+            both_kernels(call, net, x1, x2, prior, scales)
+            for x1, x2 in ((x, None), (x_new, x), (x_new, None))
+        )
+        gain = jnp.asarray(cross.ntk) @ _learned(jnp.asarray(train.ntk), float(time))
+        half = gain @ train.nngp
+        mixed = gain @ jnp.asarray(cross.nngp).T
+        covariance = new.nngp + half @ gain.T - mixed - mixed.T
+        return Prediction(np.asarray(gain @ y), np.asarray((covariance + covariance.T) / 2))
+
+
+def _learned(kernel: jax.Array, time: float) -> jax.Array:
+    """T^-1 (I - exp(-T t)), in the eigenvectors of T."""
+    values, vectors = jnp.linalg.eigh(kernel)
+    reached = values > len(values) * jnp.finfo(values.dtype).eps * values[-1]
+    safe = jnp.where(reached, values, 1)
+    # Directions of eigenvalue 0 have the rate t; they are not learned at infinite time, where t times 0 is undefined.
+    rates = jnp.where(reached, -jnp.expm1(-safe * time) / safe, 0 if np.isinf(time) else time)
+    return (vectors * rates) @ vectors.T
+
+
+def check_data(call: str, x: Any, y: Any) -> None:
+    """Refuse NaN, targets of another rank, and lengths that differ."""
+    for argument, value in (("x", x), ("y", y)):
+        check_finite(call, argument, value)
+    if np.ndim(y) not in (1, 2):
+        raise argument_error(call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K).")
+    check_same_length(call, x=x, y=y)
+
+
+# -- factors and densities ---------------------------------------------------------------------------------
+
+
+class Factor(NamedTuple):
+    """L L' = A + jitter I; L is NaN where even the largest jitter was not enough."""
+
+    lower: jax.Array
+    jitter: jax.Array
+
+
+def factorize(matrix: jax.Array) -> Factor:
+    """Cholesky factor of a covariance, with the smallest jitter of 0, e, 10 e, ... that makes it possible.
+
+    e is N times the rounding error of the mean of the diagonal.
+    """
+    unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
+
+    def attempt(step: jax.Array) -> tuple[jax.Array, Factor]:
+        jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
+        raised = matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)
+        return step, Factor(jnp.linalg.cholesky(raised), jitter)
+
+    def failed(state: tuple[jax.Array, Factor]) -> jax.Array:
+        step, factor = state
+        return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
+
+    first = attempt(jnp.zeros((), matrix.dtype))
+    return lax.while_loop(failed, lambda state: attempt(state[0] + 1), first)[1]
+
+
+def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
+    """Covariance of observations, from that of the function."""
+    return kernel + noise_sd**2 * jnp.eye(len(kernel), dtype=kernel.dtype)
+
+
+@jax.custom_jvp
+def zero_mean_log_density(matrix: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log density of y ~ N(0, A), summed over the outputs, and the jitter that A needed.
+
+    With a = A^-1 y its derivative is dA -> a' dA a / 2 - tr(A^-1 dA) / 2: one factor and one inverse, where the
+    derivative of the factor would take several.
+    """
+    factor = factorize(matrix)
+    return _whitened_log_density(factor.lower, solve_triangular(factor.lower, y, lower=True)), factor.jitter
+
+
+@zero_mean_log_density.defjvp
+def _zero_mean_log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (matrix, y), (d_matrix, d_y) = primals, tangents
+    factor = factorize(matrix)
+    whitened = solve_triangular(factor.lower, y, lower=True)
+    solved = solve_triangular(factor.lower, whitened, lower=True, trans=1)
+    columns = solved.reshape((len(y), -1))
+    inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
+    slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
+    change = jnp.sum(slope * d_matrix) - jnp.sum(solved * d_y)
+    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (
+        change,
+        jnp.zeros_like(factor.jitter),
+    )
+
+
+def _whitened_log_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:
+    """Log density of y ~ N(0, L L') from L^-1 y, summed over the outputs."""
+    log_norm = jnp.sum(jnp.log(jnp.diagonal(lower))) + 0.5 * len(lower) * jnp.log(2 * jnp.pi)
+    return -0.5 * jnp.sum(whitened**2) - whitened[0].size * log_norm
