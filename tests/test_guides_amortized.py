@@ -15,8 +15,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoGuideList
 from scipy import stats
 
 from numpyro_bnn import nn
-from numpyro_bnn.guides.amortized import AutoAmortized
-from numpyro_bnn.guides.mean_field import AutoMeanField
+from numpyro_bnn.guides import AutoAmortized, AutoMeanField
 
 N, K, L = 60, 5, 2
 NOISE = 0.7
@@ -119,7 +118,7 @@ def test_learns_the_exact_posterior(learned, new):
     """
     _, guide, params, y = learned
     y = jnp.asarray(make_data(LOADINGS, 400, seed=5), jnp.float32) if new else y
-    posterior = guide._read_posterior(params, (y,), {})
+    _, _, posterior = guide._read(params, (y,), {})
     matrix, covariance = exact(LOADINGS)
     factor = np.asarray(posterior.scale, float)
     loc, y = np.asarray(posterior.loc, float), np.asarray(y, float)
@@ -350,7 +349,7 @@ def test_plates_inside_the_rows():
     params = svi.get_params(state)
     # It starts at the prior, for every row.
     np.testing.assert_allclose(guide.median(params, y)["z"], 0.5 * np.ones((12, K)), rtol=1e-5)
-    np.testing.assert_allclose(guide._read_posterior(params, (y,), {}).sd, 2 * np.ones((12, K)), rtol=1e-5)
+    np.testing.assert_allclose(guide._read(params, (y,), {})[2].sd, 2 * np.ones((12, K)), rtol=1e-5)
     assert params["offset_auto_loc"].shape == (K,)
     state, loss = svi.update(state, y, batch_size=4)
     assert np.isfinite(loss)

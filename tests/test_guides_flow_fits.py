@@ -118,21 +118,7 @@ FITS = {
         0.01,
     ),
     "coupling, banana": (banana, guides.AutoCoupling, {"init_scale": 1.0}, (1500, 1e-2, 32), 0.05),
-    "spline, banana": (
-        banana,
-        guides.AutoSplineCoupling,
-        {"num_flows": 3, "init_scale": 1.0},
-        (2000, 5e-3, 128),
-        0.02,
-    ),
     "coupling, two moons": (moons, guides.AutoCoupling, {"num_flows": 16, **WIDE}, (4000, 5e-3, 256), 0.05),
-    "spline, two moons": (
-        moons,
-        guides.AutoSplineCoupling,
-        {"num_flows": 6, "interval": 3.0, **WIDE},
-        (4000, 3e-3, 128),
-        0.05,
-    ),
 }
 
 
@@ -175,7 +161,7 @@ def test_blocks_share_flows_and_the_rest_is_mean_field():
     assert {"auto_w|b_loc", "auto_w|b_flow0_kernel0", "sigma_auto_loc", "sigma_auto_scale"} <= names
     tuple_names = set(started(guides.AutoCoupling(regression, ("w", "b"), num_flows=1, hidden=(3,)), X, Y))
     assert tuple_names == names
-    two = started(guides.AutoSplineCoupling(regression, ["w", ("b", "sigma")], num_flows=1), X, Y)
+    two = started(guides.AutoCoupling(regression, ["w", ("b", "sigma")], num_flows=1), X, Y)
     assert two["auto_w_loc"].shape == two["auto_b|sigma_loc"].shape == (2,)
     everything = started(guides.AutoCoupling(regression), X, Y)
     assert everything["auto_loc"].shape == (4,)
@@ -184,9 +170,6 @@ def test_blocks_share_flows_and_the_rest_is_mean_field():
 def test_a_block_of_one_number():
     with pytest.raises(ValueError, match="needs two halves"):
         started(guides.AutoCoupling(regression, "sigma"), X, Y)
-    params = started(guides.AutoSplineCoupling(regression, "sigma"), X, Y)
-    assert params["auto_sigma_flow0_bias0"].shape == (25,)
-    assert "auto_sigma_flow1_bias0" not in params
 
 
 def test_neutra_refuses_what_depends_on_data():
