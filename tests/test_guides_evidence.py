@@ -347,6 +347,7 @@ def fitted_variance(loss, steps, rate):
     return svi.run(jax.random.key(0), steps, progress_bar=False).params["z_auto_scale"] ** 2
 
 
+@pytest.mark.slow
 def test_mean_field_matches_marginals_inclusively_and_conditionals_exclusively():
     """KL(p || q) has its optimum at variance 1, KL(q || p) at 1 - rho^2 = 0.19.
 
@@ -400,6 +401,7 @@ def test_value_is_the_importance_weighted_bound(key):
     assert half + 4 * np.hypot(half_se, exclusive_se) < exclusive
 
 
+@pytest.mark.slow
 def test_renyi_elbo_trains_a_guide():
     """NumPyro's own objective between the two: its variances lie between those of the divergences."""
     variance = fitted_variance(RenyiELBO(alpha=0.5, num_particles=20), 1500, 0.03)
@@ -414,6 +416,7 @@ def local(y, batch_size=None):
         numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
 
 
+@pytest.mark.slow
 def test_local_latents_have_weights_of_their_own():
     """An amortized guide with a subsampled plate learns every posterior; one joint weight would know one of 40."""
     y = jnp.linspace(-2.0, 2.0, 40)

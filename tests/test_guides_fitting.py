@@ -112,6 +112,7 @@ def test_full_batch_steps_are_those_of_numpyro(svi, key):
     assert type(ours) is type(theirs)
 
 
+@pytest.mark.slow
 def test_minibatches_reach_the_posterior(key):
     """Conjugate regression: a full-rank guide trained on minibatches has its mean and covariance.
 
@@ -279,8 +280,15 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["typed", "legacy"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        ("optax", "typed"),
+        pytest.param("optax", "legacy", marks=pytest.mark.slow),
+        pytest.param("numpyro Adam", "typed", marks=pytest.mark.slow),
+        pytest.param("numpyro Adam", "legacy", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_bit_for_bit(tmp_path, optimizer, kind):
     """Stopped after 25 of 60 steps and begun anew with other objects, as a new process would."""
     key = {"typed": jax.random.key, "legacy": jax.random.PRNGKey}[kind](3)

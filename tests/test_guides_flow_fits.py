@@ -182,7 +182,11 @@ def test_neutra_refuses_what_depends_on_data():
         NeuTraReparam(guide, params)
 
 
-@pytest.mark.parametrize("blocks", [None, ("w", "sigma")], ids=["all sites", "chosen"])
+@pytest.mark.parametrize(
+    "blocks",
+    [pytest.param(None, marks=pytest.mark.slow), ("w", "sigma")],
+    ids=["all sites", "chosen"],
+)
 def test_neutra_density_is_that_of_the_model(blocks):
     """What NUTS sees behind the flow is the model's density at the mapped point times |det|."""
     guide = guides.AutoCoupling(regression, blocks, num_flows=2, hidden=(3,))
@@ -257,7 +261,9 @@ def flowjax_flow(dim=4, **options):
     return coupling_flow(random.key(0), base_dist=base, flow_layers=2, nn_width=4, **options)
 
 
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)], ids=["typed", "legacy"]
+)
 def test_flowjax_flow_as_a_guide(make_key):
     """SVI, Predictive with the guide and with the model, posterior draws; typed and legacy keys."""
     guide = guides.AutoBlocks(regression, {"*": guides.Flowjax(flowjax_flow(invert=False))})

@@ -67,7 +67,7 @@ def correlated(rho):
     return lambda: numpyro.sample("z", dist.MultivariateNormal(jnp.zeros(2), covariance))
 
 
-@pytest.mark.parametrize("rho", [0.5, 0.9])
+@pytest.mark.parametrize("rho", [pytest.param(0.5, marks=pytest.mark.slow), 0.9])
 def test_mean_field_of_a_correlated_gaussian(rho):
     """The optimum has variance 1 - rho^2 and KL = -ln(1 - rho^2) / 2.
 
@@ -123,6 +123,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_family_reaches_a_target_it_contains(name):
     make, shapes, covariance = TARGETS[name]
@@ -145,6 +146,7 @@ def funnel():
     numpyro.sample("w", dist.Normal(mu, 2 * tau).expand([4]).to_event(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [None, guides.FullRank()], ids=["mean field", "full rank"])
 def test_conditioning_on_scales_makes_the_funnel_exact(family):
     blocks = {"*": family} if family else {}
@@ -178,6 +180,7 @@ def test_local_sites_follow_their_scale_in_minibatches():
     np.testing.assert_allclose(draws["double"], 2 * draws["z"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_conditioning_improves_the_bound_of_eight_schools():
     """Data that say little about single effects: the guide that follows their scale has the higher bound."""
     y = jnp.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
