@@ -1,8 +1,8 @@
 """A latent neural population model with an amortized guide, checked against the best Gaussian of each data point.
 
 Counts of K neurons in N time bins are Poisson with log rates C z_n + d. The guide maps the counts of a bin to the
-mean and sd of q(z_n | y_n) by a network, learned from minibatches together with q(C, d), and then gives the posterior
-of new bins without further learning. For this likelihood the ELBO of a bin has a closed form and one maximum, so that
+mean and sd of q(z_n | y_n) by a network, trained on minibatches together with q(C, d), and then gives the posterior
+of new bins without further training. For this likelihood the ELBO of a bin has a closed form and one maximum, so that
 what the network loses against optimizing each bin by itself, the amortization gap, is known exactly.
 
     python -m examples.amortized --help
@@ -18,7 +18,7 @@ import numpy as np
 
 from examples.shared import at_least, writable_folder
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 class Data(NamedTuple):
@@ -247,13 +247,13 @@ def draw_figure(points: dict[str, dict[str, np.ndarray]], new: Data, folder: Pat
         bins = np.arange(min(len(new.latents), 300))
         axes[0, 0].plot(bins, new.latents[bins, 0], color="black", linewidth=1.0, label="true")
         axes[0, 0].plot(
-            bins, best["aligned"][bins, 0], ".", color=COLOURS[0], markersize=2.5, label="inferred"
+            bins, best["aligned"][bins, 0], ".", color=COLORS[0], markersize=2.5, label="inferred"
         )
         axes[0, 0].set(xlabel="new bin", ylabel="latent 1")
         axes[0, 0].legend(frameon=False)
         for axis, part, label in ((axes[0, 1], "mean", "mean"), (axes[1, 0], "sd", "sd")):
             draw_pairs(axis, best[f"best_{part}"].ravel(), best[part].ravel(), label)
-        for color, (name, found) in zip(COLOURS, points.items(), strict=False):
+        for color, (name, found) in zip(COLORS, points.items(), strict=False):
             gaps = np.sort(np.maximum(found["gap"], 1e-6))
             share = np.arange(1, len(gaps) + 1) / len(gaps)
             axes[1, 1].step(gaps, share, color=color, label=f"{name} hidden units", linewidth=1.2)
@@ -272,7 +272,7 @@ def draw_figure(points: dict[str, dict[str, np.ndarray]], new: Data, folder: Pat
 def draw_pairs(axis: Any, best: np.ndarray, found: np.ndarray, label: str) -> None:
     ends = [min(best.min(), found.min()), max(best.max(), found.max())]
     axis.plot(ends, ends, color="black", linewidth=0.6, zorder=0)
-    axis.plot(best, found, ".", color=COLOURS[0], markersize=2, alpha=0.4, markeredgewidth=0)
+    axis.plot(best, found, ".", color=COLORS[0], markersize=2, alpha=0.4, markeredgewidth=0)
     axis.set(xlabel=f"{label}, each bin optimized", ylabel=f"{label}, network")
 
 

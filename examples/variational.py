@@ -1,8 +1,8 @@
-"""How sure is a network between its data? Mean field, coupling flow and NUTS on one small data set.
+"""How confident is a network between its data? Mean field, coupling flow and NUTS on one small data set.
 
-Two clusters of points on a line, nothing between them. Variational guides are too sure in the gap (Foong et al. 2019
-show it for mean field), also those with a better evidence bound; NUTS is the reference. Printed are that bound,
-Pareto k, the log score of held-out points, and the sd of the function in the gap and at the data.
+Two clusters of points on a line, nothing between them. In the gap variational guides are too confident (for mean
+field see Foong et al. 2019), also those with a better evidence bound; NUTS is the reference. The script prints that
+bound, Pareto k, the log score of held-out points, and the sd of the function in the gap and at the data.
 
     python -m examples.variational --help
 """

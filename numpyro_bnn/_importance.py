@@ -18,8 +18,6 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn._programs import signature
 
-__all__ = ["Sites", "WeightedDraw", "check", "log_jacobian", "set_up", "weight_statistics", "weighted_draw"]
-
 Trace = Mapping[str, dict[str, Any]]
 
 
@@ -58,13 +56,7 @@ def weighted_draw(
 
 
 def log_jacobian(trace: Trace) -> jax.Array:
-    """log |dz / du| of the latent sites of a trace, with u their unconstrained values.
-
-    >>> import numpyro
-    >>> model = handlers.substitute(lambda: numpyro.sample("s", dist.HalfNormal(1.0)), data={"s": 2.0})
-    >>> round(float(log_jacobian(handlers.trace(model).get_trace())), 4)         # s = exp(u)
-    0.6931
-    """
+    """log |dz / du| of the latent sites of a trace, with u their unconstrained values."""
     total = jnp.zeros(())
     for site in trace.values():
         if _is_random(site):
@@ -107,18 +99,14 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
 
 
 class Sites(NamedTuple):
-    """What a model and its guide are made of.
-
-    :param num_observations: observed numbers, over all observed sites.
-    :param has_density: the guide has a random site that is no point mass.
-    """
+    """Observed numbers of a model, over all its sites, and whether its guide has a site that is not a point mass."""
 
     num_observations: int
     has_density: bool
 
 
 def set_up(guide: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Let a NumPyro autoguide that has never been called look at its model, before anything is traced."""
+    """Let a NumPyro autoguide that has never been called read its model, before anything is traced."""
     if getattr(guide, "prototype_trace", True) is None:
         with handlers.block(), handlers.seed(rng_seed=0):
             guide(*args, **kwargs)
@@ -132,16 +120,15 @@ def check(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> Sites:
-    """Refuse a guide, or parameters, that do not fit the model; nothing is computed.
+    """Refuse a guide, or parameters, that do not fit the model, from shapes alone.
 
-    :param call: the public name of the caller.
-    :raises TypeError: for a guide or model that is no callable, or parameters that are no mapping.
+    :raises TypeError: for a guide or model that is not callable, or parameters that are not a mapping.
     :raises ValueError: for missing parameters, or latent sites the guide does not draw.
     """
     for name, value in (("guide", guide), ("model", model)):
         if not callable(value):
             instead = "Pass a NumPyro guide and, unless it is an autoguide, its `model=`."
-            raise argument_error(call, name, value, instead, TypeError)
+            raise argument_error(call, name, repr(value), instead, TypeError)
     if not isinstance(params, Mapping):
         instead = "Pass the parameters of the fit, e.g. `svi.run(...).params`."
         raise argument_error(call, "params", type(params).__name__, instead, TypeError)
@@ -172,7 +159,7 @@ def check(
 
 
 def _check_params(call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]) -> None:
-    """Parameters left out would take their starting values, silently."""
+    """Refuse missing parameters: they would silently take their initial values."""
     wanted = [name for trace in traces.values() for name, site in trace.items() if site["type"] == "param"]
     missing = sorted({name for name in wanted if name not in params})
     if missing:

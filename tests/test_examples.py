@@ -461,7 +461,7 @@ def test_variational_uci(tmp_path, data_folder, capsys):
     script = "examples.benchmarks.variational_uci"
     report = run(script, "--data", data_folder, "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"][0]["NUTS"]["mean_distance"] == [0.0]
-    assert report["rows"][0]["AutoMNF"]["mean_distance"][0] > 0
+    assert report["rows"][0]["AutoCoupling"]["mean_distance"][0] > 0
     assert capsys.readouterr().out.strip() in page.read_text()
 
 

@@ -15,8 +15,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoGuideList
 from scipy import stats
 
 from numpyro_bnn import nn
-from numpyro_bnn.guides.amortized import AutoAmortized
-from numpyro_bnn.guides.mean_field import AutoMeanField
+from numpyro_bnn.guides import AutoAmortized, AutoMeanField
 
 N, K, L = 60, 5, 2
 NOISE = 0.7
@@ -111,6 +110,7 @@ def learned():
     return model, guide, svi.run(jax.random.key(0), 3000, y, batch_size=100, progress_bar=False).params, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [False, True])
 def test_learns_the_exact_posterior(learned, new):
     """The mean is linear in y, the covariance the same for all rows; on rows never seen as well.
@@ -119,7 +119,7 @@ def test_learns_the_exact_posterior(learned, new):
     """
     _, guide, params, y = learned
     y = jnp.asarray(make_data(LOADINGS, 400, seed=5), jnp.float32) if new else y
-    posterior = guide._read_posterior(params, (y,), {})
+    _, _, posterior = guide._read(params, (y,), {})
     matrix, covariance = exact(LOADINGS)
     factor = np.asarray(posterior.scale, float)
     loc, y = np.asarray(posterior.loc, float), np.asarray(y, float)
@@ -134,6 +134,7 @@ def test_learns_the_exact_posterior(learned, new):
     np.testing.assert_allclose((high - low) / 2 / 1.6449, posterior.sd, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_elbo_is_below_the_evidence_by_the_kl(learned):
     model, guide, params, y = learned
     losses = jax.jit(
@@ -254,7 +255,13 @@ def test_density_of_both_forms_agrees(rows):
 # --------------------------------------------------------------------------------------------------- contract
 
 
-@pytest.mark.parametrize("key", [jax.random.key(4), jax.random.PRNGKey(4)], ids=["typed", "legacy"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(jax.random.key(4), id="typed"),
+        pytest.param(jax.random.PRNGKey(4), id="legacy", marks=pytest.mark.slow),
+    ],
+)
 def test_posterior_of_old_and_new_rows(fitted, rows, key):
     guide, params = fitted
     again = pickle.loads(pickle.dumps(guide))
@@ -286,7 +293,13 @@ def test_draws_have_the_stated_quantiles(fitted, rows):
 
 
 @pytest.mark.parametrize(
-    "loss", [Trace_ELBO(), TraceMeanField_ELBO(), RenyiELBO(num_particles=2)], ids=lambda e: type(e).__name__
+    "loss",
+    [
+        Trace_ELBO(),
+        pytest.param(TraceMeanField_ELBO(), marks=pytest.mark.slow),
+        pytest.param(RenyiELBO(num_particles=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda e: type(e).__name__,
 )
 def test_losses(fitted, rows, loss):
     guide, params = fitted
@@ -350,7 +363,7 @@ def test_plates_inside_the_rows():
     params = svi.get_params(state)
     # It starts at the prior, for every row.
     np.testing.assert_allclose(guide.median(params, y)["z"], 0.5 * np.ones((12, K)), rtol=1e-5)
-    np.testing.assert_allclose(guide._read_posterior(params, (y,), {}).sd, 2 * np.ones((12, K)), rtol=1e-5)
+    np.testing.assert_allclose(guide._read(params, (y,), {})[2].sd, 2 * np.ones((12, K)), rtol=1e-5)
     assert params["offset_auto_loc"].shape == (K,)
     state, loss = svi.update(state, y, batch_size=4)
     assert np.isfinite(loss)

@@ -78,8 +78,12 @@ def fitted(request):
 
 
 def guides_that_have(part=None):
-    names = [name for name, row in GUIDES.items() if part is None or part not in row.lacks]
-    return pytest.mark.parametrize("fitted", names, indirect=True, scope="module")
+    rows = [
+        pytest.param(name, marks=[pytest.mark.slow] if row.slow else [])
+        for name, row in GUIDES.items()
+        if part not in row.lacks
+    ]
+    return pytest.mark.parametrize("fitted", rows, indirect=True, scope="module")
 
 
 def with_quantiles(fitted):

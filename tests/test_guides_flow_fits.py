@@ -118,21 +118,7 @@ FITS = {
         0.01,
     ),
     "coupling, banana": (banana, guides.AutoCoupling, {"init_scale": 1.0}, (1500, 1e-2, 32), 0.05),
-    "spline, banana": (
-        banana,
-        guides.AutoSplineCoupling,
-        {"num_flows": 3, "init_scale": 1.0},
-        (2000, 5e-3, 128),
-        0.02,
-    ),
     "coupling, two moons": (moons, guides.AutoCoupling, {"num_flows": 16, **WIDE}, (4000, 5e-3, 256), 0.05),
-    "spline, two moons": (
-        moons,
-        guides.AutoSplineCoupling,
-        {"num_flows": 6, "interval": 3.0, **WIDE},
-        (4000, 3e-3, 128),
-        0.05,
-    ),
 }
 
 
@@ -175,7 +161,7 @@ def test_blocks_share_flows_and_the_rest_is_mean_field():
     assert {"auto_w|b_loc", "auto_w|b_flow0_kernel0", "sigma_auto_loc", "sigma_auto_scale"} <= names
     tuple_names = set(started(guides.AutoCoupling(regression, ("w", "b"), num_flows=1, hidden=(3,)), X, Y))
     assert tuple_names == names
-    two = started(guides.AutoSplineCoupling(regression, ["w", ("b", "sigma")], num_flows=1), X, Y)
+    two = started(guides.AutoCoupling(regression, ["w", ("b", "sigma")], num_flows=1), X, Y)
     assert two["auto_w_loc"].shape == two["auto_b|sigma_loc"].shape == (2,)
     everything = started(guides.AutoCoupling(regression), X, Y)
     assert everything["auto_loc"].shape == (4,)
@@ -184,9 +170,6 @@ def test_blocks_share_flows_and_the_rest_is_mean_field():
 def test_a_block_of_one_number():
     with pytest.raises(ValueError, match="needs two halves"):
         started(guides.AutoCoupling(regression, "sigma"), X, Y)
-    params = started(guides.AutoSplineCoupling(regression, "sigma"), X, Y)
-    assert params["auto_sigma_flow0_bias0"].shape == (25,)
-    assert "auto_sigma_flow1_bias0" not in params
 
 
 def test_neutra_refuses_what_depends_on_data():
@@ -199,7 +182,11 @@ def test_neutra_refuses_what_depends_on_data():
         NeuTraReparam(guide, params)
 
 
-@pytest.mark.parametrize("blocks", [None, ("w", "sigma")], ids=["all sites", "chosen"])
+@pytest.mark.parametrize(
+    "blocks",
+    [pytest.param(None, marks=pytest.mark.slow), ("w", "sigma")],
+    ids=["all sites", "chosen"],
+)
 def test_neutra_density_is_that_of_the_model(blocks):
     """What NUTS sees behind the flow is the model's density at the mapped point times |det|."""
     guide = guides.AutoCoupling(regression, blocks, num_flows=2, hidden=(3,))
@@ -274,7 +261,9 @@ def flowjax_flow(dim=4, **options):
     return coupling_flow(random.key(0), base_dist=base, flow_layers=2, nn_width=4, **options)
 
 
-@pytest.mark.parametrize("make_key", [random.key, random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [random.key, pytest.param(random.PRNGKey, marks=pytest.mark.slow)], ids=["typed", "legacy"]
+)
 def test_flowjax_flow_as_a_guide(make_key):
     """SVI, Predictive with the guide and with the model, posterior draws; typed and legacy keys."""
     guide = guides.AutoBlocks(regression, {"*": guides.Flowjax(flowjax_flow(invert=False))})

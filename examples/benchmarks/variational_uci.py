@@ -29,7 +29,7 @@ VI = {
     "yacht": (-3.439, 0.163),
 }
 PUBLISHED = {name: {"VI": vi, "PBP": PBP[name][1]} for name, vi in VI.items()}
-METHODS = ("AutoMeanField", "AutoCoupling", "AutoMNF", "NUTS")
+METHODS = ("AutoMeanField", "AutoCoupling", "NUTS")
 
 
 class Predicted(NamedTuple):
@@ -71,11 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_guide(method: str, model: Callable, start: Mapping[str, Any] | None) -> Any:
-    """Flows stand on what is few and far from normal: the scales, and the weights of the output.
+def make_guide(model: Callable, start: Mapping[str, Any] | None) -> Any:
+    """Mean field, or with ``start`` a flow over the scales and output weights, which are few and far from normal.
 
-    They start at the mean field's medians ``start``, with small scales: from random weights their noise switches
-    units off before these have learned anything, and they end below the mean field.
+    A flow starts at the mean field's medians ``start``, with small scales: from random weights its noise switches
+    units off before they have learned anything, and it ends below the mean field.
     """
     from numpyro.infer import init_to_value
 
@@ -84,13 +84,11 @@ def make_guide(method: str, model: Callable, start: Mapping[str, Any] | None) ->
     if start is None:
         return guides.AutoMeanField(model)
     options = {"init_loc_fn": init_to_value(values=start), "init_scale": 0.02}
-    if method == "AutoCoupling":
-        return guides.AutoCoupling(model, blocks=[("*_scale", "sigma", "net/Dense_1*")], **options)
-    return getattr(guides, method)(model, **options)
+    return guides.AutoCoupling(model, blocks=[("*_scale", "sigma", "net/Dense_1*")], **options)
 
 
 def fit_guide(
-    method: str, model: Callable, data: Any, start: Mapping[str, Any] | None, args: argparse.Namespace
+    model: Callable, data: Any, start: Mapping[str, Any] | None, args: argparse.Namespace
 ) -> tuple[Any, dict[str, Any]]:
     """ArviZ results of a guide, with predictions at the test points, and its medians."""
     import optax
@@ -98,7 +96,7 @@ def fit_guide(
 
     import numpyro_bnn as bnn
 
-    guide = make_guide(method, model, start)
+    guide = make_guide(model, start)
     rate = optax.cosine_decay_schedule(0.01 if start is None else 0.003, args.num_steps)
     svi = SVI(model, guide, optax.adam(rate), bnn.guides.TraceLocalReparam_ELBO())
     call = (data.x_train, data.y_train)
@@ -138,7 +136,7 @@ def learn(method: str, data: Any, start: Mapping[str, Any] | None, args: argpars
     if method == "NUTS":
         idata, median = run_nuts(model, data, args), {}
     else:
-        idata, median = fit_guide(method, model, data, start, args)
+        idata, median = fit_guide(model, data, start, args)
     seconds = time.perf_counter() - begin
     test, scale = idata["predictions"], float(data.y_scaler.scale_factor)
     mean, sd = (np.asarray(part(("chain", "draw"))) for part in (test["y_mean"].mean, test["y_mean"].std))

@@ -1,22 +1,17 @@
-"""Guides: posterior approximations that NumPyro's SVI, Predictive and summaries take."""
+"""Guides: posterior approximations for NumPyro's SVI, Predictive and summaries."""
 
 from numpyro_bnn.guides.adf import ADFResult, AutoADF
 from numpyro_bnn.guides.amortized import AutoAmortized
-from numpyro_bnn.guides.base import AutoBlocks
-from numpyro_bnn.guides.blocks import Block, Family
-from numpyro_bnn.guides.comparison import EvidenceComparison, compare
-from numpyro_bnn.guides.coupling import AutoCoupling, AutoSplineCoupling
+from numpyro_bnn.guides.auto_blocks import AutoBlocks
+from numpyro_bnn.guides.blocks import Block, Diagonal, FullRank, LowRank
+from numpyro_bnn.guides.coupling import AutoCoupling
 from numpyro_bnn.guides.elbo import TraceFlipout_ELBO, TraceLocalReparam_ELBO
 from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarize
-from numpyro_bnn.guides.families import Diagonal, FullRank, LowRank, MatrixNormal
 from numpyro_bnn.guides.fitting import fit
-from numpyro_bnn.guides.flows import Coupling, Flowjax, SplineCoupling
-from numpyro_bnn.guides.gradients import GradientVariance, gradient_variance
-from numpyro_bnn.guides.mean_field import AutoMeanField
-from numpyro_bnn.guides.mnf import AutoMNF
-from numpyro_bnn.guides.objectives import TraceInclusiveKL_ELBO
-from numpyro_bnn.guides.starting import init_to_fan_in
-from numpyro_bnn.guides.structured import AutoMatrixNormal, AutoStructured
+from numpyro_bnn.guides.flows import Coupling, Flowjax
+from numpyro_bnn.guides.gaussian import AutoMeanField, AutoStructured
+from numpyro_bnn.guides.inclusive_kl import TraceInclusiveKL_ELBO
+from numpyro_bnn.guides.initialization import init_to_fan_in
 
 __all__ = [
     "AutoADF",
@@ -24,19 +19,13 @@ __all__ = [
     "AutoBlocks",
     "AutoMeanField",
     "AutoStructured",
-    "AutoMatrixNormal",
     "AutoCoupling",
-    "AutoSplineCoupling",
-    "AutoMNF",
     "AutoAmortized",
-    "Family",
     "Block",
     "Diagonal",
     "FullRank",
     "LowRank",
-    "MatrixNormal",
     "Coupling",
-    "SplineCoupling",
     "Flowjax",
     "init_to_fan_in",
     "TraceLocalReparam_ELBO",
@@ -47,8 +36,4 @@ __all__ = [
     "Evidence",
     "log_weights",
     "summarize",
-    "compare",
-    "EvidenceComparison",
-    "gradient_variance",
-    "GradientVariance",
 ]

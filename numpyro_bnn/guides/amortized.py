@@ -1,8 +1,11 @@
-"""A guide whose local latents come from a recognition network: q(z_n | y_n), not one set of parameters per point."""
+"""AutoAmortized: a network maps each data point to the posterior of its latent variables, q(z_n | y_n)."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from inspect import Parameter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,53 +13,97 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
-from numpyro.distributions.transforms import biject_to
+from numpyro.distributions.transforms import Transform, biject_to
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.initialization import init_to_median
 from numpyro.infer.util import helpful_support_errors
+from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._plates import full_plates
-from numpyro_bnn.guides.mean_field import AutoMeanField
-from numpyro_bnn.guides.recognition import (
-    CALL,
-    Posterior,
-    RowSite,
-    Without,
-    argument,
-    check_rows_independent,
-    independent,
-    minibatch,
-    plate_of_rows,
-    plate_sizes,
-    point,
-    spread,
-)
+from numpyro_bnn.guides.gaussian import AutoMeanField
 from numpyro_bnn.nn import Dense, Layer, Sequential, Shape
 
-__all__ = ["AutoAmortized"]
+CALL = "guides.AutoAmortized"
 
 Values = dict[str, jax.Array]
 
 
-class AutoAmortized(AutoGuide):
-    r"""Guide for models with a latent per data point: q(z_n | y_n) = N(mu(y_n), sigma(y_n)^2), both by a network.
+class Posterior(NamedTuple):
+    """q of the unconstrained local sites, side by side: loc (B, L) and Cholesky factor (B, L, L) or sds (B, L)."""
 
-    For each row n of the data the *recognition network* gives features h_n = f(y_n), and linear heads the parameters
-    of every latent site in the plate of the data, in unconstrained space:
+    loc: jax.Array
+    scale: jax.Array
+
+    @property
+    def sd(self) -> jax.Array:
+        return self.scale if self.scale.ndim == 2 else jnp.sqrt(jnp.square(self.scale).sum(-1))
+
+    def draw(self, rng_key: jax.Array, sample_shape: Shape) -> jax.Array:
+        noise = jax.random.normal(rng_key, (*sample_shape, *self.loc.shape))
+        if self.scale.ndim == 2:
+            return self.loc + self.scale * noise
+        return self.loc + jnp.einsum("...ij,...j->...i", self.scale, noise)
+
+
+class RowSite(NamedTuple):
+    """A local site as seen from one row: its place in vectors of all sites, its shape, and where q starts."""
+
+    name: str
+    part: slice
+    shape: Shape
+    axis: int
+    event_dim: int
+    support: Any
+    loc: jax.Array
+    raw_scale: jax.Array
+
+    @property
+    def transform(self) -> Transform:
+        return biject_to(self.support)
+
+    def place(self, flat: jax.Array) -> jax.Array:
+        """From all sites (..., B, L) to this one, with the rows along the axis of the plate."""
+        rows = jnp.reshape(flat[..., self.part], (*flat.shape[:-1], *self.shape))
+        return jnp.moveaxis(rows, flat.ndim - 2, self.axis)
+
+    def independent(self, posterior: Posterior) -> dist.Distribution:
+        """q of the site, where sites are independent."""
+        loc, scale = self.place(posterior.loc), self.place(posterior.scale)
+        fn = dist.Normal(loc, scale).to_event(self.event_dim)
+        real = getattr(self.support, "base_constraint", self.support) is dist.constraints.real
+        return fn if real else dist.TransformedDistribution(fn, self.transform)
+
+    def point(self, flat: jax.Array, event_dim: int) -> dist.Distribution:
+        """The site at values (B, L) drawn from a joint density; its own is the change of variables."""
+        unconstrained = self.place(flat)
+        value = self.transform(unconstrained)
+        if numpyro.get_mask() is False:
+            return dist.Delta(value, event_dim=event_dim)
+        log_det = self.transform.log_abs_det_jacobian(unconstrained, value)
+        batch_ndims = jnp.ndim(value) - event_dim
+        return dist.Delta(value, -jnp.sum(log_det, tuple(range(batch_ndims, jnp.ndim(log_det)))), event_dim)
+
+
+class AutoAmortized(AutoGuide):
+    r"""Guide for models with a latent variable per data point, whose posterior a network computes from the data.
+
+    For each row n of the data the *inference network* gives features h_n = f(y_n), and linear heads the parameters
+    of q(z_n | y_n) = N(mu_n, sigma_n^2) for every latent site in the plate of the data, in unconstrained space:
 
     .. math:: \mu_n = h_n W + a, \qquad \sigma_n = \mathrm{softplus}(h_n V + c)
 
-    The number of parameters does not grow with N, a step on B rows costs O(B), and new rows have a posterior without
-    further learning. W and V start at zero, a and c at the center and spread of the prior. Sites outside the plate
+    The number of parameters does not grow with N, a step on B rows costs O(B), and new rows get a posterior without
+    further training. W and V start at zero, a and c at the center and spread of the prior. Sites outside the plate
     are approximated by the guide ``rest``, independent of the local ones.
 
     The plate may be subsampled: the plate statement of the guide draws the indices and the model takes the same
     rows and the same scale. A model may also be given its minibatch as an argument: ``plate("data", N, len(y))``.
 
     :param model: with latent sites in a plate over data points.
-    :param inputs: what the network sees of the data: the name of an argument of the model that has one row per data
+    :param inputs: the input of the network: the name of an argument of the model that has one row per data
         point, such as ``"y"``, or a function of the model's arguments that returns such an array,
         ``(N, *input_shape)``.
     :param network: a network of :mod:`numpyro_bnn.nn` that turns one row into features of any shape, by default two
@@ -64,13 +111,13 @@ class AutoAmortized(AutoGuide):
         declares its own parameters, such as ``flax_module("encoder", module, ...)`` called inside it.
     :param full_rank: let the local latents of one row correlate: N(mu_n, L_n L_n^T) over all of them, with the
         triangle of L_n from a head of its own.
-    :param plate: name of the plate of the data points, needed where latent sites lie in several.
+    :param plate: name of the plate of the data points, needed if latent sites lie in several plates.
     :param rest: from a model to the guide of the other sites, e.g. ``AutoDelta`` for point estimates.
     :param prefix: of the names of parameters.
     :param init_loc_fn: NumPyro's strategy for the values at which the model is first run.
     :param create_plates: as in NumPyro's autoguides.
     :raises ValueError: for a model without latents in a plate, inputs with another number of rows than the plate, a
-        network with batch normalization (rows would not be independent).
+        network with batch normalization, which makes rows dependent.
 
     References: Kingma & Welling (2014), *Auto-encoding variational Bayes*, section 3; Cremer, Li & Duvenaud (2018),
     *Inference suboptimality in variational autoencoders*, on the gap to the best q of each point.
@@ -107,33 +154,30 @@ class AutoAmortized(AutoGuide):
         if not isinstance(inputs, str) and not callable(inputs):
             instead = 'Name an argument of the model, e.g. `inputs="y"`, or pass a function of its arguments.'
             raise argument_error(CALL, "inputs", inputs, instead, TypeError)
-        network = _default_network() if network is None else network
+        if network is None:
+            network = Sequential([Dense(64), "tanh", Dense(64), "tanh"])
         if not isinstance(network, Layer) and not callable(network):
             instead = 'Pass a network, e.g. `nn.Sequential([nn.Dense(64), "tanh"])`, or a callable.'
-            raise argument_error(CALL, "network", network, instead, TypeError)
+            raise argument_error(CALL, "network", repr(network), instead, TypeError)
         self.inputs, self.network, self.full_rank = inputs, network, full_rank
         self._plate_name, self._make_rest = plate, rest
         self.rest: AutoGuide | None = None
-        self._sites: list[RowSite] = []
         super().__init__(model, prefix=prefix, init_loc_fn=init_loc_fn, create_plates=create_plates)
 
-    # -- the guide -------------------------------------------------------------------------------------
+    # -- reading the model and its data ------------------------------------------------------------------
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        self._arguments = args, kwargs
-        latent = {
-            n: s for n, s in self.prototype_trace.items() if s["type"] == "sample" and not s["is_observed"]
-        }
-        self.plate = plate_of_rows(latent, self._plate_name)
-        self._sites = [
-            self._row_site(site)
-            for site in latent.values()
-            if self.plate in [frame.name for frame in site["cond_indep_stack"]]
-        ]
-        local = [site.name for site in self._sites]
-        if set(local) != set(latent):
-            self.rest = self._make_rest(Without(self.model, local))
+        self._prototype_call = args, kwargs
+        trace = self.prototype_trace.items()
+        latent = {n: s for n, s in trace if s["type"] == "sample" and not s["is_observed"]}
+        self.plate = _find_plate(latent, self._plate_name)
+        local = [s for s in latent.values() if self.plate in [f.name for f in s["cond_indep_stack"]]]
+        self._sites: list[RowSite] = []
+        for site in local:
+            self._sites.append(self._row_site(site))
+        if len(local) < len(latent):
+            self.rest = self._make_rest(_without(self.model, [site["name"] for site in local]))
 
     def _row_site(self, site: dict[str, Any]) -> RowSite:
         name, fn = site["name"], site["fn"]
@@ -146,9 +190,45 @@ class AutoAmortized(AutoGuide):
         shape = transform.inverse_shape(fn.shape())
         event_dim = len(shape) - len(fn.batch_shape)
         axis = self._prototype_frames[self.plate].dim - event_dim
-        loc, scale = (jnp.mean(part, axis) for part in spread(fn, transform))
-        inverse = scale + jnp.log(-jnp.expm1(-scale))  # of softplus
-        return RowSite(name, loc.shape, axis, event_dim, fn.support, loc.ravel(), inverse.ravel())
+        loc, scale = (jnp.mean(part, axis) for part in _center_and_spread(fn, transform))
+        raw_scale = scale + jnp.log(-jnp.expm1(-scale))  # the inverse of softplus
+        start = self._sites[-1].part.stop if self._sites else 0
+        part = slice(start, start + loc.size)
+        return RowSite(name, part, loc.shape, axis, event_dim, fn.support, loc.ravel(), raw_scale.ravel())
+
+    def _rows(self, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        """Inputs ``(N, *input_shape)``, or ``(B, *input_shape)`` if the model is given its minibatch."""
+        if callable(self.inputs):
+            rows = self.inputs(*args, **kwargs)
+        else:
+            rows = _argument(self.model, self.inputs, args, kwargs)
+        if rows is None:
+            instead = (
+                "The posterior of local latents needs their data. To draw them from their prior, pass draws of the"
+                " other sites to `Predictive`."
+            )
+            raise argument_error(CALL, "inputs", "None", instead)
+        rows = jnp.asarray(rows)
+        if rows.ndim < 2:
+            got = f"an array of shape {rows.shape}"
+            raise argument_error(CALL, "inputs", got, "Give (N, D), e.g. `lambda y: y[:, None]`.")
+        return rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
+
+    def _plates(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, numpyro.plate]:
+        """Plates of the local sites with the sizes that the model gives them for these arguments."""
+        plates = {} if self.create_plates is None else self.create_plates(*args, **kwargs)
+        if not isinstance(plates, dict):
+            plates = {p.name: p for p in ([plates] if isinstance(plates, numpyro.plate) else plates)}
+        needed = [f.name for s in self._sites for f in self.prototype_trace[s.name]["cond_indep_stack"]]
+        sizes = {} if set(needed) <= set(plates) else _plate_sizes(self.model, args, kwargs)
+        for name in dict.fromkeys(needed):
+            if name not in plates:
+                size, subsample_size = sizes[name]
+                dim = self._prototype_frames[name].dim
+                plates[name] = numpyro.plate(name, size, subsample_size=subsample_size, dim=dim)
+        return plates
+
+    # -- the guide -------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Sample all latent sites of the model, those in the plate for the rows of this minibatch."""
@@ -156,29 +236,25 @@ class AutoAmortized(AutoGuide):
             self._setup_prototype(*args, **kwargs)
         result = {} if self.rest is None else dict(self.rest(*args, **kwargs))
         rows = self._rows(args, kwargs)
-        plates = self._current_plates(args, kwargs)
-        posterior = self._posterior(minibatch(rows, plates[self.plate]))
+        plates = self._plates(args, kwargs)
+        posterior = self._posterior(_minibatch(rows, plates[self.plate]))
         joint = self._sample_joint(posterior, plates[self.plate]) if self.full_rank else None
-        start = 0
         for site in self._sites:
-            part = slice(start, start := start + site.size)
+            prior = self.prototype_trace[site.name]
+            fn = site.independent(posterior) if joint is None else site.point(joint, prior["fn"].event_dim)
             with ExitStack() as stack:
-                for frame in self.prototype_trace[site.name]["cond_indep_stack"]:
+                for frame in prior["cond_indep_stack"]:
                     stack.enter_context(plates[frame.name])
-                if joint is None:
-                    fn = independent(site, posterior.loc[:, part], posterior.scale[:, part])
-                else:
-                    fn = point(self.prototype_trace[site.name]["fn"].event_dim, site, joint[:, part])
                 result[site.name] = numpyro.sample(site.name, fn)
         return result
 
     def _sample_joint(self, posterior: Posterior, plate: numpyro.plate) -> jax.Array:
         """(B, L) values of all local sites from one statement."""
-        behind = (1,) * (-plate.dim - 1)  # dims of other plates
+        inner = (1,) * (-plate.dim - 1)  # dims of other plates
         rows, size = posterior.loc.shape
         fn = dist.MultivariateNormal(
-            posterior.loc.reshape(rows, *behind, size),
-            scale_tril=posterior.scale.reshape(rows, *behind, size, size),
+            posterior.loc.reshape(rows, *inner, size),
+            scale_tril=posterior.scale.reshape(rows, *inner, size, size),
         )
         with plate:
             value = numpyro.sample(f"_{self.prefix}_{self.plate}_latent", fn, infer={"is_auxiliary": True})
@@ -189,28 +265,31 @@ class AutoAmortized(AutoGuide):
         features = self._features(rows)
         parts = []
         for site in self._sites:
-            loc = self._head(f"{site.name}_{self.prefix}_loc", features, site.loc)
-            scale = self._head(f"{site.name}_{self.prefix}_scale", features, site.raw_scale)
+            loc = _head(f"{site.name}_{self.prefix}_loc", features, site.loc)
+            scale = _head(f"{site.name}_{self.prefix}_scale", features, site.raw_scale)
             parts.append((loc, jax.nn.softplus(scale)))
         loc, sd = (jnp.concatenate(part, -1) for part in zip(*parts, strict=True))
         if not self.full_rank:
             return Posterior(loc, sd)
         size = loc.shape[-1]
-        below = self._head(f"{self.prefix}_{self.plate}_tril", features, jnp.zeros(size * (size - 1) // 2))
+        below = _head(f"{self.prefix}_{self.plate}_tril", features, jnp.zeros(size * (size - 1) // 2))
         at = np.tril_indices(size, -1)
         factor = jnp.broadcast_to(jnp.eye(size), (len(loc), size, size)).at[:, *at].set(below)
         return Posterior(loc, sd[:, :, None] * factor)
 
     def _features(self, rows: jax.Array) -> jax.Array:
-        network = self.network
+        network, shape = self.network, rows.shape[1:]
         if isinstance(network, Layer):
-            shapes = network.param_shapes(rows.shape[1:])
-
-            def start(name: str) -> Callable[[jax.Array], jax.Array]:
-                return lambda key: network.init(key, rows.shape[1:])[name]
-
-            params = {name: numpyro.param(f"{self.prefix}_network/{name}", start(name)) for name in shapes}
-            check_rows_independent(network, params, rows)
+            params = {
+                name: numpyro.param(
+                    f"{self.prefix}_network/{name}", lambda key, name=name: network.init(key, shape)[name]
+                )
+                for name in network.param_shapes(shape)
+            }
+            if jax.eval_shape(partial(network.statistics, params), rows):
+                got = "a network with batch normalization"
+                instead = "Use `nn.LayerNorm`: batch normalization makes q of one row depend on the others."
+                raise argument_error(CALL, "network", got, instead)
             features = network.apply(params, rows)
         else:
             features = network(rows)
@@ -219,45 +298,7 @@ class AutoAmortized(AutoGuide):
                 raise argument_error(CALL, "network", got, "It must return one row of features per row.")
         return jnp.reshape(features, (rows.shape[0], -1))
 
-    def _head(self, name: str, features: jax.Array, start: jax.Array) -> jax.Array:
-        kernel = numpyro.param(f"{name}.kernel", jnp.zeros((features.shape[-1], start.size)))
-        return features @ kernel + numpyro.param(f"{name}.bias", start)[None]
-
-    # -- data ------------------------------------------------------------------------------------------
-
-    def _rows(self, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        """``(N, *input_shape)``, or ``(B, *input_shape)`` where the model is given its minibatch."""
-        if callable(self.inputs):
-            rows = self.inputs(*args, **kwargs)
-        else:
-            rows = argument(self.model, self.inputs, args, kwargs)
-        if rows is None:
-            instead = (
-                "A posterior of local latents needs their data. For data not seen, pass draws of the other sites to"
-                " `Predictive`: it draws the latents from their prior."
-            )
-            raise argument_error(CALL, "inputs", "None", instead)
-        rows = jnp.asarray(rows)
-        if rows.ndim < 2:
-            got = f"an array of shape {rows.shape}"
-            raise argument_error(CALL, "inputs", got, "Give (N, D), e.g. `lambda y: y[:, None]`.")
-        return rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
-
-    def _current_plates(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, numpyro.plate]:
-        """Plates of the local sites with the sizes that the model gives them for these arguments."""
-        plates = {} if self.create_plates is None else self.create_plates(*args, **kwargs)
-        if not isinstance(plates, dict):
-            plates = {p.name: p for p in ([plates] if isinstance(plates, numpyro.plate) else plates)}
-        needed = [f.name for s in self._sites for f in self.prototype_trace[s.name]["cond_indep_stack"]]
-        sizes = {} if set(needed) <= set(plates) else plate_sizes(self.model, args, kwargs)
-        for name in dict.fromkeys(needed):
-            if name not in plates:
-                size, subsample_size = sizes[name]
-                dim = self._prototype_frames[name].dim
-                plates[name] = numpyro.plate(name, size, subsample_size=subsample_size, dim=dim)
-        return plates
-
-    # -- what was learned ------------------------------------------------------------------------------
+    # -- draws and summaries ---------------------------------------------------------------------------
 
     def sample_posterior(
         self,
@@ -267,7 +308,7 @@ class AutoAmortized(AutoGuide):
         sample_shape: Shape = (),
         **kwargs: Any,
     ) -> Values:
-        """Draw the latent sites of every row of these data, and the sites outside the plate.
+        """Draw the latent sites of every row of the data, and the sites outside the plate.
 
         :param rng_key: legacy or typed.
         :param params: of a fit.
@@ -275,14 +316,13 @@ class AutoAmortized(AutoGuide):
         :param sample_shape: of the draws.
         :return: local sites ``(*sample_shape, N, ...)``, other sites, and deterministic sites of the model.
         """
-        args, kwargs = self._or_first(args, kwargs)
+        args, kwargs, posterior = self._read(params, args, kwargs)
         of_rest, of_local, of_model = jax.random.split(rng_key, 3)
-        posterior = self._read_posterior(params, args, kwargs)
-        values = self._constrained(posterior.draw(of_local, tuple(sample_shape)))
+        rest = {}
         if self.rest is not None:
-            others = self.rest.sample_posterior(of_rest, params, *args, sample_shape=sample_shape, **kwargs)
-            values = {**others, **values}
-        return self._with_deterministic(of_model, values, len(sample_shape), params, args, kwargs)
+            rest = self.rest.sample_posterior(of_rest, params, *args, sample_shape=sample_shape, **kwargs)
+        flat = posterior.draw(of_local, tuple(sample_shape))
+        return self._complete(of_model, flat, rest, len(sample_shape), params, args, kwargs)
 
     def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Values:
         """Medians of all latent sites, and deterministic sites at these.
@@ -290,11 +330,9 @@ class AutoAmortized(AutoGuide):
         :param params: of a fit.
         :param args: arguments of the model, with these or new data; without any, those of the first run.
         """
-        args, kwargs = self._or_first(args, kwargs)
-        values = self._constrained(self._read_posterior(params, args, kwargs).loc)
-        if self.rest is not None:
-            values = {**self.rest.median(params), **values}
-        return self._with_deterministic(jax.random.key(0), values, 0, params, args, kwargs)
+        args, kwargs, posterior = self._read(params, args, kwargs)
+        rest = {} if self.rest is None else self.rest.median(params)
+        return self._complete(jax.random.key(0), posterior.loc, rest, 0, params, args, kwargs)
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any, *args: Any, **kwargs: Any) -> Values:
         """Quantiles of all latent sites, along a new first axis, and deterministic sites at these.
@@ -303,43 +341,121 @@ class AutoAmortized(AutoGuide):
         :param quantiles: numbers between 0 and 1.
         :param args: arguments of the model, with these or new data; without any, those of the first run.
         """
-        args, kwargs = self._or_first(args, kwargs)
-        posterior = self._read_posterior(params, args, kwargs)
+        args, kwargs, posterior = self._read(params, args, kwargs)
         at = jnp.atleast_1d(jnp.asarray(quantiles, float)).reshape(-1, 1, 1)
-        values = self._constrained(dist.Normal(posterior.loc, posterior.sd).icdf(at))
-        if self.rest is not None:
-            values = {**self.rest.quantiles(params, quantiles), **values}
-        return self._with_deterministic(jax.random.key(0), values, 1, params, args, kwargs)
+        flat = dist.Normal(posterior.loc, posterior.sd).icdf(at)
+        rest = {} if self.rest is None else self.rest.quantiles(params, quantiles)
+        return self._complete(jax.random.key(0), flat, rest, 1, params, args, kwargs)
 
-    def _or_first(self, args: tuple, kwargs: Any) -> tuple[tuple, Any]:
+    def _read(self, params: Mapping[str, Any], args: tuple, kwargs: Any) -> tuple[tuple, Any, Posterior]:
+        """The arguments, or those of the first run, and the posterior at these parameters."""
         if self.prototype_trace is None:
             with handlers.seed(rng_seed=0):
                 self._setup_prototype(*args, **kwargs)
-        return (args, kwargs) if args or kwargs else self._arguments
-
-    def _read_posterior(self, params: Mapping[str, Any], args: tuple, kwargs: Any) -> Posterior:
+        args, kwargs = (args, kwargs) if args or kwargs else self._prototype_call
         with handlers.block():
-            return handlers.substitute(self._posterior, data=dict(params))(self._rows(args, kwargs))
+            posterior = handlers.substitute(self._posterior, data=dict(params))(self._rows(args, kwargs))
+        return args, kwargs, posterior
 
-    def _constrained(self, flat: jax.Array) -> Values:
-        """(..., B, L) -> the local sites."""
-        values, start = {}, 0
-        for site in self._sites:
-            part = slice(start, start := start + site.size)
-            values[site.name] = site.transform(site.place(flat[..., part]))
-        return values
-
-    def _with_deterministic(
-        self, rng_key: jax.Array, values: Values, batch_ndims: int, params: Any, args: tuple, kwargs: Any
+    def _complete(
+        self,
+        rng_key: jax.Array,
+        flat: jax.Array,
+        rest: Values,
+        batch_ndims: int,
+        params: Any,
+        args: tuple,
+        kwargs: Any,
     ) -> Values:
+        """All sites, from the local ones (..., B, L) in unconstrained space and those of the other guide."""
+        values = {**rest, **{site.name: site.transform(site.place(flat)) for site in self._sites}}
         names = [n for n, site in self.prototype_trace.items() if site["type"] == "deterministic"]
         if not names:
             return values
-        size, _ = plate_sizes(self.model, args, kwargs)[self.plate]
+        size, _ = _plate_sizes(self.model, args, kwargs)[self.plate]
         model = full_plates(self.model) if self._rows(args, kwargs).shape[0] == size else self.model
         at = Predictive(model, values, params=dict(params), return_sites=names, batch_ndims=batch_ndims)
         return {**values, **at(rng_key, *args, **kwargs)}
 
 
-def _default_network() -> Layer:
-    return Sequential([Dense(64), "tanh", Dense(64), "tanh"])
+def _head(name: str, features: jax.Array, start: jax.Array) -> jax.Array:
+    """Declare an affine map of the features that starts at a constant, and evaluate it."""
+    kernel = numpyro.param(f"{name}.kernel", jnp.zeros((features.shape[-1], start.size)))
+    return features @ kernel + numpyro.param(f"{name}.bias", start)[None]
+
+
+class _without(Messenger):
+    """A model whose sites ``names``, and all deterministic ones, are hidden; they are drawn with a fixed key."""
+
+    def __init__(self, fn: Callable, names: list[str]) -> None:
+        self.names = names
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "deterministic" or msg.get("name") in self.names:
+            msg["stop"] = True
+            if msg["type"] == "sample" and msg["value"] is None:
+                msg["kwargs"]["rng_key"] = jax.random.key(0)
+
+
+def _find_plate(latent: Mapping[str, Any], name: str | None) -> str:
+    """The plate of the data points."""
+    found = {frame.name: None for site in latent.values() for frame in site["cond_indep_stack"]}
+    listed = ", ".join(map(repr, found)) or "none"
+    if name is not None and name not in found:
+        raise argument_error(CALL, "plate", repr(name), f"Plates with latent sites: {listed}.")
+    if not found:
+        got = f"one whose latent sites ({', '.join(latent) or 'none'}) lie in no plate"
+        raise argument_error(CALL, "model", got, "A local latent is sampled inside a plate over data points.")
+    if name is None and len(found) > 1:
+        instead = f'Say which holds the data points, e.g. `plate="{next(iter(found))}"`.'
+        raise argument_error(CALL, "plate", f"none, and latent sites lie in {listed}", instead)
+    return next(iter(found)) if name is None else name
+
+
+def _center_and_spread(fn: dist.Distribution, transform: Transform) -> tuple[jax.Array, jax.Array]:
+    """Of a prior in unconstrained space: mean and sd of a normal, else median and scaled interquartile range."""
+    exact = affine_normal(fn, masked=True)
+    if exact is not None:
+        return jnp.asarray(exact[0], float), jnp.abs(jnp.asarray(exact[1], float))
+    draws = transform.inv(fn.sample(jax.random.key(0), (1000,)))
+    low, center, high = jnp.quantile(draws, jnp.array([0.25, 0.5, 0.75]), axis=0)
+    return center, jnp.maximum((high - low) / 1.349, 1e-3)
+
+
+def _minibatch(rows: jax.Array, plate: numpyro.plate) -> jax.Array:
+    """The rows that the plate draws."""
+    given, drawn = rows.shape[0], plate.subsample_size
+    if given == plate.size:
+        return rows if drawn == given else rows[plate._indices]
+    if given == drawn:  # the model was given its minibatch
+        return rows
+    got = f"{given} rows, and plate {plate.name!r} has {plate.size}, of which it draws {drawn}"
+    raise argument_error(CALL, "inputs", got, "Give one row per data point.")
+
+
+def _plate_sizes(model: Callable, args: tuple, kwargs: Any) -> dict[str, tuple[int, int | None]]:
+    """(size, subsample size) of every plate; the model is run on shapes alone."""
+    found = {}
+
+    def run(key: jax.Array) -> None:
+        with handlers.block():
+            trace = handlers.trace(handlers.seed(model, key)).get_trace(*args, **kwargs)
+        found.update({name: site["args"] for name, site in trace.items() if site["type"] == "plate"})
+
+    jax.eval_shape(run, jax.random.key(0))
+    return found
+
+
+def _argument(model: Any, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The value of an argument of the model by its name."""
+    while getattr(model, "fn", None) is not None:  # inside handlers
+        model = model.fn
+    signature = inspect.signature(model)
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if name not in signature.parameters and Parameter.VAR_KEYWORD not in kinds:
+        instead = f"Arguments of the model: {', '.join(signature.parameters)}."
+        raise argument_error(CALL, "inputs", repr(name), instead)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments.get(name, kwargs.get(name))

@@ -1,21 +1,24 @@
-"""Blocks of a guide: which latent sites are approximated together, and by what."""
+"""Blocks of a guide: which latent sites are approximated together, and by which family of distributions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpyro
 import numpyro.distributions as dist
+from numpyro.distributions import constraints
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn.nn import Shape
 
-__all__ = ["Block", "Family", "Patterns", "checked_blocks", "matches", "partition"]
-
 Patterns: TypeAlias = str | Sequence[str]
+
+MAX_NUMBERS = 10**8  # in one parameter: 400 MB, and three times that with an optimizer
 
 
 class Block(NamedTuple):
@@ -23,8 +26,8 @@ class Block(NamedTuple):
 
     :param name: prefix of the parameters, e.g. ``"auto_net/Dense_0"``.
     :param shapes: unconstrained shape by site, in the order of the vector.
-    :param loc: (D,) means to start from.
-    :param scale: (D,) standard deviations to start from.
+    :param loc: (D,) initial means.
+    :param scale: (D,) initial standard deviations.
     """
 
     name: str
@@ -36,17 +39,6 @@ class Block(NamedTuple):
     def size(self) -> int:
         """D."""
         return sum(prod(shape) for shape in self.shapes.values())
-
-    def flatten(self, values: Mapping[str, jax.Array]) -> jax.Array:
-        """The vector (..., D) of the values of the sites; they share their leading batch axes.
-
-        >>> block = Block("auto", {"a": (2,), "b": ()}, jnp.zeros(3), jnp.ones(3))
-        >>> block.flatten({"a": jnp.ones((4, 2)), "b": jnp.zeros(4)}).shape
-        (4, 3)
-        """
-        parts = [jnp.asarray(values[name]) for name in self.shapes]
-        batches = (p.shape[: p.ndim - len(s)] for p, s in zip(parts, self.shapes.values(), strict=True))
-        return jnp.concatenate([p.reshape((*b, -1)) for p, b in zip(parts, batches, strict=True)], axis=-1)
 
     def unflatten(self, vector: jax.Array) -> dict[str, jax.Array]:
         """Values of the sites from a vector (..., D); batch axes stay in front.
@@ -64,7 +56,7 @@ class Block(NamedTuple):
 
 
 class Family(ABC):
-    """A kind of distribution over the D unconstrained numbers of a block.
+    """A family of distributions over the D unconstrained numbers of a block.
 
     :cvar gaussian: every marginal is N(fn.mean, fn.variance), so medians and quantiles have closed forms.
 
@@ -75,9 +67,7 @@ class Family(ABC):
     ...         loc = numpyro.param(f"{block.name}_loc", block.loc)
     ...         scale = numpyro.param(f"{block.name}_scale", block.scale.mean(), constraint=constraints.positive)
     ...         return dist.Normal(loc, scale).to_event(1)
-    >>> import numpyro
     >>> from numpyro import handlers
-    >>> from numpyro.distributions import constraints
     >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
     >>> handlers.seed(Shared().distribution, 0)(block).event_shape
     (3,)
@@ -93,65 +83,148 @@ class Family(ABC):
         """
 
 
+# -- Gaussian families ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Diagonal(Family):
+    """Independent Gaussians: N(m, diag(s^2)), with 2 D parameters.
+
+    Sites outside all blocks get the same distribution, one site at a time; as a family it joins several sites into
+    one vector.
+
+    >>> from numpyro import handlers
+    >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
+    >>> handlers.seed(Diagonal().distribution, 0)(block).event_shape
+    (3,)
+    """
+
+    gaussian: ClassVar[bool] = True
+
+    def distribution(self, block: Block) -> dist.Distribution:
+        """Parameters ``loc``, ``scale``, each (D,)."""
+        scale = declare_scale(block)
+        return dist.Normal(declare_loc(block), scale).to_event(1)
+
+
+@dataclass(frozen=True)
+class FullRank(Family):
+    """A Gaussian with any covariance: N(m, L L^T), with D + D (D + 1) / 2 free parameters.
+
+    :raises ValueError: for a block of more than 10^4 unknowns.
+
+    >>> from numpyro import handlers
+    >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
+    >>> handlers.seed(FullRank().distribution, 0)(block).scale_tril.shape
+    (3, 3)
+    """
+
+    gaussian: ClassVar[bool] = True
+
+    def distribution(self, block: Block) -> dist.Distribution:
+        """Parameters ``loc`` (D,) and ``scale_tril`` (D, D)."""
+        instead = "Use `guides.LowRank(rank)`, or smaller blocks, e.g. one per layer."
+        _check_size("guides.FullRank", block, block.size**2, instead)
+        scale_tril = numpyro.param(
+            f"{block.name}_scale_tril",
+            jnp.diag(block.scale),
+            constraint=constraints.scaled_unit_lower_cholesky,
+        )
+        return dist.MultivariateNormal(declare_loc(block), scale_tril=scale_tril)
+
+
+@dataclass(frozen=True)
+class LowRank(Family):
+    r"""A Gaussian whose covariance is diagonal plus low rank, with (2 + rank) D parameters.
+
+    .. math:: N\big(m,\ \operatorname{diag}(s)\,(I + F F^\top)\operatorname{diag}(s)\big), \qquad F \in R^{D \times r}
+
+    :param rank: r, the number of directions of correlation.
+
+    Reference: Ong, Nott & Smith (2018), *Gaussian variational approximation with a factor covariance structure*.
+
+    >>> from numpyro import handlers
+    >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
+    >>> handlers.seed(LowRank(2).distribution, 0)(block).cov_factor.shape
+    (3, 2)
+    """
+
+    rank: int = 10
+
+    gaussian: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", check_count("guides.LowRank", "rank", self.rank))
+
+    def distribution(self, block: Block) -> dist.Distribution:
+        """Parameters ``loc``, ``scale`` (D,) and ``cov_factor`` (D, rank), which multiplies the scale."""
+        instead = "Use a smaller rank, or smaller blocks, e.g. one per layer."
+        _check_size("guides.LowRank", block, block.size * self.rank, instead)
+        # At F = 0 the gradient of the bound with respect to F vanishes: start near it, in fixed random directions.
+        factor = 0.1 * jax.random.normal(jax.random.key(0), (block.size, self.rank)) / self.rank**0.5
+        factor = numpyro.param(f"{block.name}_cov_factor", factor, event_dim=2)
+        scale = declare_scale(block)
+        return dist.LowRankMultivariateNormal(declare_loc(block), factor * scale[:, None], scale * scale)
+
+
+def declare_loc(block: Block) -> jax.Array:
+    return numpyro.param(f"{block.name}_loc", block.loc, event_dim=1)
+
+
+def declare_scale(block: Block) -> jax.Array:
+    constraint = constraints.softplus_positive
+    return numpyro.param(f"{block.name}_scale", block.scale, constraint=constraint, event_dim=1)
+
+
+def _check_size(call: str, block: Block, numbers: int, instead: str) -> None:
+    if numbers > MAX_NUMBERS:
+        got = f"block {block.name!r} of {block.size} unknowns, with {numbers:.1e} numbers in its covariance"
+        raise argument_error(call, "block", got, instead)
+
+
+# -- patterns ---------------------------------------------------------------------------------------
+
+
 def matches(name: str, patterns: Patterns) -> bool:
     """Whether a site is one of the names, or matches one of the shell-style patterns.
 
     >>> matches("net/layers[0].weight", "net/layers[0].weight"), matches("net/Dense_0.bias", ("a", "*.bias"))
     (True, True)
     """
-    return any(name == p or fnmatchcase(name, p) for p in _listed(patterns))
+    return any(name == p or fnmatchcase(name, p) for p in _as_tuple(patterns))
 
 
-def _listed(patterns: Patterns) -> tuple[str, ...]:
+def _as_tuple(patterns: Patterns) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def checked_blocks(call: str, blocks: Any) -> tuple[tuple[tuple[str, ...], Family], ...]:
-    """The blocks a user wrote, as pairs of patterns and family.
-
-    :raises TypeError: for anything but a mapping from patterns to families, or pairs of them.
-    """
+    """The blocks a user wrote, a mapping from patterns to families or pairs of them, as pairs."""
     pairs = list(blocks.items() if isinstance(blocks, Mapping) else blocks)
     for pair in pairs:
         if isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[1], Family):
-            raise argument_error(
-                call,
-                "blocks",
-                pair,
-                'Pass a dictionary from patterns to families, e.g. `{"net/Dense_1.*": guides.FullRank()}`.',
-                TypeError,
-            )
-    return tuple((_listed(patterns), family) for patterns, family in pairs)
+            instead = 'Pass a dictionary from patterns to families, e.g. `{"net/*": guides.FullRank()}`.'
+            raise argument_error(call, "blocks", repr(pair), instead, TypeError)
+    return tuple((_as_tuple(patterns), family) for patterns, family in pairs)
 
 
-def partition(
-    call: str, names: Sequence[str], blocks: Sequence[tuple[tuple[str, ...], Any]]
-) -> list[list[str]]:
+def partition(call: str, names: Sequence[str], blocks: Sequence[tuple[str, ...]]) -> list[list[str]]:
     """The sites of each block, in the order of the model.
 
-    :param call: the public name for error messages.
-    :param names: latent sites.
-    :param blocks: pairs whose first part is a tuple of patterns.
     :raises ValueError: for a pattern that matches no site, and for a site in two blocks.
-
-    >>> partition("guides.AutoBlocks", ["a", "b", "c"], [(("a", "c"), None)])
-    [['a', 'c']]
     """
     owner: dict[str, tuple[str, ...]] = {}
     found = []
-    for patterns, _ in blocks:
+    for patterns in blocks:
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
                 raise unknown_name(call, "blocks", pattern, names)
         sites = [name for name in names if matches(name, patterns)]
         for name in sites:
             if name in owner:
-                raise argument_error(
-                    call,
-                    "blocks",
-                    f"site {name!r} in {owner[name]} and in {patterns}",
-                    f"Write patterns that do not overlap. Sites: {', '.join(names)}.",
-                )
+                got = f"site {name!r} in {owner[name]} and in {patterns}"
+                instead = f"Write patterns that do not overlap. Sites: {', '.join(names)}."
+                raise argument_error(call, "blocks", got, instead)
             owner[name] = patterns
         found.append(sites)
     return found

@@ -1,4 +1,4 @@
-"""Files from which a fit goes on: the state of SVI and its losses, as plain arrays."""
+"""Files from which a fit continues: the state of SVI and its losses, as plain arrays."""
 
 import json
 import os
@@ -12,10 +12,9 @@ from numpyro.infer import SVI
 
 from numpyro_bnn._checks import argument_error
 
-__all__ = ["check_path", "load", "save"]
-
 CALL = "guides.fit"
 FORMAT = 1
+DAMAGE = (OSError, KeyError, EOFError, zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError)
 
 
 def check_path(path: str | Path) -> Path:
@@ -28,13 +27,7 @@ def check_path(path: str | Path) -> Path:
 
 
 def save(path: Path, svi: SVI, state: Any, losses: np.ndarray) -> None:
-    """Write state and losses; the file is replaced at once, so that it is whole at any moment.
-
-    :param path: of the file; NumPy's npz format, without pickled objects.
-    :param svi: whose state it is.
-    :param state: an :data:`~numpyro.infer.svi.SVIState`.
-    :param losses: of all steps so far, (S,).
-    """
+    """Write state and losses as an npz file, which is replaced in one step, so that it is always complete."""
     arrays: dict[str, Any] = {f"leaf_{i}": _raw(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     described = np.frombuffer(json.dumps(_described(svi, state)).encode(), np.uint8)
     part = path.with_name(path.name + ".part")
@@ -49,41 +42,30 @@ def save(path: Path, svi: SVI, state: Any, losses: np.ndarray) -> None:
 
 
 def load(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
-    """Read what :func:`save` wrote.
+    """Read state and losses; ``like`` is a state of the same SVI, for its structure.
 
-    :param like: a state of the same SVI, for its structure.
-    :return: state and losses.
-    :raises ValueError: for a file that is no checkpoint, or one of a model, guide or optimizer other than ``svi``'s.
+    :raises ValueError: for any other file, or a checkpoint of another model, guide or optimizer than ``svi``'s.
     """
     damaged = "It is damaged, or was not written by `fit`: delete it, or pass another path."
     if not zipfile.is_zipfile(path):
-        raise argument_error(CALL, "checkpoint", f"{str(path)!r}, which is no npz file", damaged)
+        raise argument_error(CALL, "checkpoint", f"{str(path)!r}, which is not an npz file", damaged)
     try:
         with np.load(path, allow_pickle=False) as file:
             described = json.loads(bytes(file["described"]))
             expected = _described(svi, like)
             if described != expected:
                 difference = _difference(described, expected)
-                instead = (
-                    "Pass the path of a new file, or the model, guide and optimizer that wrote this one."
-                )
+                instead = "Pass the path of a new file, or the model, guide and optimizer that wrote it."
                 raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
             template, structure = jax.tree.flatten(like)
             leaves = [_restored(file[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
             return jax.tree.unflatten(structure, leaves), file["losses"]
-    except (
-        OSError,
-        KeyError,
-        EOFError,
-        zipfile.BadZipFile,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-    ) as cause:
+    except DAMAGE as cause:
         raise argument_error(CALL, "checkpoint", f"{str(path)!r} ({cause})", damaged) from cause
 
 
 def _described(svi: SVI, state: Any) -> dict[str, Any]:
-    """Names, shapes and dtypes: what a state must have in common with another to take its place."""
+    """Names, shapes and dtypes, by which a file is matched with an SVI."""
     params = svi.optim.get_params(state.optim_state)
     return {
         "format": FORMAT,
@@ -93,9 +75,8 @@ def _described(svi: SVI, state: Any) -> dict[str, Any]:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
 def _kind(leaf: Any) -> str:

@@ -1,4 +1,4 @@
-"""Guides made of coupling flows, over all sites or chosen blocks."""
+"""AutoCoupling: a guide made of coupling flows, over all sites or chosen blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
+from numpyro.distributions import constraints
 from numpyro.distributions.transforms import (
     AffineTransform,
     ComposeTransform,
@@ -15,87 +16,13 @@ from numpyro.distributions.transforms import (
 from numpyro.infer.autoguide import AutoContinuous
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.guides.base import AutoBlocks
-from numpyro_bnn.guides.blocks import Family, Patterns
-from numpyro_bnn.guides.flows.blockwise import Blockwise
-from numpyro_bnn.guides.flows.families import Coupling, SplineCoupling
-
-__all__ = ["AutoCoupling", "AutoSplineCoupling"]
-
-Chosen = Patterns | Sequence[Patterns] | None
+from numpyro_bnn.guides.auto_blocks import AutoBlocks
+from numpyro_bnn.guides.blocks import Block, Patterns
+from numpyro_bnn.guides.flows import Coupling
 
 
-class _FlowGuide(AutoBlocks):
-    """Blocks with one family of flows, and what :class:`~numpyro.infer.reparam.NeuTraReparam` asks of a guide."""
-
-    def __init__(self, model: Callable, blocks: Chosen, family: Family, options: Mapping[str, Any]) -> None:
-        super().__init__(model, [(patterns, family) for patterns in _listed(blocks)], **options)
-
-    # -- the guide as a transport of N(0, I) -------------------------------------------------------------
-
-    @property
-    def latent_dim(self) -> int:
-        """Number of unconstrained numbers of all latent sites."""
-        self._check_called("latent_dim")
-        return sum(jnp.size(value) for value in self._init_locs.values())
-
-    def get_base_dist(self) -> dist.Distribution:
-        """N(0, I) over all unconstrained numbers, which :meth:`get_transform` maps to the guide."""
-        zeros = jnp.zeros(self.latent_dim)
-        return dist.Normal(zeros, jnp.ones_like(zeros)).to_event(1)
-
-    def get_transform(self, params: Mapping[str, Any]) -> Transform:
-        """The map from N(0, I) to the unconstrained sites: those of the blocks, then the mean field.
-
-        It is what :class:`~numpyro.infer.reparam.NeuTraReparam` runs NUTS behind.
-
-        :param params: of the fitted guide.
-        :raises ValueError: with ``condition_on_scales``, where the map depends on the data.
-        """
-        self._check_called("get_transform")
-        if self._scaled:
-            raise argument_error(
-                f"{self._call}.get_transform",
-                "condition_on_scales",
-                True,
-                "The map would read the model's arguments: make the guide without it.",
-            )
-        transforms: list[Transform] = []
-        sizes = []
-        for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
-            assert isinstance(fn, dist.TransformedDistribution)
-            transforms.append(ComposeTransform(list(fn.transforms)))
-            sizes.append(block.size)
-        for fn in self._normals(params).values():
-            affine = AffineTransform(jnp.ravel(fn.loc), jnp.ravel(fn.scale))
-            transforms.append(IndependentTransform(affine, 1))
-            sizes.append(jnp.size(fn.loc))
-        return transforms[0] if len(transforms) == 1 else Blockwise(transforms, sizes)
-
-    def _unpack_latent(self, vector: jax.Array) -> dict[str, jax.Array]:
-        values: dict[str, jax.Array] = {}
-        start = 0
-        for block, _ in self._blocks:
-            values |= block.unflatten(vector[..., start : start + block.size])
-            start += block.size
-        for name in [name for name in self._init_locs if name not in values]:
-            shape = jnp.shape(self._init_locs[name])
-            end = start + jnp.size(self._init_locs[name])
-            values[name] = vector[..., start:end].reshape((*vector.shape[:-1], *shape))
-            start = end
-        return values
-
-    def _unpack_and_constrain(self, vector: jax.Array, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        return self._sites(self._unpack_latent(vector), vector.shape[:-1])
-
-
-# NeuTraReparam takes subclasses of AutoContinuous only, of which it uses the methods above. Real inheritance would
-# bring another way to sample, and refuse the local latent sites that the mean field of the rest can take.
-AutoContinuous.register(_FlowGuide)
-
-
-class AutoCoupling(_FlowGuide):
-    r"""Affine coupling flow over all sites or chosen blocks, the rest mean field.
+class AutoCoupling(AutoBlocks):
+    r"""Affine coupling flow over all sites or chosen blocks, with mean field for the rest.
 
     In each block :math:`\theta = \mu + \sigma \odot f_L \circ \dots \circ f_1(\epsilon)`,
     :math:`\epsilon \sim N(0, I)`; every f scales and shifts one half of the numbers given the other half,
@@ -103,8 +30,8 @@ class AutoCoupling(_FlowGuide):
     .. math:: y_A = x_A, \qquad y_B = x_B \odot e^{b \tanh(s(x_A)/b)} + t(x_A).
 
     It starts as the mean field guide and has a number of parameters that is linear in the number of sites. One flow
-    over all weights of a network is rarely worth its cost: put it on the hyper-scales, or on the last layer. Affine
-    flows keep the tail class: half-Cauchy scales need a non-centered model or :mod:`~numpyro_bnn.priors` that are so.
+    over all weights of a network is rarely worth its cost: use it for the hyper-scales, or the last layer. Affine
+    flows keep the tail class: half-Cauchy scales need a non-centered model, e.g. :mod:`~numpyro_bnn.priors`.
 
     A fitted guide is also a change of variables for NUTS: ``NeuTraReparam(guide, params)``.
 
@@ -139,7 +66,7 @@ class AutoCoupling(_FlowGuide):
     def __init__(
         self,
         model: Callable,
-        blocks: Chosen = None,
+        blocks: Patterns | Sequence[Patterns] | None = None,
         *,
         num_flows: int = 4,
         hidden: Sequence[int] = (32,),
@@ -148,63 +75,109 @@ class AutoCoupling(_FlowGuide):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(model, blocks, Coupling(num_flows, hidden, mask, bound, seed), options)
+        family = Coupling(num_flows, hidden, mask, bound, seed)
+        if blocks is None:
+            blocks = ["*"]
+        chosen = [blocks] if isinstance(blocks, str | tuple) else blocks
+        super().__init__(model, [(patterns, family) for patterns in chosen], **options)
+
+    # -- the guide as a transport of N(0, I), as NeuTraReparam asks for it ---------------------------------
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of unconstrained numbers of all latent sites."""
+        self._check_called("latent_dim")
+        return sum(jnp.size(value) for value in self._init_locs.values())
+
+    def get_base_dist(self) -> dist.Distribution:
+        """N(0, I) over all unconstrained numbers, which :meth:`get_transform` maps to the guide."""
+        zeros = jnp.zeros(self.latent_dim)
+        return dist.Normal(zeros, jnp.ones_like(zeros)).to_event(1)
+
+    def get_transform(self, params: Mapping[str, Any]) -> Transform:
+        """The map from N(0, I) to the unconstrained sites: those of the blocks, then the mean field.
+
+        :class:`~numpyro.infer.reparam.NeuTraReparam` runs NUTS in the space that it maps from.
+
+        :param params: of the fitted guide.
+        :raises ValueError: with ``condition_on_scales``, where the map depends on the data.
+        """
+        self._check_called("get_transform")
+        if self._scaled:
+            instead = "The map would depend on the model's arguments: make the guide without it."
+            raise argument_error(f"{self._call}.get_transform", "condition_on_scales", True, instead)
+        transforms: list[Transform] = []
+        sizes = []
+        for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
+            transforms.append(ComposeTransform(list(fn.transforms)))
+            sizes.append(block.size)
+        for fn in self._normals(params).values():
+            affine = AffineTransform(jnp.ravel(fn.loc), jnp.ravel(fn.scale))
+            transforms.append(IndependentTransform(affine, 1))
+            sizes.append(jnp.size(fn.loc))
+        return transforms[0] if len(transforms) == 1 else Blockwise(transforms, sizes)
+
+    def _unpack_latent(self, vector: jax.Array) -> dict[str, jax.Array]:
+        values: dict[str, jax.Array] = {}
+        start = 0
+        for block, _ in self._blocks:
+            values |= block.unflatten(vector[..., start : start + block.size])
+            start += block.size
+        shapes = {name: jnp.shape(loc) for name, loc in self._init_locs.items() if name not in values}
+        rest = Block("rest", shapes, jnp.zeros(0), jnp.zeros(0))
+        return values | rest.unflatten(vector[..., start:])
+
+    def _unpack_and_constrain(self, vector: jax.Array, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+        return self._sites(self._unpack_latent(vector), vector.shape[:-1])
 
 
-class AutoSplineCoupling(_FlowGuide):
-    """Rational-quadratic spline coupling flow over all sites or chosen blocks, the rest mean field.
+# NeuTraReparam takes subclasses of AutoContinuous only, of which it uses the methods above. Real inheritance would
+# bring another way to sample, and refuse the local latent sites that the mean field of the rest can take.
+AutoContinuous.register(AutoCoupling)
 
-    Like :class:`AutoCoupling`, but each layer bends its half by monotone splines before it scales and shifts it:
-    closer for skewed, kinked and bimodal posteriors, at more parameters and time. It also bends a block of a single
-    number.
 
-    :param model: a NumPyro model.
-    :param blocks: as in :class:`AutoCoupling`.
-    :param num_flows: layers of the flow.
-    :param hidden: widths of the hidden layers of the networks that give the splines.
-    :param mask: ``"alternating"`` or ``"random"`` halves.
-    :param bound: scales after the spline change by at most e^bound.
-    :param seed: of the random halves.
-    :param num_bins: K, bins of each spline.
-    :param interval: splines bend [-interval, interval], in units of the base.
-    :param options: of :class:`~numpyro_bnn.guides.AutoBlocks`.
-    :raises ValueError: for options it cannot use.
+class Blockwise(Transform):
+    """Transform consecutive parts of (..., D) independently; log det is the sum of theirs.
 
-    Reference: Durkan, Bekasov, Murray & Papamakarios (2019), *Neural spline flows*.
+    :param transforms: of vectors.
+    :param sizes: lengths of the parts.
 
-    >>> import jax, numpyro, optax
-    >>> from numpyro.infer import SVI, Trace_ELBO
-    >>> from numpyro_bnn import guides
-    >>> def model():
-    ...     numpyro.sample("rate", dist.Gamma(0.5, 1.0))
-    ...     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
-    >>> guide = guides.AutoSplineCoupling(model, "rate", num_bins=4)
-    >>> svi = SVI(model, guide, optax.adam(0.01), Trace_ELBO())
-    >>> state = svi.init(jax.random.key(0))
-    >>> [name for name in sorted(svi.get_params(state)) if name.endswith("loc")]
-    ['auto_rate_loc', 'w_auto_loc']
+    >>> from numpyro.distributions.transforms import PermuteTransform
+    >>> whole = Blockwise([PermuteTransform(jnp.array([1, 0]))] * 2, [2, 2])
+    >>> whole(jnp.arange(4.0)).tolist()
+    [1.0, 0.0, 3.0, 2.0]
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        blocks: Chosen = None,
-        *,
-        num_flows: int = 4,
-        hidden: Sequence[int] = (32,),
-        mask: str = "alternating",
-        bound: float = 2.0,
-        seed: int = 0,
-        num_bins: int = 8,
-        interval: float = 5.0,
-        **options: Any,
-    ) -> None:
-        family = SplineCoupling(num_flows, hidden, mask, bound, seed, num_bins, interval)
-        super().__init__(model, blocks, family, options)
+    domain = constraints.real_vector
+    codomain = constraints.real_vector
 
+    def __init__(self, transforms: Sequence[Transform], sizes: Sequence[int]) -> None:
+        self.transforms = tuple(transforms)
+        self.sizes = tuple(sizes)
 
-def _listed(blocks: Chosen) -> list[Patterns]:
-    """The patterns of each block."""
-    if blocks is None:
-        return ["*"]
-    return [blocks] if isinstance(blocks, str | tuple) else list(blocks)
+    def _parts(self, x: jax.Array) -> list[jax.Array]:
+        parts, start = [], 0
+        for size in self.sizes:
+            parts.append(x[..., start : start + size])
+            start += size
+        return parts
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.concatenate([t(p) for t, p in zip(self.transforms, self._parts(x), strict=True)], axis=-1)
+
+    def _inverse(self, y: jax.Array) -> jax.Array:
+        parts = zip(self.transforms, self._parts(y), strict=True)
+        return jnp.concatenate([t._inverse(p) for t, p in parts], axis=-1)
+
+    def log_abs_det_jacobian(self, x: jax.Array, y: jax.Array, intermediates: Any = None) -> jax.Array:
+        parts = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
+        return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in parts]).sum(0)
+
+    def tree_flatten(self) -> Any:
+        return (self.transforms,), (("transforms",), {"sizes": self.sizes})
+
+    def eq(self, other: object, static: bool = False) -> Any:
+        if not isinstance(other, Blockwise) or self.sizes != other.sizes:
+            return False
+        same = [a.eq(b, static=static) for a, b in zip(self.transforms, other.transforms, strict=False)]
+        return all(same) if static else jnp.all(jnp.asarray(same))

@@ -1,4 +1,4 @@
-"""Judging a fit: ELBO, importance-weighted bound and PSIS k-hat, with honest standard errors."""
+"""Judging a fit: ELBO, importance-weighted bound and PSIS k-hat, each with its standard error."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -8,25 +8,23 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._importance import check, weight_statistics, weighted_draw
 from numpyro_bnn._programs import CACHE_SIZE, Signature, map_keys, refuse_tracers, signature
-
-__all__ = ["Evidence", "evidence", "log_weights", "summarize"]
 
 GOOD_K, USABLE_K = 0.5, 0.7
 
 
 class Evidence(NamedTuple):
-    r"""What S draws z_s of a guide tell about the fit, from their weights w_s = p(D, z_s) / q(z_s).
+    r"""How well a guide fits the posterior, from the weights w_s = p(D, z_s) / q(z_s) of S draws z_s of it.
 
     :param elbo: the mean of log w, an unbiased estimate of the ELBO.
     :param elbo_se: its standard error.
     :param iw_bound: log of the mean of w, an unbiased estimate of the importance-weighted bound of S draws, which
         lies between the ELBO and log p(D).
-    :param iw_se: its standard error by the delta method. Only finite variance makes it honest (k-hat below 0.5);
-        above 0.7 it is too small, by any factor.
-    :param iw_bias: L_S less log p(D) to the first order, -iw_se^2 / 2: the bound is too low. As honest as ``iw_se``.
+    :param iw_se: its standard error by the delta method, valid if the weights have a finite variance (k-hat below
+        0.5); with k-hat above 0.7 it may be far too small.
+    :param iw_bias: L_S minus log p(D) to the first order, -iw_se^2 / 2: the bound is too low. As valid as ``iw_se``.
     :param pareto_k: k-hat, the shape of the tail of the weights after Pareto smoothing.
     :param ess: effective sample size of the weights, (sum w)^2 / sum w^2.
     :param num_observations: observed numbers in D, over all observed sites.
@@ -57,14 +55,14 @@ class Evidence(NamedTuple):
 
     def __str__(self) -> str:
         meaning = {
-            "good": "good: importance weights correct what is left",
+            "good": "good: importance weights correct the remaining error",
             "usable": "usable: the weights have a heavy tail; draw more, or use a richer guide",
             "unreliable": "unreliable: the guide misses part of the posterior; the bound and its error are too low",
         }
         lines = [
             f"Evidence from {self.num_samples} draws of the guide, {self.num_observations} observations",
-            f"  ELBO                       {_with_error(self.elbo, self.elbo_se)}",
-            f"  importance-weighted bound  {_with_error(self.iw_bound, self.iw_se)}",
+            f"  ELBO                       {self.elbo:.2f} ± {self.elbo_se:.2f}",
+            f"  importance-weighted bound  {self.iw_bound:.2f} ± {self.iw_se:.2f}",
             f"  effective draws            {self.ess:.1f} of {self.num_samples}",
             f"  PSIS k-hat                 {self.pareto_k:.2f}  {meaning[self.verdict]}",
         ]
@@ -81,16 +79,17 @@ def evidence(
     draws_per_chunk: int | None = None,
     **kwargs: Any,
 ) -> Evidence:
-    r"""Judge a fitted guide on the full data.
+    r"""Estimate how far a fitted guide is from the posterior, and bound the evidence, on the full data.
 
     With S draws z_s ~ q and weights w_s = p(D, z_s) / q(z_s),
 
     .. math:: \mathrm{ELBO} = E[\log w], \qquad
               L_S = E\Big[\log \frac1S \sum_s w_s\Big], \qquad \mathrm{ELBO} \le L_S \le \log p(D).
 
-    Subsampled plates are made full. Auxiliary variables of a guide count in q and in no other place, so that both
-    bounds stay bounds. k-hat judges the whole posterior: it grows with the number of weights of a network, and
-    predictions may be good where it is not.
+    Subsampled plates are made full. Auxiliary variables of a guide count in q only, so that both bounds stay
+    bounds. k-hat is about the whole posterior: it grows with the number of weights of a network, and predictions
+    may be good even if it is high. To compare two models of the same data, subtract their bounds; the standard error
+    of the difference is the root of the sum of the squared ``iw_se``.
 
     :param guide: a NumPyro guide; an autoguide knows its model.
     :param params: of the fit, of guide and model (``svi_result.params``).
@@ -119,28 +118,35 @@ def evidence(
     >>> print(f"{found.elbo:.3f} {found.iw_bound:.3f}")
     -1.516 -1.516
     """
-    weights, num_observations = _weigh(
-        "guides.evidence", guide, params, args, kwargs, rng_key, num_samples, model, draws_per_chunk
-    )
-    return summarize(weights, num_observations)
+    call = "guides.evidence"
+    refuse_tracers(call, "Call it outside: it is compiled by itself.", args, kwargs, params, rng_key)
+    num_samples = check_count(call, "num_samples", num_samples, 2)
+    if draws_per_chunk is not None:
+        draws_per_chunk = check_count(call, "draws_per_chunk", draws_per_chunk)
+    model = getattr(guide, "model", None) if model is None else model
+    sites = check(call, model, guide, params, args, kwargs)  # type: ignore[arg-type]
+    if not sites.has_density:
+        got = f"{type(guide).__name__}, all of whose sites are Delta"
+        instead = "Point masses have no density; use a guide with a spread, e.g. `AutoNormal`."
+        raise argument_error(call, "guide", got, instead)
+    fixed, arrays = signature(args, kwargs)
+    keys = jax.random.split(rng_key, num_samples)
+    program = _program(model, guide, fixed, draws_per_chunk)
+    weights = np.asarray(program(keys, dict(params), arrays), dtype=np.float64)
+    return _summary(call, weights, sites.num_observations)
 
 
 def log_weights(
     guide: Any,
     params: Mapping[str, Any],
     *args: Any,
-    rng_key: jax.Array,
-    num_samples: int = 1000,
-    model: Callable | None = None,
-    draws_per_chunk: int | None = None,
     **kwargs: Any,
 ) -> NDArray[np.float64]:
     """Logarithms of the importance ratios p(D, z_s) / q(z_s) of draws z_s of a guide, on the full data.
 
-    Arguments are those of :func:`evidence`. The program is compiled once for a guide and shapes of its arguments.
+    They are the field ``log_weights`` of :func:`evidence`, which has the same arguments and errors.
 
     :return: (S,).
-    :raises ValueError: as :func:`evidence` does.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer.autoguide import AutoNormal
@@ -151,12 +157,11 @@ def log_weights(
     >>> weights.shape, bool(abs(weights).max() < 1e-6)
     ((3,), True)
     """
-    call = "guides.log_weights"
-    return _weigh(call, guide, params, args, kwargs, rng_key, num_samples, model, draws_per_chunk)[0]
+    return evidence(guide, params, *args, **kwargs).log_weights
 
 
 def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
-    """The report that log weights give.
+    """Estimate evidence, effective draws and k-hat from log weights.
 
     :param log_weights: (S,), from :func:`log_weights`.
     :param num_observations: observed numbers behind them.
@@ -169,39 +174,7 @@ def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     if log_w.ndim != 1 or len(log_w) < 2:
         instead = "Pass two or more, as a vector (S,)."
         raise argument_error("guides.summarize", "log_weights", f"shape {log_w.shape}", instead)
-    _check_weights("guides.summarize", log_w)
-    return Evidence(**weight_statistics(log_w), num_observations=num_observations, log_weights=log_w)
-
-
-def _weigh(
-    call: str,
-    guide: Any,
-    params: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
-    num_samples: int,
-    model: Callable | None,
-    draws_per_chunk: int | None,
-) -> tuple[NDArray[np.float64], int]:
-    """Log weights, and the number of observations behind them."""
-    refuse_tracers(call, "Call it outside: it is compiled by itself.", args, kwargs, params, rng_key)
-    for name, value, least in (("num_samples", num_samples, 2), ("draws_per_chunk", draws_per_chunk, 1)):
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise argument_error(call, name, value, f"Pass a whole number, {least} or more.")
-    model = getattr(guide, "model", None) if model is None else model
-    sites = check(call, model, guide, params, args, kwargs)  # type: ignore[arg-type]
-    if not sites.has_density:
-        instead = (
-            "Point masses have no density to compare with; use a guide with a spread, e.g. `AutoNormal`."
-        )
-        raise argument_error(call, "guide", f"{type(guide).__name__}, all of whose sites are Delta", instead)
-    fixed, arrays = signature(args, kwargs)
-    keys = jax.random.split(rng_key, num_samples)
-    program = _program(model, guide, fixed, draws_per_chunk)
-    weights = np.asarray(program(keys, dict(params), arrays), dtype=np.float64)
-    _check_weights(call, weights)
-    return weights, sites.num_observations
+    return _summary("guides.summarize", log_w, num_observations)
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -219,14 +192,10 @@ def _program(model: Callable, guide: Callable, fixed: Signature, chunk: int | No
     return weigh
 
 
-def _check_weights(call: str, log_w: NDArray[np.float64]) -> None:
+def _summary(call: str, log_w: NDArray[np.float64], num_observations: int) -> Evidence:
     bad = int((np.isnan(log_w) | np.isposinf(log_w)).sum())
     if bad:
         instead = "Check parameters and data: a density of the model or guide is NaN or infinite at a draw."
-        raise argument_error(
-            call, "log_weights", f"{bad} NaN or infinite log weights of {len(log_w)}", instead
-        )
-
-
-def _with_error(value: float, error: float) -> str:
-    return f"{value:.2f} ± {error:.2f}"
+        got = f"{bad} NaN or infinite log weights of {len(log_w)}"
+        raise argument_error(call, "log_weights", got, instead)
+    return Evidence(**weight_statistics(log_w), num_observations=num_observations, log_weights=log_w)

@@ -1,10 +1,11 @@
-"""Running SVI: minibatches at O(B), one compilation, interruption, checkpoints, and no NaN passed on."""
+"""Running SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
 
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,22 +17,16 @@ from jax import lax
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signature
 from numpyro_bnn.guides import checkpoints
 
-__all__ = ["fit"]
-
 CALL = "guides.fit"
 
-# Steps between two looks at the host: at most so many, and so few that they take about so long (in seconds), which
-# is how long an interruption waits.
-LARGEST_CHUNK = 4096
-CHUNK_SECONDS = 0.25
-
-# Losses in the running mean of the progress bar.
-WINDOW = 1000
+LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
+CHUNK_SECONDS = 0.25  # intended duration of a chunk, which is how long an interruption waits
+WINDOW = 1000  # losses in the running mean of the progress bar
 
 
 def fit(
@@ -47,29 +42,29 @@ def fit(
     checkpoint_every: int = 1000,
     **kwargs: Any,
 ) -> SVIRunResult:
-    """Run SVI as ``svi.run`` does, for long runs and large data.
+    """Fit a guide by SVI, like ``svi.run``, for long runs and large data.
 
     - A minibatch of a subsampled plate costs O(B), whatever N is: B distinct indices, each as likely as any other.
-    - The steps are compiled once for an SVI and shapes of its arguments, and used again when a run is continued.
-    - Ctrl-C returns what is done so far. A step that is NaN or infinite ends the run, with a warning that names
+    - The steps are compiled once for an SVI and shapes of its arguments, and reused when a run is continued.
+    - Ctrl-C returns the result so far. A step that is NaN or infinite ends the run, with a warning that names
       it; the result is that of the steps before.
-    - With ``checkpoint`` the run can be killed at any moment. The same call then goes on from the file, and ends
+    - With ``checkpoint`` the run can be killed at any moment. The same call then continues from the file, and ends
       bit for bit as if it had never stopped.
 
     :param svi: model, guide, optimizer and loss.
     :param rng_key: key of the start and of all steps.
-    :param num_steps: steps to take; with a checkpoint, to have taken in total.
+    :param num_steps: steps to take; with a checkpoint, the total over all calls.
     :param args: arguments of model and guide.
-    :param init_state: the ``state`` of an earlier result to go on from.
+    :param init_state: the ``state`` of an earlier result, to continue from.
     :param init_params: starting values of parameters.
     :param progress_bar: show a bar with the mean of the last 1000 losses.
-    :param stable_update: leave out steps that are not finite, as ``svi.run`` does, instead of ending the run.
-    :param checkpoint: a file, read when it exists and then written; delete it to start anew.
-    :param checkpoint_every: steps between two writings; the last step is always written.
+    :param stable_update: skip steps that are not finite, as ``svi.run`` does, instead of ending the run.
+    :param checkpoint: a file, read if it exists and then written; delete it to start again.
+    :param checkpoint_every: steps between two checkpoints; the last step is always written.
     :param kwargs: keyword arguments of model and guide.
     :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
-    :raises ValueError: for no steps, a loss that is not finite at the first step, a checkpoint of another model,
-        guide or optimizer, or a path that cannot be written.
+    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, a checkpoint of
+        another model, guide or optimizer, or a path that cannot be written.
     :raises TypeError: for something other than an SVI, or inside ``jit`` and ``vmap``.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -85,13 +80,17 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    path = _check(svi, num_steps, checkpoint, checkpoint_every)
+    if not isinstance(svi, SVI):
+        raise argument_error(CALL, "svi", type(svi).__name__, "Pass a `numpyro.infer.SVI`.", TypeError)
+    num_steps = check_count(CALL, "num_steps", num_steps)
+    every = check_count(CALL, "checkpoint_every", checkpoint_every)
+    path = None if checkpoint is None else checkpoints.check_path(checkpoint)
     instead = "It runs on the host: inside `jit` or `vmap` scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
     state, losses = _start(svi, rng_key, args, kwargs, init_state, init_params, path)
     fixed, arrays = signature(args, kwargs)
-    program = _Program(_compiled(svi, fixed, stable_update), arrays, stable_update)
-    run = _Run(svi, program, state, losses, num_steps, path, checkpoint_every)
+    take = partial(_take, _compiled(svi, fixed, stable_update), arrays, stable_update)
+    run = _Run(svi, take, num_steps, path, every, [losses], (state, len(losses)), len(losses))
     message = run.go(progress_bar)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
@@ -99,58 +98,31 @@ def fit(
 
 
 class _Chunk(NamedTuple):
-    """What some steps gave.
-
-    :param state: after them.
-    :param losses: of them, and of the one that was not finite.
-    :param finite: the losses and the parameters in ``state`` are.
-    """
+    """State after some steps, their losses (the last may be NaN or infinite), and whether all of it is finite."""
 
     state: Any
     losses: np.ndarray
     finite: bool
 
 
-class _Program(NamedTuple):
-    """The compiled steps, with their data."""
-
-    compiled: Callable
-    arrays: list
-    stable: bool
-
-    def __call__(self, state: Any, number: int) -> _Chunk:
-        state, losses, taken, finite = self.compiled(state, number, self.arrays)
-        losses, taken, finite = jax.device_get((losses, taken, finite))
-        return _Chunk(state, losses[:taken], self.stable or bool(finite))
-
-    def before_failure(self, state: Any, failed: _Chunk) -> _Chunk:
-        """The longest run of steps, from the state where the failed chunk began, of which all is finite."""
-        # Chunks are repeated, which costs nothing as long as nothing fails; each step is a function of its state.
-        for number in range(len(failed.losses) - 1, 0, -1):
-            chunk = self(state, number)
-            if chunk.finite:
-                return chunk
-        return _Chunk(state, failed.losses[:0], True)
+def _take(compiled: Callable, arrays: list, stable: bool, state: Any, number: int) -> _Chunk:
+    state, losses, taken, finite = compiled(state, number, arrays)
+    losses, taken, finite = jax.device_get((losses, taken, finite))
+    return _Chunk(state, losses[:taken], stable or bool(finite))
 
 
+@dataclass
 class _Run:
-    """A run that may be stopped at any line; ``state`` and ``count`` always belong together."""
+    """A run that may be stopped at any line: ``done`` always holds a state and its number of steps."""
 
-    def __init__(
-        self,
-        svi: SVI,
-        program: _Program,
-        state: Any,
-        losses: np.ndarray,
-        num_steps: int,
-        path: Path | None,
-        every: int,
-    ) -> None:
-        self.svi, self.program, self.path, self.every = svi, program, path, every
-        self.num_steps = num_steps
-        self.chunks = [losses]
-        self.done = (state, len(losses))
-        self.written = self.count
+    svi: SVI
+    take: Callable[[Any, int], _Chunk]
+    num_steps: int
+    path: Path | None
+    every: int
+    chunks: list[np.ndarray]  # losses
+    done: tuple[Any, int]
+    written: int
 
     @property
     def state(self) -> Any:
@@ -166,10 +138,7 @@ class _Run:
         return np.concatenate(self.chunks)[: self.count]
 
     def go(self, progress_bar: bool) -> str:
-        """Take the steps that are left.
-
-        :return: why it stopped before, if it did.
-        """
+        """Take the remaining steps; return why it stopped early, or ``""``."""
         message = ""
         with tqdm.tqdm(total=self.num_steps, initial=self.count, disable=not progress_bar) as bar:
             try:
@@ -187,9 +156,9 @@ class _Run:
         while self.count < self.num_steps:
             number = min(pace, self.num_steps - self.count, self._steps_to_write())
             started = time.perf_counter()
-            chunk = self.program(self.state, number)
+            chunk = self.take(self.state, number)
             if not chunk.finite:
-                kept = self.program.before_failure(self.state, chunk)
+                kept = self._before_failure(chunk)
                 self._add(kept)
                 return self._failure(chunk.losses[len(kept.losses)])
             self._add(chunk)
@@ -202,6 +171,14 @@ class _Run:
             bar.set_postfix_str(f"loss {np.mean(finite or np.nan):.5g}", refresh=False)
             bar.update(number)
         return ""
+
+    def _before_failure(self, failed: _Chunk) -> _Chunk:
+        """The longest finite part of the failed chunk; its steps repeat bit for bit."""
+        for number in range(len(failed.losses) - 1, 0, -1):
+            chunk = self.take(self.state, number)
+            if chunk.finite:
+                return chunk
+        return _Chunk(self.state, failed.losses[:0], True)
 
     def _add(self, chunk: _Chunk) -> None:
         self.chunks.append(chunk.losses)
@@ -216,27 +193,17 @@ class _Run:
             self.written = self.count
 
     def _failure(self, loss: np.floating) -> str:
-        """Say which step was not finite: an error when there is none before it."""
+        """A message that names the step; an error if it is the first."""
         what = "a gradient that is not finite" if np.isfinite(loss) else f"loss {loss}"
         advice = (
             "Lower the step size or clip gradients (`numpyro.optim.ClippedAdam`); start from likely values"
-            " (`init_loc_fn=`, a small `init_scale`); look for NaN in the data. `stable_update=True` leaves such"
-            " steps out."
+            " (`init_loc_fn=`, a small `init_scale`); look for NaN in the data. `stable_update=True` skips such"
+            " steps."
         )
         if not self.count:
             raise argument_error(CALL, "args", f"data and parameters with {what} at the first step", advice)
         step = self.count + 1
         return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
-
-
-def _check(svi: Any, num_steps: Any, checkpoint: Any, every: Any) -> Path | None:
-    if not isinstance(svi, SVI):
-        instead = "Pass a `numpyro.infer.SVI`."
-        raise argument_error(CALL, "svi", type(svi).__name__, instead, TypeError)
-    for name, value in (("num_steps", num_steps), ("checkpoint_every", every)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise argument_error(CALL, name, value, "Pass a whole number, 1 or more.")
-    return None if checkpoint is None else checkpoints.check_path(checkpoint)
 
 
 def _start(
@@ -248,9 +215,9 @@ def _start(
     init_params: Mapping[str, Any] | None,
     path: Path | None,
 ) -> tuple[Any, np.ndarray]:
-    """The state to go on from, and the losses that led to it."""
+    """The state to continue from, and the losses up to there."""
     state = init_state
-    # `init` also tells the SVI its constraints, which a state from another process does not bring.
+    # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None:
         with random_indices():
             first = svi.init(rng_key, *args, init_params=init_params, **kwargs)

@@ -13,10 +13,8 @@ from numpyro.infer.elbo import ELBO
 from numpyro.infer.util import compute_log_probs
 from numpyro.util import check_model_guide_match
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._distributions import unwrapped
-
-__all__ = ["TraceInclusiveKL_ELBO"]
 
 CALL = "guides.TraceInclusiveKL_ELBO"
 
@@ -24,7 +22,7 @@ Trace = Mapping[str, dict[str, Any]]
 
 
 class TraceInclusiveKL_ELBO(ELBO):
-    r"""Minimizes the inclusive divergence KL(p || q) of the posterior p(z | D) from a guide q, instead of KL(q || p).
+    r"""Fit a guide q that covers the posterior: minimize the inclusive KL(p || q) instead of KL(q || p).
 
     S particles z_s ~ q with weights w_s = p(D, z_s) / q(z_s), normalized to sum to 1, give the gradient
 
@@ -35,9 +33,9 @@ class TraceInclusiveKL_ELBO(ELBO):
     -log mean_s w_s, the importance-weighted bound. Where mean field under KL(q || p) makes variances too small, here
     it matches those of the marginals; with multiple modes it covers all.
 
-    The estimate of the gradient is consistent and not unbiased: its bias falls with 1/S, and grows with the
-    variance of the weights. It is a method for few latent variables (hyper-scales, a last layer, one data point):
-    with many, one particle takes all the weight; see ``pareto_k`` of :func:`evidence`.
+    The estimate of the gradient is consistent but not unbiased: its bias falls with 1/S, and grows with the
+    variance of the weights. Use it for few latent variables (hyper-scales, a last layer, one data point): with many,
+    one particle takes all the weight; see ``pareto_k`` of :func:`evidence`.
 
     Plates that enclose every random site (local latents, one set for each data point) have weights of their own
     for each index, and may be subsampled. Other subsampled plates are refused: the weights of a minibatch belong to
@@ -65,9 +63,7 @@ class TraceInclusiveKL_ELBO(ELBO):
     """
 
     def __init__(self, num_particles: int = 10, vectorize_particles: Any = True) -> None:
-        if not isinstance(num_particles, int) or num_particles < 2:
-            instead = "Pass a whole number, 2 or more: weights are normalized over the particles."
-            raise argument_error(CALL, "num_particles", num_particles, instead)
+        num_particles = check_count(CALL, "num_particles", num_particles, 2)
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
 
     def loss(
@@ -103,7 +99,7 @@ class TraceInclusiveKL_ELBO(ELBO):
         log_weights = lax.stop_gradient(log_joint - log_guide)
         bound = logsumexp(log_weights, axis=0) - jnp.log(self.num_particles)
         weights = jax.nn.softmax(log_weights, axis=0)
-        # Of value zero; its gradient is the weighted one.
+        # Zero in value; its gradient is the weighted one.
         score = jnp.where(weights > 0, log_guide + log_joint, 0.0)
         surrogate = jnp.sum(weights * (score - lax.stop_gradient(score)), axis=0)
         return -jnp.sum(bound + surrogate) * scales[0]
@@ -118,11 +114,16 @@ def _log_densities(
     """
     guide_key, model_key = jax.random.split(key)
     fixed = {name: lax.stop_gradient(value) for name, value in params.items()}
-    drawn = _trace(guide, fixed, args, kwargs, guide_key)
-    # A Delta site is computed again from what was drawn: given the same number, rounding could make it impossible.
-    values = {name: lax.stop_gradient(site["value"]) for name, site in drawn.items() if _is_drawn(site)}
-    latent = {name: lax.stop_gradient(site["value"]) for name, site in drawn.items() if _is_random(site)}
+    seeded = handlers.seed(handlers.substitute(guide, data=fixed), guide_key)
+    drawn = handlers.trace(seeded).get_trace(*args, **kwargs)
     batch = {name: site["value"] for name, site in drawn.items() if site["type"] == "plate"}
+    latent = {
+        name: lax.stop_gradient(site["value"])
+        for name, site in drawn.items()
+        if site["type"] == "sample" and not site["is_observed"]
+    }
+    # A Delta site is recomputed from the other draws: rounding could make its own value impossible.
+    values = {name: value for name, value in latent.items() if not _is_delta(drawn[name])}
     log_q, guide_trace = _log_probs(guide, {**params, **batch, **values}, args, kwargs, guide_key)
     log_p, model_trace = _log_probs(model, {**params, **batch, **latent}, args, kwargs, model_key)
     check_model_guide_match(model_trace, guide_trace)
@@ -133,10 +134,6 @@ def _log_densities(
     )
     shape = jnp.broadcast_shapes(joint.shape, guided.shape)
     return jnp.broadcast_to(joint, shape), jnp.broadcast_to(guided, shape), scale
-
-
-def _trace(fn: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping, key: jax.Array) -> Trace:
-    return handlers.trace(handlers.seed(handlers.substitute(fn, data=values), key)).get_trace(*args, **kwargs)
 
 
 def _log_probs(fn: Callable, values: dict, args: tuple, kwargs: Any, key: jax.Array) -> tuple[dict, Trace]:
@@ -153,12 +150,9 @@ def _common_plates(trace: Trace) -> tuple[set[int], float]:
         if size == frame.size:
             continue
         if frame not in common:
-            raise argument_error(
-                CALL,
-                "model",
-                f"a subsampled plate {frame.name!r} that does not enclose every site",
-                "Weights of a minibatch belong to another posterior: use all the data, or `Trace_ELBO`.",
-            )
+            got = f"a subsampled plate {frame.name!r} that does not enclose every site"
+            instead = "Weights of a minibatch belong to another posterior: use all the data, or `Trace_ELBO`."
+            raise argument_error(CALL, "model", got, instead)
         scale *= size / frame.size
     return {frame.dim for frame in common}, scale
 
@@ -169,9 +163,5 @@ def _by_index(log_prob: jax.Array, dims: set[int]) -> jax.Array:
     return jnp.sum(log_prob, axis=others, keepdims=True) if dims else jnp.sum(log_prob)
 
 
-def _is_random(site: Mapping[str, Any]) -> bool:
-    return site["type"] == "sample" and not site["is_observed"]
-
-
-def _is_drawn(site: Mapping[str, Any]) -> bool:
-    return _is_random(site) and not isinstance(unwrapped(site["fn"], masked=True), dist.Delta)
+def _is_delta(site: Mapping[str, Any]) -> bool:
+    return isinstance(unwrapped(site["fn"], masked=True), dist.Delta)

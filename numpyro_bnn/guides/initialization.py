@@ -13,25 +13,16 @@ from numpyro.infer import init_to_median
 from numpyro.util import find_stack_level
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import affine_normal, is_affine_normal
+from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn import fan_in
 
-__all__ = [
-    "base_sites",
-    "check_init_scale",
-    "init_to_fan_in",
-    "starting_scales",
-    "starting_spread",
-    "unit_spread",
-]
-
 # Suffixes that NumPyro's reparameterizers give to the site they sample instead of the one in the model.
-REPARAMETERizED = ("_base", "_decentered")
+BASE_SUFFIXES = ("_base", "_decentered")
 
 
 def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
-    r"""Start Gaussian weights at the scale of their fan-in, as networks are started that are to be trained.
+    r"""Start Gaussian weights at the scale of their fan-in, like a network about to be trained.
 
     .. math:: w = m + \min(s, n^{-1/2})\,\epsilon, \qquad \epsilon \sim N(0, 1)
 
@@ -40,7 +31,7 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
     is an ordinary initialization strategy of NumPyro, for any kernel or guide. NumPyro's ``init_to_uniform`` draws
     from (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3 instead of about 1.
 
-    Of a non-centered weight (``w_base``) it starts the base at N(0, 1); the guides of this package shrink that to the
+    The base of a non-centered weight (``w_base``) starts at N(0, 1); the guides of this package shrink that to the
     fan-in scale of the weight itself.
 
     Reference: He et al. (2015), *Delving deep into rectifiers*; Blundell et al. (2015) for guides.
@@ -62,9 +53,10 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
         message = f"init_to_fan_in() skipping initialization of site {site['name']!r}, which has a value."
         warnings.warn(message, stacklevel=find_stack_level())
         return site["value"]
-    if not is_affine_normal(site["fn"], masked=True):
+    moments = _normal_moments(site["fn"])
+    if moments is None:
         return init_to_median(site)
-    loc, scale = _gaussian(site["fn"])
+    loc, scale = moments
     shape = (*(site["kwargs"].get("sample_shape") or ()), *loc.shape)
     if len(shape) < 2:
         return jnp.broadcast_to(loc, shape)
@@ -72,17 +64,15 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
     return loc + jnp.minimum(jnp.abs(scale), _fan_in_scale(site["name"], shape)) * noise
 
 
-def _gaussian(fn: Any) -> tuple[jax.Array, jax.Array]:
-    """Loc and scale, as floats, of a site that is known to be normal."""
+def _normal_moments(fn: Any) -> list[jax.Array] | None:
+    """Loc and scale of a normal prior, as floats."""
     found = affine_normal(fn, masked=True)
-    assert found is not None
-    loc, scale = (jnp.asarray(part, jnp.result_type(part, float)) for part in found)
-    return loc, scale
+    return found and [jnp.asarray(part, jnp.result_type(part, float)) for part in found]
 
 
 def _weight(name: str) -> str:
     """The weight that a base site stands for."""
-    for suffix in REPARAMETERizED:
+    for suffix in BASE_SUFFIXES:
         name = name.removesuffix(suffix)
     return name
 
@@ -103,60 +93,53 @@ def base_sites(trace: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-def unit_spread(name: str, unit: jax.Array, weight: jax.Array) -> jax.Array:
+def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
     """The spread of a non-centered site z that gives its weight w the fan-in scale; a scalar, at most 1.
 
-    w is proportional to z, so sd(w) / sd(z) over the elements is what z is multiplied by, however the model does it.
-
-    >>> z = jnp.array([[1.0, -1.0], [2.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    >>> round(float(unit_spread("w", z, 10 * z)), 6)
-    0.05
+    w is proportional to z, so sd(w) / sd(z) over the elements is the factor on z, however the model computes it.
     """
-    wide, sd = jnp.std(weight), jnp.std(unit)
+    wide, sd = jnp.std(weight), jnp.std(base)
     wanted = sd * _fan_in_scale(_weight(name), weight.shape) / jnp.where(wide > 0, wide, 1.0)
     return jnp.where((wide > 0) & (sd > 0), jnp.minimum(1.0, wanted), 1.0)
 
 
-def starting_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
-    """Scale of the start of a site in unconstrained space, of which a guide takes a part as its first sd.
+def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
+    """Initial scale of a site in unconstrained space; the first sd of a guide is a fraction of it.
 
     :param site: of a trace.
-    :param local: each data point has its own value, so that the axes of the site are no inputs of a layer.
-    :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 where nothing is known.
+    :param local: each data point has its own value, so that the axes of the site are not inputs of a layer.
+    :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 for all others.
     """
-    if not is_affine_normal(site["fn"], masked=True):
+    moments = _normal_moments(site["fn"])
+    if moments is None:
         return 1.0
-    _, scale = _gaussian(site["fn"])
+    scale = jnp.abs(moments[1])
     if local:
-        return jnp.minimum(1.0, jnp.min(jnp.abs(scale)))
-    return jnp.minimum(jnp.abs(scale), _fan_in_scale(site["name"], scale.shape))
+        return jnp.minimum(1.0, jnp.min(scale))
+    return jnp.minimum(scale, _fan_in_scale(site["name"], scale.shape))
 
 
 def check_init_scale(call: str, init_scale: Any) -> None:
-    """Refuse what is no positive number, or no mapping from patterns to positive numbers or arrays.
+    """Refuse anything but a positive number, or a mapping from patterns to positive numbers or arrays.
 
-    :raises ValueError: or TypeError.
+    :raises ValueError: for such a value.
     """
     values = list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]
     for value in values:
-        single = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(value, bool)
-        if not single or not (np.all(np.asarray(value) > 0) and np.all(np.isfinite(np.asarray(value)))):
-            raise argument_error(
-                call,
-                "init_scale",
-                init_scale,
-                'Pass a positive number, or positive standard deviations by pattern, e.g. `{"*.kernel": 0.01}`.',
-            )
+        numeric = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(value, bool)
+        if not numeric or not (np.all(np.asarray(value) > 0) and np.all(np.isfinite(np.asarray(value)))):
+            instead = 'Pass a positive number, or positive standard deviations by pattern, e.g. `{"*.kernel": 0.01}`.'
+            raise argument_error(call, "init_scale", repr(init_scale), instead)
 
 
-def starting_scales(
+def initial_scales(
     call: str, init_scale: Any, spreads: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, jax.Array]:
     """First standard deviation of every site, in unconstrained space.
 
-    :param init_scale: a number that multiplies the spreads, or standard deviations by pattern; what no pattern
-        matches gets 0.1 times its spread.
-    :param spreads: :func:`starting_spread` by site.
+    :param init_scale: a number that multiplies the spreads, or standard deviations by pattern; a site that matches
+        no pattern gets 0.1 times its spread.
+    :param spreads: :func:`initial_spread` by site.
     :param shapes: unconstrained shapes by site.
     :raises ValueError: for a pattern that matches no site, and an array that does not fit its site.
     """
@@ -172,10 +155,7 @@ def starting_scales(
         try:
             scales[name] = jnp.broadcast_to(jnp.asarray(value, float), shape)
         except ValueError:
-            raise argument_error(
-                call,
-                "init_scale",
-                f"an array of shape {np.shape(value)} for site {name!r}",
-                f"The site has unconstrained shape {shape}: pass a number, or an array of that shape.",
-            ) from None
+            got = f"an array of shape {np.shape(value)} for site {name!r}"
+            instead = f"The site has unconstrained shape {shape}: pass a number, or an array of that shape."
+            raise argument_error(call, "init_scale", got, instead) from None
     return scales

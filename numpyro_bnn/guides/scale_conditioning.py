@@ -1,6 +1,6 @@
 """Sites whose prior sd is itself unknown: their loc and scale, read from the model at values of the hyper-sites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -11,20 +11,19 @@ from numpyro_bnn._dependence import dependence, pruned
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
 from numpyro_bnn._plates import full_plates
 
-__all__ = ["Scaled", "prior_program", "scaled_sites"]
-
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other latent sites.
 Scaled: TypeAlias = Mapping[str, frozenset[str]]
+# From values of sites to prior loc and scale by site.
 Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[jax.Array, jax.Array]]]
 
 
 def _moments(
     model: Callable,
-    names: Any,
-    examples: Mapping[str, Any],
+    names: Iterable[str],
+    examples: Mapping,
     args: tuple,
-    kwargs: Mapping[str, Any],
-    plates: Mapping[str, Any] | None,
+    kwargs: Mapping,
+    plates: Mapping | None,
 ) -> Program:
     """From values of latent sites to prior loc and scale of the sites ``names``; other sites are at ``examples``."""
 
@@ -40,12 +39,16 @@ def _moments(
 
 
 def scaled_sites(
-    model: Callable, trace: Mapping[str, dict[str, Any]], local: set[str], args: tuple, kwargs: Any
+    model: Callable,
+    trace: Mapping[str, dict[str, Any]],
+    local: set[str],
+    args: tuple,
+    kwargs: Mapping[str, Any],
 ) -> Scaled:
     """Find the Gaussian sites whose prior sd depends on other latent sites, and which.
 
     :param trace: of the model, at values where it can be run.
-    :param local: sites inside subsampled plates; what depends on one of them is left out.
+    :param local: sites inside subsampled plates; sites that depend on one of them are left out.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> def model():
@@ -60,11 +63,11 @@ def scaled_sites(
     plates = {n: site["value"] for n, site in trace.items() if site["type"] == "plate"}
     program = _moments(model, names, {}, args, kwargs, plates)
     values = {name: jnp.asarray(site["value"]) for name, site in latent.items()}
-    parts = dependence(
+    parents = dependence(
         lambda at: {(n, part): pair[part] for n, pair in program(at).items() for part in (0, 1)}, values
     )
-    both = {name: parts[name, 0] | parts[name, 1] for name in names}
-    return {n: frozenset(both[n]) for n in names if parts[n, 1] and not both[n] & local}
+    of_both = {name: parents[name, 0] | parents[name, 1] for name in names}
+    return {n: frozenset(of_both[n]) for n in names if parents[n, 1] and not of_both[n] & local}
 
 
 def prior_program(
@@ -77,16 +80,8 @@ def prior_program(
 ) -> Program:
     """From values of hyper-sites to prior loc and scale of the sites they scale, without the likelihood.
 
-    :param examples: values of the sites outside subsampled plates; they stand in where a value is not known yet.
+    :param examples: values of the sites outside subsampled plates, used where a value is not known yet.
     :param plates: indices of plates; without them every plate is full.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     s = numpyro.sample("s", dist.HalfNormal(1.0))
-    ...     numpyro.sample("w", dist.Normal(1.0, s).expand([2]))
-    >>> loc, scale = prior_program(model, {"w": frozenset({"s"})}, {"s": 1.0}, (), {})({"s": 3.0})["w"]
-    >>> loc.tolist(), scale.tolist()
-    ([1.0, 1.0], [3.0, 3.0])
     """
     needed = sorted(set().union(*scaled.values()))
     parents = {name: jnp.asarray(examples[name], float) for name in needed}

@@ -1,0 +1,405 @@
+"""AutoBlocks: a guide whose latent sites are cut into blocks, each with its own family of distributions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax.scipy.special import ndtri
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
+from numpyro.distributions.util import sum_rightmost
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.util import transform_fn
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import pruned
+from numpyro_bnn._plates import full_plates
+from numpyro_bnn.guides.adf.posterior import map_samples
+from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
+from numpyro_bnn.guides.initialization import (
+    base_sites,
+    base_spread,
+    check_init_scale,
+    init_to_fan_in,
+    initial_scales,
+    initial_spread,
+)
+from numpyro_bnn.guides.scale_conditioning import Program, Scaled, prior_program, scaled_sites
+
+NUM_DRAWS = 4096  # of medians and quantiles without closed form
+
+Blocks: TypeAlias = Mapping[Any, Family] | Sequence[tuple[Patterns, Family]]
+LocScale: TypeAlias = tuple[jax.Array, jax.Array]
+Values: TypeAlias = dict[str, jax.Array]
+
+
+class AutoBlocks(AutoNormal):
+    r"""Approximate chosen blocks of sites jointly, each by its own family, and all other sites by mean field.
+
+    .. math:: q(\theta) = \prod_b q_b(\theta_b) \prod_{j} N(\theta_j; \mu_j, \sigma_j^2)
+
+    over the unconstrained latent sites. With ``condition_on_scales`` a site with prior N(m(h), s(h)^2), where s
+    depends on other latent sites h, is w = m(h) + s(h) u, and the family is that of u: q(w | h) then follows its
+    scale, as in a non-centered model.
+
+    Sites outside the blocks have parameters ``<site>_<prefix>_loc`` and ``_scale``, like
+    :class:`~numpyro.infer.autoguide.AutoNormal`; a block has ``<prefix>_<patterns>_...``, the block ``"*"`` of all
+    sites ``<prefix>_...``.
+
+    :param model: a NumPyro model.
+    :param blocks: families by pattern (shell-style, or a tuple of patterns) on site names; a block of several sites
+        is approximated jointly.
+    :param init_scale: first standard deviations: a number that multiplies the initial spread of each site
+        (fan-in^-1/2 for kernels, at most the prior sd; 1 for others in unconstrained space), or the standard
+        deviations themselves, numbers or arrays by pattern.
+    :param init_loc_fn: strategy for the first means, :func:`init_to_fan_in` by default.
+    :param condition_on_scales: let weights follow the scales of their hierarchical priors. It helps where the data
+        say little about single weights, and hurts where they say much, as non-centering does: compare the bounds.
+    :param prefix: of the parameters.
+    :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for minibatches.
+    :raises ValueError: when first called, for patterns that match no site or overlap, and for a block with local
+        latent sites (in a subsampled plate).
+
+    >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
+    >>> from numpyro.infer import SVI, Trace_ELBO
+    >>> from numpyro_bnn import guides
+    >>> def model(x, y=None):
+    ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    ...     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    ...     with numpyro.plate("data", x.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(x @ w, sigma), obs=y)
+    >>> guide = guides.AutoBlocks(model, {"w": guides.FullRank()})
+    >>> svi = SVI(model, guide, optax.adam(0.01), Trace_ELBO())
+    >>> state = svi.init(jax.random.key(0), jnp.ones((5, 3)), jnp.ones(5))
+    >>> {name: value.shape for name, value in sorted(svi.get_params(state).items())}
+    {'auto_w_loc': (3,), 'auto_w_scale_tril': (3, 3), 'sigma_auto_loc': (), 'sigma_auto_scale': ()}
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        blocks: Blocks = (),
+        *,
+        init_scale: Any = 0.1,
+        init_loc_fn: Callable = init_to_fan_in,
+        condition_on_scales: bool = False,
+        prefix: str = "auto",
+        create_plates: Callable | None = None,
+    ) -> None:
+        self._call = f"guides.{type(self).__name__}"
+        if not callable(model):
+            instead = "Pass a NumPyro model, a function."
+            raise argument_error(self._call, "model", repr(model), instead, TypeError)
+        check_init_scale(self._call, init_scale)
+        self._asked = checked_blocks(self._call, blocks)
+        self._condition_on_scales = condition_on_scales
+        super().__init__(
+            model, prefix=prefix, init_loc_fn=init_loc_fn, init_scale=init_scale, create_plates=create_plates
+        )
+
+    # -- reading the model -----------------------------------------------------------------------------
+
+    def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
+        """Label, patterns and family of each block; a subclass may override it to find its own blocks."""
+        return [("|".join(patterns), patterns, family) for patterns, family in self._asked]
+
+    def _latent(self) -> dict[str, dict[str, Any]]:
+        """The latent sites of the model, in its order."""
+        trace = (self.prototype_trace or {}).items()
+        return {n: s for n, s in trace if s["type"] == "sample" and not s["is_observed"]}
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        self._prototype_call = (args, kwargs)
+        latent = self._latent()
+        self._transforms = {name: biject_to(site["fn"].support) for name, site in latent.items()}
+        self._scaled: Scaled = {}
+        if self._condition_on_scales:
+            local = {name for name in latent if self._subsampled_plates(name)}
+            self._scaled = scaled_sites(self.model, self.prototype_trace or {}, local, args, kwargs)
+        self._initialize()
+        self._make_blocks()
+
+    def _subsampled_plates(self, name: str) -> list[str]:
+        """The subsampled plates that a site is in."""
+        frames = self._latent()[name]["cond_indep_stack"]
+        return [f.name for f in frames if f.size != self._prototype_frame_full_sizes[f.name]]
+
+    @property
+    def _local_sites(self) -> set[str]:
+        """Sites of which every data point has its own: in a plate of observations, or one that is subsampled."""
+        trace = (self.prototype_trace or {}).values()
+        data = {f.name for s in trace if s.get("is_observed") for f in s["cond_indep_stack"]}
+        plates = {n: {f.name for f in s["cond_indep_stack"]} for n, s in self._latent().items()}
+        return {name for name, inside in plates.items() if data & inside or self._subsampled_plates(name)}
+
+    def _base_weights(self) -> dict[str, jax.Array]:
+        """The weight of each non-centered site, at the first means."""
+        bases = base_sites(self.prototype_trace or {})
+        if not bases:
+            return {}
+
+        def weights(locs: Any) -> Values:
+            with handlers.block(), full_plates():
+                sites = self._postprocess_fn(locs)
+            return {base: sites[weight] for base, weight in bases.items()}
+
+        return pruned(weights, self._init_locs)(self._init_locs)
+
+    def _initialize(self) -> None:
+        """First means and standard deviations, by site."""
+        spreads = {n: initial_spread(site, n in self._local_sites) for n, site in self._latent().items()}
+        strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
+        for base, weight in self._base_weights().items():
+            spread = spreads[base] = base_spread(base, self._init_locs[base], weight)
+            if strategy is init_to_fan_in:
+                self._init_locs[base] = self._init_locs[base] * spread
+        shapes = {name: jnp.shape(value) for name, value in self._init_locs.items()}
+        self._init_scales = initial_scales(self._call, self._init_scale, spreads, shapes)
+        if self._scaled:
+            values = {n: self._transforms[n](loc) for n, loc in self._init_locs.items()}
+            for name, (loc, scale) in self._prior_program()(values).items():
+                self._init_locs[name] = (self._init_locs[name] - loc) / scale
+                self._init_scales[name] = self._init_scales[name] / jnp.abs(scale)
+
+    def _make_blocks(self) -> None:
+        chosen = self._choose_blocks()
+        parts = partition(self._call, list(self._latent()), [patterns for _, patterns, _ in chosen])
+        self._blocks: list[tuple[Block, Family]] = []
+        for (label, _, family), names in zip(chosen, parts, strict=True):
+            for name in names:
+                if local := self._subsampled_plates(name):
+                    got = f"site {name!r} inside the subsampled plate {local[0]!r}"
+                    instead = "Leave it out of the blocks: local latent sites are approximated by mean field."
+                    raise argument_error(self._call, "blocks", got, instead)
+            label = self.prefix if label == "*" else f"{self.prefix}_{label}"
+            shapes = {name: jnp.shape(self._init_locs[name]) for name in names}
+            loc, scale = (
+                jnp.concatenate([jnp.ravel(values[name]) for name in names])
+                for values in (self._init_locs, self._init_scales)
+            )
+            self._blocks.append((Block(label, shapes, loc, scale), family))
+
+    def _prior_program(self, call: tuple | None = None, indices: Mapping[str, Any] | None = None) -> Program:
+        """Prior loc and scale of the conditioned sites; by default at the first call, with all plates full."""
+        args, kwargs = self._prototype_call if call is None else call
+        latent = self._latent().items()
+        examples = {name: site["value"] for name, site in latent if not self._subsampled_plates(name)}
+        return prior_program(self.model, self._scaled, examples, args, kwargs, indices)
+
+    # -- the guide -------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Values:
+        """Sample the latent sites of the model; return their values by site."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        plates = self._create_plates(*args, **kwargs)
+        program: Program | None = None
+        if self._scaled:
+            program = self._prior_program((args, kwargs), {name: p._indices for name, p in plates.items()})
+        joint: Values = {}
+        for block, family in self._blocks:
+            fn = family.distribution(block)
+            joint |= block.unflatten(numpyro.sample(f"{block.name}_latent", fn, infer={"is_auxiliary": True}))
+        result: Values = {}
+        for name, site in self._latent().items():
+            moments = program(result)[name] if program and name in self._scaled else None
+            if name in joint:
+                fn = self._in_block(name, site["fn"].event_dim, joint[name], moments)
+                result[name] = numpyro.sample(name, fn)
+                continue
+            with ExitStack() as stack:
+                for frame in site["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                result[name] = numpyro.sample(name, self._mean_field(name, moments))
+        return result
+
+    def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
+        event_dim, site = self._event_dims[name], f"{name}_{self.prefix}"
+        loc = numpyro.param(f"{site}_loc", self._init_locs[name], event_dim=event_dim)
+        options = {"constraint": self.scale_constraint, "event_dim": event_dim}
+        scale = numpyro.param(f"{site}_scale", self._init_scales[name], **options)
+        if moments is not None:
+            loc, scale = moments[0] + moments[1] * loc, jnp.abs(moments[1]) * scale
+        fn = dist.Normal(loc, scale).to_event(event_dim)
+        transform = self._transforms[name]
+        return fn if is_identity(transform) else dist.TransformedDistribution(fn, transform)
+
+    def _in_block(
+        self, name: str, event_dim: int, unconstrained: jax.Array, moments: LocScale | None
+    ) -> dist.Distribution:
+        """The site as a function of the latent vector of its block."""
+        log_det = jnp.zeros(jnp.shape(unconstrained))
+        if moments is not None:
+            unconstrained = moments[0] + moments[1] * unconstrained
+            log_det = jnp.log(jnp.abs(moments[1]))
+        transform = self._transforms[name]
+        value = transform(unconstrained)
+        if numpyro.get_mask() is False:
+            return dist.Delta(value, event_dim=event_dim)
+        parts = (log_det, transform.log_abs_det_jacobian(unconstrained, value))
+        batch_dim = jnp.ndim(value) - event_dim
+        density = -sum(sum_rightmost(part, jnp.ndim(part) - batch_dim) for part in parts)
+        return dist.Delta(value, log_density=density, event_dim=event_dim)
+
+    # -- draws and summaries ---------------------------------------------------------------------------
+
+    def sample_posterior(
+        self,
+        rng_key: jax.Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> Values:
+        """Draw latent sites, and compute deterministic sites from them.
+
+        :param rng_key: a key.
+        :param params: of the guide.
+        :param sample_shape: leading shape of the draws.
+        :return: values by site; those inside plates are of full size.
+        """
+        self._check_called("sample_posterior")
+        return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
+
+    def median(self, params: Mapping[str, Any]) -> Values:
+        """Medians of the latent sites, and deterministic sites there.
+
+        In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
+        their scales) from 4096 draws with a fixed key.
+        """
+        self._check_called("median")
+        middle = self._unconstrained_quantiles(params, jnp.array([0.5]))
+        return self._constrain({name: value[0] for name, value in middle.items()}, ())
+
+    def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
+        """Quantiles of the latent sites, computed like :meth:`median`.
+
+        For quantiles of deterministic sites take those of draws from ``sample_posterior``.
+
+        :param quantiles: Q probabilities, or one.
+        :return: arrays (Q, ...) by site.
+        """
+        self._check_called("quantiles")
+        q = jnp.asarray(quantiles, float).reshape(-1)
+        found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
+        mixing = [name for name in found if not _is_elementwise(self._transforms[name])]
+        sites = {n: _monotone(self._transforms[n], v) for n, v in found.items() if n not in mixing}
+        if mixing:
+            draws = self._sites(self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,))
+            sites |= {name: jnp.quantile(draws[name], q, axis=0) for name in mixing}
+        return {name: sites[name] for name in found}
+
+    def _check_called(self, method: str) -> None:
+        if self.prototype_trace is None:
+            instead = "Use it in `SVI` first, or call it once on the data: it reads the model."
+            raise argument_error(f"{self._call}.{method}", "params", "those of another guide", instead)
+
+    def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
+        """The distributions of the sites in no block."""
+        joint = {name for block, _ in self._blocks for name in block.shapes}
+        prefixes = {name: f"{name}_{self.prefix}" for name in self._transforms if name not in joint}
+        return {n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"]) for n, at in prefixes.items()}
+
+    def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
+        """The distributions of the blocks."""
+
+        def build() -> list[dist.Distribution]:
+            return [family.distribution(block) for block, family in self._blocks]
+
+        with handlers.block():
+            return handlers.substitute(build, data=dict(params))()
+
+    def _draw(self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: tuple[int, ...]) -> Values:
+        """Unconstrained draws; of a conditioned site those of u."""
+        values: Values = {}
+        with handlers.block(), handlers.seed(rng_seed=rng_key):
+            for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
+                latent = numpyro.sample(f"{block.name}_latent", fn, sample_shape=sample_shape)
+                values |= block.unflatten(latent)
+            for name, fn in self._normals(params).items():
+                values[name] = numpyro.sample(name, fn, sample_shape=sample_shape)
+        return values
+
+    def _sites(self, draws: Values, sample_shape: tuple[int, ...]) -> Values:
+        return self._constrain(self._rescale(draws, sample_shape), sample_shape)
+
+    def _rescale(self, draws: Values, sample_shape: tuple[int, ...]) -> Values:
+        """Replace u by w = loc + scale u at conditioned sites."""
+        if not self._scaled:
+            return draws
+        program = self._prior_program()
+
+        def single(values: Values) -> Values:
+            found: Values = {}
+            known: Values = {}
+            for name, transform in self._transforms.items():
+                found[name] = values[name]
+                if name in self._scaled:
+                    loc, scale = program(known)[name]
+                    found[name] = loc + scale * values[name]
+                known[name] = transform(found[name])
+            return found
+
+        return map_samples(single, draws, sample_shape)
+
+    def _constrain(self, values: Values, sample_shape: tuple[int, ...]) -> Values:
+        """Constrained values and deterministic sites, with full plates, of unconstrained values."""
+
+        def single(one: Values) -> Values:
+            with handlers.block(), full_plates():
+                return self._postprocess_fn(one)
+
+        if getattr(getattr(self._postprocess_fn, "fn", None), "func", None) is transform_fn:
+            return self._postprocess_fn(values)  # the model has no deterministic sites
+        # A single one is mapped as well: the compiled program leaves out the likelihood of all the data.
+        if sample_shape:
+            return map_samples(single, values, sample_shape)
+        mapped = map_samples(single, {name: value[None] for name, value in values.items()}, (1,))
+        return {name: value[0] for name, value in mapped.items()}
+
+    def _unconstrained_quantiles(self, params: Mapping[str, Any], q: jax.Array) -> Values:
+        """(Q, ...) by site."""
+
+        def closed_form(mean: jax.Array, sd: jax.Array) -> jax.Array:
+            return mean + sd * ndtri(q).reshape((-1,) + (1,) * jnp.ndim(mean))
+
+        found = {name: closed_form(fn.loc, fn.scale) for name, fn in self._normals(params).items()}
+        for (block, family), fn in zip(self._blocks, self._families(params), strict=True):
+            if family.gaussian:
+                found |= block.unflatten(closed_form(fn.mean, jnp.sqrt(fn.variance)))
+        found = {name: value for name, value in found.items() if name not in self._scaled}
+        if missing := [name for name in self._transforms if name not in found]:
+            draws = self._rescale(self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,))
+            found |= {name: jnp.quantile(draws[name], q, axis=0) for name in missing}
+        return {name: found[name] for name in self._transforms}
+
+
+def _elementwise(transform: Any) -> Any:
+    """The transform inside ``to_event``."""
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    return transform
+
+
+def is_identity(transform: Any) -> bool:
+    """Whether a transform, in ``to_event`` or not, changes nothing."""
+    return isinstance(_elementwise(transform), IdentityTransform)
+
+
+def _is_elementwise(transform: Any) -> bool:
+    base = _elementwise(transform)
+    return base.domain.event_dim == 0 and base.codomain.event_dim == 0
+
+
+def _monotone(transform: Any, values: jax.Array) -> jax.Array:
+    """Quantiles behind a monotone transform, from those at q and 1 - q: a decreasing one reverses the order."""
+    half = len(values) // 2
+    at, opposite = transform(values[:half]), transform(values[half:])
+    zero = jnp.zeros(values.shape[1:])
+    return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, at)
