@@ -19,7 +19,7 @@ from numpyro.infer.util import transform_fn
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import pruned
 from numpyro_bnn._plates import full_plates
-from numpyro_bnn.guides.adf.posterior import map_samples
+from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import (
     base_sites,
