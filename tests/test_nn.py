@@ -12,7 +12,7 @@ from flax import linen
 from registry import LAYERS, LayerRow, rows
 
 from numpyro_bnn import nn
-from numpyro_bnn.nn.convolve import convolve_by_product
+from numpyro_bnn.nn.conv import convolve_by_product
 
 pytestmark = pytest.mark.core
 
@@ -428,7 +428,7 @@ def test_names_tell_role_and_fan_in():
 
 X = np.ones((4, 3), np.float32)
 MISTAKES = {
-    "units": (lambda: nn.Dense(0), ValueError, "nn.Dense: argument `units` got 0. Write a positive integer"),
+    "units": (lambda: nn.Dense(0), ValueError, "nn.Dense: argument `units` got 0. Pass an integer"),
     "units float": (lambda: nn.Dense(2.0), ValueError, "`units` got 2.0"),
     "units bool": (lambda: nn.Dense(True), ValueError, "`units` got True"),
     "channels": (lambda: nn.Conv2d(-1), ValueError, "nn.Conv2d: argument `channels`"),

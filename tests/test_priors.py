@@ -19,6 +19,8 @@ from registry import KNOWN_FAILURES, LAYERS, PRIORS, rows
 from sklearn.gaussian_process.kernels import RBF, Matern
 
 from numpyro_bnn import nn, priors
+from numpyro_bnn.priors import filters
+from numpyro_bnn.priors.base import as_prior
 
 pytestmark = pytest.mark.core
 
@@ -450,9 +452,9 @@ def grid_of(window):
     return np.array([(i, j) for i in range(window[0]) for j in range(window[1])], float)
 
 
-@pytest.mark.parametrize("covariance", priors.COVARIANCES)
+@pytest.mark.parametrize("covariance", filters.COVARIANCES)
 def test_filter_covariance_is_that_of_scikit_learn(covariance, x64):
-    ours = priors.filter_covariance((3, 4), covariance, 1.7)
+    ours = filters.filter_covariance((3, 4), covariance, 1.7)
     np.testing.assert_allclose(ours, SKLEARN[covariance](grid_of((3, 4))), rtol=1e-12)
 
 
@@ -525,22 +527,32 @@ def test_first_matching_pattern_wins():
 
 
 def test_positional_arguments_are_the_familys_own():
-    assert priors.ScaleMixture(0.25, 1.0, 0.1) == priors.ScaleMixture(pi=0.25, sd_wide=1.0, sd_narrow=0.1)
-    assert priors.Normal(2.0).sd == 2.0
+    assert priors.ScaleMixture(0.25, 1.0, 0.1) == priors.ScaleMixture(
+        weight=0.25, wide_scale=1.0, narrow_scale=0.1
+    )
+    assert priors.Normal(2.0).scale == 2.0
 
 
 # -- errors that teach ----------------------------------------------------------------------------------
 
 MISTAKES = {
-    "sd": (lambda: priors.Normal(-1.0), ValueError, "priors.Normal: argument `sd` got -1.0. Pass a positive"),
-    "sd nan": (lambda: priors.Laplace(float("nan")), ValueError, "priors.Laplace: argument `sd` got nan"),
-    "sd inf": (lambda: priors.Normal(float("inf")), ValueError, "`sd` got inf"),
-    "sd text": (lambda: priors.Normal("1"), ValueError, "`sd`"),
+    "scale": (
+        lambda: priors.Normal(-1.0),
+        ValueError,
+        "priors.Normal: argument `scale` got -1.0. Pass a finite number above 0.",
+    ),
+    "scale nan": (
+        lambda: priors.Laplace(float("nan")),
+        ValueError,
+        "priors.Laplace: argument `scale` got nan",
+    ),
+    "scale inf": (lambda: priors.Normal(float("inf")), ValueError, "`scale` got inf"),
+    "scale text": (lambda: priors.Normal("1"), TypeError, "`scale` got '1'"),
     "bias_scale": (lambda: priors.ARD(bias_scale=0), ValueError, "priors.ARD: argument `bias_scale` got 0"),
     "gain_scale": (lambda: priors.Normal(gain_scale=-1), ValueError, "`gain_scale`"),
     "df": (lambda: priors.StudentT(0.0), ValueError, "priors.StudentT: argument `df`"),
-    "pi": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a probability inside (0, 1)"),
-    "pi nan": (lambda: priors.ScaleMixture(float("nan")), ValueError, "`pi`"),
+    "weight": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a probability inside (0, 1)"),
+    "weight nan": (lambda: priors.ScaleMixture(float("nan")), ValueError, "`weight`"),
     "scale_prior": (
         lambda: priors.Hierarchical(dist.Normal()),
         ValueError,
@@ -566,7 +578,7 @@ MISTAKES = {
     "slab": (lambda: priors.RegularizedHorseshoe(slab_df=0), ValueError, "`slab_df` got 0"),
     "covariance": (lambda: priors.GPFilters(covariance="matern"), ValueError, "Did you mean 'matern"),
     "covariance name": (
-        lambda: priors.filter_covariance((2, 2), "rbff", 1.0),
+        lambda: filters.filter_covariance((2, 2), "rbff", 1.0),
         ValueError,
         "Did you mean 'rbf'",
     ),
@@ -589,9 +601,9 @@ MISTAKES = {
         ValueError,
         "no pattern for parameter 'Dense_1.bias' (patterns: Dense_0.*)",
     ),
-    "name": (lambda: priors.as_prior("hierarchical"), TypeError, "Did you mean 'Hierarchical'"),
-    "class": (lambda: priors.as_prior(priors.Normal), TypeError, "Pass an object, e.g. `priors.Normal()`"),
-    "number": (lambda: priors.as_prior(1.0), TypeError, "random_network: argument `prior` got '1.0'"),
+    "name": (lambda: as_prior("hierarchical"), TypeError, "Did you mean 'Hierarchical'"),
+    "class": (lambda: as_prior(priors.Normal), TypeError, "Pass an object, e.g. `priors.Normal()`"),
+    "number": (lambda: as_prior(1.0), TypeError, "random_network: argument `prior` got '1.0'"),
 }
 
 

@@ -13,7 +13,9 @@ from numpyro.distributions import biject_to
 from registry import SYMMETRIC_NETS, SYMMETRIES, rows
 
 from numpyro_bnn import nn, symmetry
-from numpyro_bnn.symmetry import JointScale, Part, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.nn.wiring import Wire, Wiring
+from numpyro_bnn.symmetry import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.symmetry.base import UnitAxis
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -130,7 +132,7 @@ def test_a_wrong_jacobian_is_caught():
 
     class Unsigned(Rescale):
         def log_det(self, values, g):
-            return sum(part.per_unit(values[part.site].shape) for part in self.parts) * g
+            return sum(part.per_unit(values[part.site].shape) for part in self.unit_axes) * g
 
     row = SYMMETRIES["Scale of units"]
     assert jacobian_error(row._replace(symmetry=OneShort(row.symmetry.weights))) > 0.1
@@ -152,7 +154,7 @@ def test_rename_and_names():
     assert s.sites == ("w_base", "b", "v")
     assert s.name == "Rescale(w_base)"
     assert JointScale("w", "s").rename({"s": "t"}).name == "JointScale(t)"
-    assert Scale("w") == Scale([("w", None)]) == Scale([Part("w")])
+    assert Scale("w") == Scale([("w", None)]) == Scale([UnitAxis("w")])
     assert len({Scale("w"), Scale(["w"])}) == 1
 
 
@@ -183,17 +185,19 @@ def test_wrong_parts_are_refused(make, message):
     [
         (Scale([("w", 2)]), r"axis 2 of site 'w' of shape \(3, 4\)\. Count the axes"),
         (Scale([("b", -2)]), r"axis -2 of site 'b' of shape \(4,\)"),
-        (Scale([("w", 0, 2)]), r"of shape \(3, 4\)\. Repeats must divide it"),
+        (Scale([("w", 0, 2)]), r"of shape \(3, 4\)\. Repeats must divide"),
         (
             Rescale([("w", 0)], [("v", 0)]),
-            r"units by site \{'w': 3, 'v': 4\}\. All parts must have one number",
+            r"units by site \{'w': 3, 'v': 4\}\. All sites must have the same number",
         ),
         (SignFlip([("w", 1), "b"]), r"units by site \{'w': 4, 'b': 1\}"),
     ],
 )
 def test_units_that_disagree_are_refused(s, message):
     values = values_of(SYMMETRIES["Rescale"])
-    with pytest.raises(ValueError, match=rf"symmetry.{type(s).__name__}: argument `parts` got .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"symmetry.{type(s).__name__}: argument `unit_axes` got .*{message}"
+    ):
         s.units(values)
 
 
@@ -290,8 +294,8 @@ def test_what_is_no_symmetry_is_seen():
         Permutation([("Dense_0.bias", 0)]),
     ]
     assert changes(net, (3,), forgotten).min() > 1e-3
-    transposed = Rescale([("Conv2d_0.kernel", 3), ("Conv2d_0.bias", 0)], [Part("Dense_0.kernel", 0, 1)])
-    with pytest.raises(ValueError, match="All parts must have one number of units"):
+    transposed = Rescale([("Conv2d_0.kernel", 3), ("Conv2d_0.bias", 0)], [UnitAxis("Dense_0.kernel", 0, 1)])
+    with pytest.raises(ValueError, match="All sites must have the same number of units"):
         changes(nn.CNN([3], [2], 3), (6, 5, 2), [transposed])
 
 
@@ -315,7 +319,7 @@ class Scaled(nn.Layer):
 
     def connect(self, wiring, path, x, shape):
         wiring.read(x, f"{path}.gain", 0)
-        return wiring.begin(shape[-1], nn.Wire(f"{path}.gain", 0)), shape
+        return wiring.begin(shape[-1], Wire(f"{path}.gain", 0)), shape
 
     def forward(self, run, x):
         return x * run["gain"]
@@ -347,7 +351,7 @@ def test_of_refuses_what_is_no_network():
 
 def test_wiring_of_a_residual_block():
     net = nn.Sequential([nn.Dense(4), nn.Residual(nn.MLP([5, 4], "tanh")), nn.Flatten(1), nn.Dense(2)])
-    wiring = nn.Wiring.of(net, (3,))
+    wiring = net.wiring((3,))
     inputs, stream, hidden, output = (wiring.segments[i] for i in wiring.kept())
     assert inputs.fixed
     assert inputs.bound
@@ -365,16 +369,16 @@ def test_wiring_of_a_residual_block():
 
 def test_wiring_of_flatten_counts_pixels():
     net = nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), nn.Dense(2)])
-    wiring = nn.Wiring.of(net, (6, 5, 2))
-    assert wiring.segments[1].readers == [nn.Wire("Dense_0.kernel", 0, 30)]
+    wiring = net.wiring((6, 5, 2))
+    assert wiring.segments[1].readers == [Wire("Dense_0.kernel", 0, 30)]
     # Without a pixel axis there is nothing to count.
-    assert nn.Wiring.of(nn.Sequential([nn.Dense(3), nn.Flatten(1), nn.Dense(2)]), (3,)).segments[
-        1
-    ].readers == [nn.Wire("Dense_1.kernel", 0, 1)]
+    assert nn.Sequential([nn.Dense(3), nn.Flatten(1), nn.Dense(2)]).wiring((3,)).segments[1].readers == [
+        Wire("Dense_1.kernel", 0, 1)
+    ]
 
 
 def test_sums_join_once_and_refuse_units_that_do_not_fit():
-    wiring = nn.Wiring()
+    wiring = Wiring()
     a, b, c = wiring.begin(3), wiring.begin(3), wiring.begin(4)
     assert wiring.add(a, a) == a
     assert wiring.find(wiring.add(a, b).segment) == wiring.find(b.segment) == a.segment
@@ -400,7 +404,7 @@ def test_a_single_number_has_a_wiring():
         def forward(self, run, x):
             return x.sum(-1)
 
-    wiring = nn.Wiring.of(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,))
+    wiring = nn.Sequential([nn.Dense(3), "relu", Total()]).wiring((2,))
     assert wiring.segments[1].fixed
     assert wiring[wiring.output].units == 1
     assert symmetry.from_network(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,)) == []

@@ -14,7 +14,7 @@ from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_trace
-from numpyro_bnn.symmetry.prior import CONDITIONED
+from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 __all__ = ["Block", "BlockState", "held_values"]
 

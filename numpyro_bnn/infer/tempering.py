@@ -16,7 +16,7 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear import log_density
 from numpyro_bnn.infer.placing import put, renew
-from numpyro_bnn.symmetry.prior import CONDITIONED
+from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 __all__ = ["ParallelTempering", "TemperingState", "respaced"]
 
