@@ -41,12 +41,10 @@ class ForwardContext:
 
     def __getitem__(self, name: str) -> jax.Array:
         full = join(self.path, name)
-        try:
-            return self.params[full]
-        except KeyError:
-            raise argument_error(
-                "nn.apply", "params", f"no entry {full!r}", f"Present: {', '.join(self.params) or 'none'}."
-            ) from None
+        if full not in self.params:
+            present = f"Present: {', '.join(self.params) or 'none'}."
+            raise argument_error("nn.apply", "params", f"no entry {full!r}", present)
+        return self.params[full]
 
     def child(self, name: str) -> "ForwardContext":
         return ForwardContext(self.params, join(self.path, name), self.given, self.seen)
@@ -211,28 +209,17 @@ def input_axis(name: str, shape: Shape) -> int:
     """Axis of a kernel that runs over its inputs (units or channels).
 
     Flax layout (in, out) / (h, w, in, out): the last but one. Equinox ``weight`` (out, in, ...): axis 1.
-
-    >>> input_axis("Dense_0.kernel", (3, 8)), input_axis("layers[0].weight", (8, 3))
-    (0, 1)
     """
     return len(shape) - 2 if inputs_first(name) else 1
 
 
 def output_axis(name: str, shape: Shape) -> int:
-    """Axis of a kernel that runs over its outputs (units or channels): the last one, in Equinox the first.
-
-    >>> output_axis("Dense_0.kernel", (3, 8)), output_axis("layers[0].weight", (8, 3))
-    (1, 0)
-    """
+    """Axis of a kernel that runs over its outputs (units or channels): the last one, in Equinox the first."""
     return len(shape) - 1 if inputs_first(name) else 0
 
 
 def inputs_first(name: str) -> bool:
-    """Whether a kernel is laid out (..., in, out) as in Flax; Equinox's ``weight`` is (out, in, ...).
-
-    >>> inputs_first("Conv2d_0.kernel"), inputs_first("layers[0].weight"), inputs_first("cell.weight_ih")
-    (True, False, False)
-    """
+    """Whether a kernel is laid out (..., in, out) as in Flax; Equinox's ``weight`` is (out, in, ...)."""
     return not _leaf(name).startswith("weight")
 
 
@@ -241,10 +228,8 @@ def fan_in(name: str, shape: Shape) -> int:
 
     An embedding looks up one row, so its fan-in is 1.
 
-    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("Conv2d_0.kernel", (5, 5, 2, 16))
+    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("convolution.weight", (16, 2, 5, 5))
     (3, 50)
-    >>> fan_in("convolution.weight", (16, 2, 5, 5))
-    50
     """
     if len(shape) < 2 or _leaf(name) == "embedding":
         return 1

@@ -29,8 +29,9 @@ def _pair(call: str, argument: str, value: int | Pair) -> Pair:
 
 
 def _padding(call: str, value: str | int) -> Padding:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return ((value, value), (value, value))
+    if not isinstance(value, str):
+        zeros = check_count(call, "padding", value, minimum=0)
+        return ((zeros, zeros), (zeros, zeros))
     if value not in ("SAME", "VALID"):
         raise unknown_name(call, "padding", value, ["SAME", "VALID", "an integer"])
     return value
@@ -231,19 +232,10 @@ class AvgPool(_Pool):
 
 
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
-    """Cross-correlate images with a kernel.
+    """Cross-correlate images (B, H, W, C) with a kernel (h, w, C, K): (B, H', W', K).
 
     On a CPU this is a matrix product: XLA runs a convolution inside a compiled loop, as in every sampler, many times
     slower than outside.
-
-    :param x: images (B, H, W, C).
-    :param kernel: (h, w, C, K).
-    :param strides: step of the window.
-    :param padding: ``"SAME"``, ``"VALID"``, or pairs.
-    :return: (B, H', W', K).
-
-    >>> convolve(jnp.ones((1, 3, 3, 1)), jnp.ones((2, 2, 1, 5)), (1, 1), "VALID").shape
-    (1, 2, 2, 5)
     """
     if jax.default_backend() == "cpu":
         return convolve_by_product(x, kernel, strides, padding)
@@ -251,11 +243,7 @@ def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding:
 
 
 def convolve_by_product(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
-    """The same as one matrix product of the windows, each held in memory: h w times the images.
-
-    >>> convolve_by_product(jnp.arange(4.0).reshape(1, 2, 2, 1), jnp.ones((2, 2, 1, 1)), (1, 1), "VALID").item()
-    6.0
-    """
+    """The same as one matrix product of the windows of the images with the kernel."""
     height, width, _, outputs = kernel.shape
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(x.shape[1:3], (height, width), strides, padding)

@@ -34,14 +34,6 @@ def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchSt
 
     For any c > 0, ``standardize(c * x)`` equals ``standardize(x)`` to rounding: there is no additive
     epsilon. A feature that is constant up to rounding has sd 0 and gives 0, with gradient 0.
-
-    :param x: array of any shape.
-    :param axes: axes over which mean and sd are taken.
-
-    >>> import jax.numpy as jnp
-    >>> y, moments = standardize(jnp.array([[1.0, 5.0], [3.0, 5.0]]), (0,))
-    >>> y.tolist(), moments.mean.tolist(), moments.sd.tolist()
-    ([[-1.0, 0.0], [1.0, 0.0]], [2.0, 5.0], [1.0, 0.0])
     """
     unit = _unit(x, axes)
     u = x / unit

@@ -40,9 +40,6 @@ class Segment:
     :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer of unknown kind.
     :ivar before: segments whose normalization begins this one.
     :ivar flipped_with: the segments among them that change sign with it, because their normalization has no gain.
-
-    >>> Segment(3, writers=[Wire("Dense_0.kernel", 1)]).odd
-    True
     """
 
     units: int

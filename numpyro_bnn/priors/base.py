@@ -227,10 +227,6 @@ def as_prior(prior: PriorLike | Mapping[str, PriorLike]) -> Callable[[str, Shape
     """Turn what NumPyro takes for ``prior=`` into a callable: a callable, a distribution, or a dict of these.
 
     :raises TypeError: for anything else; for a string the error names the closest family.
-
-    >>> import numpyro.distributions as dist
-    >>> as_prior(dist.Normal(0.0, 2.0))("Dense_0.kernel", (3, 2)).scale
-    2.0
     """
     if isinstance(prior, dist.Distribution):
         return lambda name, shape: prior

@@ -25,17 +25,7 @@ COVARIANCES = {
 
 
 def filter_covariance(window: tuple[int, int], covariance: str, length_scale: float | jax.Array) -> jax.Array:
-    """Correlation matrix of the h*w positions of a filter, row-major, distances in pixels.
-
-    :param window: (h, w).
-    :param covariance: a name of ``COVARIANCES``.
-    :param length_scale: in pixels.
-    :return: (h*w, h*w) with unit diagonal.
-    :raises ValueError: for an unknown covariance.
-
-    >>> filter_covariance((1, 2), "matern12", 1.0).round(2).tolist()
-    [[1.0, 0.3700000047683716], [0.3700000047683716, 1.0]]
-    """
+    """Correlation matrix (h*w, h*w) of the positions of a filter, row-major, distances in pixels."""
     check_choice("priors.filter_covariance", "covariance", covariance, COVARIANCES)
     grid = jnp.stack(jnp.meshgrid(*(jnp.arange(n) for n in window), indexing="ij"), axis=-1).reshape(-1, 2)
     squared = jnp.sum((grid[:, None] - grid[None]) ** 2, axis=-1)

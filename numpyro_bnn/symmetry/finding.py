@@ -20,7 +20,6 @@ SEEDS = (0, 1, 2)
 TOLERANCE = 1e-6
 # How the hyper-sites of the priors drive a weight: w ~ s^power.
 HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
-Namer = Callable[[str], str]
 
 
 def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
@@ -100,15 +99,16 @@ def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool
         raise argument_error("symmetry.from_network", "net", net, instead, TypeError)
     wiring = net.wiring(input_shape)
     kinds = [_scales, _flips, _permutations] + ([_logit_shifts] if logits else [])
-    return [symmetry for kind in kinds for symmetry in kind(wiring, lambda path: f"{name}/{path}")]
+    names = {path: f"{name}/{path}" for path in net.param_shapes(input_shape)}
+    return [symmetry.rename(names) for kind in kinds for symmetry in kind(wiring)]
 
 
-def _axis(wire: Wire, site: Namer, per_layer: bool = False) -> UnitAxis:
-    return UnitAxis(site(wire.param)) if per_layer else UnitAxis(site(wire.param), wire.axis, wire.repeats)
+def _axis(wire: Wire, per_layer: bool = False) -> UnitAxis:
+    return UnitAxis(wire.param) if per_layer else UnitAxis(*wire)
 
 
-def _axes(wires: list[Wire], site: Namer, per_layer: bool = False) -> tuple[UnitAxis, ...]:
-    return tuple(dict.fromkeys(_axis(wire, site, per_layer) for wire in wires))
+def _axes(wires: list[Wire], per_layer: bool = False) -> tuple[UnitAxis, ...]:
+    return tuple(dict.fromkeys(_axis(wire, per_layer) for wire in wires))
 
 
 def _is(kind: str, wire: Wire) -> bool:
@@ -120,41 +120,41 @@ def _reaches_far(segment: Segment) -> bool:
     return any(reach != "unit" for reach in segment.norms)
 
 
-def _scales(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
+def _scales(wiring: Wiring) -> Iterator[Symmetry]:
     for i in wiring.kept():
         segment = wiring.segments[i]
         if segment.fixed or segment.bound or not segment.homogeneous or not segment.writers:
             continue
         layer = _reaches_far(segment)
         if segment.readers:
-            yield Rescale(_axes(segment.writers, site, layer), _axes(segment.readers, site, layer))
+            yield Rescale(_axes(segment.writers, layer), _axes(segment.readers, layer))
         elif segment.norms:
-            yield from _before_normalization(segment, site, layer)
+            yield from _before_normalization(segment, layer)
 
 
-def _before_normalization(segment: Segment, site: Namer, layer: bool) -> Iterator[Symmetry]:
+def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
     """Weights that feed only normalizations: their scale is free, and without an activation between, their mean."""
     biases = [wire for wire in segment.writers if _is("bias", wire)]
     factors = [wire for wire in segment.writers if wire not in biases]
     if not segment.linear:
-        yield Scale(_axes(segment.writers, site, layer))
+        yield Scale(_axes(segment.writers, layer))
     elif layer:
         # One factor for the layer; a shift that all units share, from the bias and from every input.
-        yield Scale(_axes(segment.writers, site, True))
+        yield Scale(_axes(segment.writers, True))
         for wire in factors:
             # What an input adds differs by data point and pixel: each must be normalized by itself.
             if _is("kernel", wire) and segment.pointwise and set(segment.norms) == {"layer"}:
-                yield Shift((UnitAxis(site(wire.param), wire.axis - 1),))
+                yield Shift((UnitAxis(wire.param, wire.axis - 1),))
         if biases:
-            yield Shift((UnitAxis(site(biases[0].param)),))
+            yield Shift((UnitAxis(biases[0].param),))
     else:
         # The mean of each unit is subtracted: a bias has no effect, so only kernels and gains scale.
-        yield Scale(_axes(factors, site))
-        yield from (Shift(_axes([wire], site)) for wire in biases)
+        yield Scale(_axes(factors))
+        yield from (Shift(_axes([wire])) for wire in biases)
 
 
-def _flips(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
-    """Segments whose normalization has no gain change sign with what comes before."""
+def _flips(wiring: Wiring) -> Iterator[Symmetry]:
+    """Signs of units with odd activations; through a normalization without gain the sign goes on."""
     for members in _groups(wiring, lambda segment: segment.flipped_with):
         segments = [wiring.segments[i] for i in members]
         if any(s.fixed or not s.odd for s in segments) or not any(s.writers for s in segments):
@@ -163,19 +163,19 @@ def _flips(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
             continue
         wires = [wire for s in segments for wire in (*s.writers, *s.readers, *s.gains)]
         layer = any(map(_reaches_far, segments))
-        axes = Counter(_axis(wire, site, layer) for wire in wires)
+        axes = Counter(_axis(wire, layer) for wire in wires)
         # A kernel between flipped layers, or the gain of a flipped output, changes its sign twice.
         yield SignFlip(tuple(axis for axis, times in axes.items() if times % 2))
 
 
-def _permutations(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
+def _permutations(wiring: Wiring) -> Iterator[Symmetry]:
     for members in _groups(wiring, lambda segment: segment.before):
         segments = [wiring.segments[i] for i in members]
         if any(s.fixed for s in segments) or max(s.units for s in segments) < 2:
             continue
         wires = [wire for s in segments for wire in (*s.writers, *s.readers)]
         if wires:
-            yield Permutation(_axes(wires, site))
+            yield Permutation(_axes(wires))
 
 
 def _groups(wiring: Wiring, linked: Callable[[Segment], list[int]]) -> list[list[int]]:
@@ -188,16 +188,16 @@ def _groups(wiring: Wiring, linked: Callable[[Segment], list[int]]) -> list[list
     return [sorted(g) for g in dict.fromkeys(map(frozenset, group.values()))]
 
 
-def _logit_shifts(wiring: Wiring, site: Namer) -> Iterator[Symmetry]:
+def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
     """One number added to all outputs: by the bias, and by every input of the last layer."""
     last = wiring[wiring.output]
     if not last.linear or last.bound or last.readers or last.norms:
         return
     for wire in last.writers:
         if _is("bias", wire):
-            yield Shift((UnitAxis(site(wire.param)),))
+            yield Shift((UnitAxis(wire.param),))
         elif _is("kernel", wire) and last.pointwise and wiring.output.repeats == 1:
-            yield Shift((UnitAxis(site(wire.param), wire.axis - 1),))
+            yield Shift((UnitAxis(wire.param, wire.axis - 1),))
 
 
 # -- measured on a model ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Sampling on the quotient: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -93,45 +93,40 @@ class Gauge(NamedTuple):
 
 def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
     info = model_info(model, args, kwargs)
-    draws, prior = info.draws, info.prior
+    values, prior = info.draws[0], info.prior
     plans = plan_in(info, symmetries)
-    removed: dict[str, np.ndarray] = {}
-    for entry in plans:
-        removed |= _removed(entry, draws)
+    removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
-    fns = prior.distributions(draws[0])
+    fns = prior.distributions(values)
     normal = frozenset(site for site in touched if as_normal(fns[site]) is not None)
-    before, after = jax.jit(lambda values: _before_and_after(model, plans, prior, values, args, kwargs))(
-        draws[0]
-    )
+
+    @jax.jit
+    def at_two_points_of_an_orbit(values: dict) -> list[dict[str, jax.Array]]:
+        points = values, _moved(plans, random.key, values, prior)
+        traces = [full_trace(model, point, args, kwargs) for point in points]
+        return [{n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"} for trace in traces]
+
+    before, after = at_two_points_of_an_orbit(values)
     variant = frozenset(name for name in before if not np.allclose(before[name], after[name], 1e-3, 1e-3))
     return Gauge(plans, removed, touched, normal, variant)
 
 
-def _before_and_after(
-    model: Callable,
-    plans: Sequence[Plan],
-    prior: PriorProgram,
-    values: dict,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-) -> list[dict[str, jax.Array]]:
-    """The deterministic sites at two points of an orbit."""
-    moved = dict(values)
-    for i, entry in enumerate(plans):
-        moved |= move(entry, random.key(i), moved, prior, jnp.ones(()))[0]
-    traces = [full_trace(model, point, args, kwargs) for point in (values, moved)]
-    return [{n: s["value"] for n, s in traced.items() if s["type"] == "deterministic"} for traced in traces]
-
-
-def _removed(entry: Plan, draws: Sequence[Mapping]) -> dict[str, np.ndarray]:
+def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
     """Sites that are drawn afterwards from their prior, whatever the sampler does."""
     if entry.method == "prior":
-        return {site: np.zeros(jnp.shape(draws[0][site])) for site in entry.symmetry.sites}
+        return {site: np.zeros(jnp.shape(values[site])) for site in entry.symmetry.sites}
     if entry.method == "scale prior":
         site = entry.symmetry.scale[0].site  # type: ignore[attr-defined]
-        return {site: np.ones(jnp.shape(draws[0][site]))}
+        return {site: np.ones(jnp.shape(values[site]))}
     return {}
+
+
+def _moved(plans: Sequence[Plan], key_of: Callable, values: Mapping, prior: PriorProgram) -> dict:
+    """Values after one move along each symmetry."""
+    values = dict(values)
+    for i, entry in enumerate(plans):
+        values |= move(entry, key_of(i), values, prior, jnp.ones(()))[0]
+    return values
 
 
 class _InGauge(Messenger):
@@ -155,9 +150,8 @@ class _InGauge(Messenger):
             msg["_gauged"] = (name, msg["fn"])
             msg["name"] = f"{name}_gauge"
             if name in gauge.normal:
-                shape = msg["fn"].shape()
-                batch = len(msg["fn"].batch_shape)
-                msg["fn"] = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape) - batch)
+                unit = dist.Normal(0.0, 1.0).expand(msg["fn"].shape())
+                msg["fn"] = unit.to_event(msg["fn"].event_dim)
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         # Outer handlers have seen the site of the gauge; the model gets the value it stands for.
@@ -177,9 +171,7 @@ def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs
     rng_key = key_from(values)
     with isolated():
         prior = PriorProgram(model, values, args, kwargs)
-        for i, entry in enumerate(gauge.plans):
-            changed, _ = move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))
-            values |= changed
+        values = _moved(gauge.plans, partial(random.fold_in, rng_key), values, prior)
         traced = full_trace(model, values, args, kwargs)
     for name in sorted(gauge.touched):
         numpyro.deterministic(name, values[name])
