@@ -15,7 +15,7 @@ import scipy.special
 import scipy.stats
 from numpyro import handlers
 from numpyro.infer.util import log_density
-from registry import KNOWN_FAILURES, LAYERS, PRIORS, rows
+from registry import KNOWN_FAILURES, LAYER_VARIANTS, LAYERS, PRIOR_VARIANTS, PRIORS, rows
 from sklearn.gaussian_process.kernels import RBF, Matern
 
 from numpyro_bnn import nn, priors
@@ -78,7 +78,7 @@ def draws_of(prior, parameter, number, seed=0, given=None):
 # -- the contract of every prior ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_serves_every_parameter"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_serves_every_parameter", PRIOR_VARIANTS))
 def test_prior_serves_every_parameter(row):
     parameters = dict(FLAX_PARAMETERS + EQUINOX_PARAMETERS)
     sites = sites_of(model_of(row.prior, *parameters.items()))
@@ -87,13 +87,13 @@ def test_prior_serves_every_parameter(row):
     assert all(site.startswith(tuple(parameters)) for site in sites)
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions", PRIOR_VARIANTS))
 def test_prior_takes_equinox_convolutions(row):
     name, shape = "layers[0].weight", (3, 2, 2, 3)
     assert sites_of(priors.noncenter(model_of(row.prior, (name, shape))))[name][1] == shape
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_hyper_sites"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_hyper_sites", PRIOR_VARIANTS))
 def test_hyper_sites(row):
     name = DENSE[0]
     sites = sites_of(model_of(row.prior, DENSE))
@@ -105,7 +105,7 @@ def test_hyper_sites(row):
     assert set(noncentered) - set(sites) == ({f"{name}_base"} if has_base else set())
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_centered_and_noncentered_forms_agree"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_centered_and_noncentered_forms_agree", PRIOR_VARIANTS))
 def test_centered_and_noncentered_forms_agree(row, x64):
     """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from autodiff."""
     parameter = CONV if isinstance(row.prior, priors.GPFilters) else DENSE
@@ -133,7 +133,9 @@ def test_centered_and_noncentered_forms_agree(row, x64):
     np.testing.assert_allclose(left, right, rtol=1e-10)
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_density_is_differentiable_and_keeps_dtype"))
+@pytest.mark.parametrize(
+    "row", rows(PRIORS, "test_density_is_differentiable_and_keeps_dtype", PRIOR_VARIANTS)
+)
 def test_density_is_differentiable_and_keeps_dtype(row):
     model = priors.noncenter(model_of(row.prior, *FLAX_PARAMETERS))
 
@@ -149,7 +151,7 @@ def test_density_is_differentiable_and_keeps_dtype(row):
         assert {leaf.dtype for leaf in jax.tree.leaves(high)} == {np.dtype("float64")}
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_specification_compares_equal"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_specification_compares_equal", PRIOR_VARIANTS))
 def test_specification_compares_equal(row):
     assert copy.copy(row.prior) == row.prior
     again = pickle.loads(pickle.dumps(row.prior))
@@ -162,6 +164,8 @@ def test_known_failures_name_tests_and_rows():
     for test, row in KNOWN_FAILURES:
         assert f'"{test}"' in written
         assert row in {**LAYERS, **PRIORS}
+    assert set(PRIORS) > PRIOR_VARIANTS
+    assert set(LAYERS) > LAYER_VARIANTS
 
 
 # -- distributions of draws -----------------------------------------------------------------------------

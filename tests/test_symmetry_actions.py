@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to
-from registry import SYMMETRIC_NETS, SYMMETRIES, rows
+from registry import NET_VARIANTS, SYMMETRIC_NETS, SYMMETRIES, SYMMETRY_VARIANTS, rows
 
 from numpyro_bnn import nn, symmetry
 from numpyro_bnn.nn.wiring import Wire, Wiring
@@ -56,7 +56,7 @@ def assert_same(moved, values):
         np.testing.assert_allclose(value, values[site], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_group_axioms"))
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_group_axioms", SYMMETRY_VARIANTS))
 def test_group_axioms(row):
     s, values = row.symmetry, values_of(row)
     units = s.units(values)
@@ -70,7 +70,7 @@ def test_group_axioms(row):
     assert_same(s.act(moved, h), s.act(values, composed(s, g, h)))
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_elements_move_the_point"))
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_elements_move_the_point", SYMMETRY_VARIANTS))
 def test_elements_move_the_point(row):
     """Random elements of every unit are far from the identity; a finite group has an element that moves."""
     s, values = row.symmetry, values_of(row)
@@ -109,13 +109,15 @@ def jacobian_error(row, seed=3):
     return float(jnp.abs(jnp.sum(s.log_det(values, g)) - log_det_by_autodiff(s, values, g)))
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_is_that_of_the_map"))
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_is_that_of_the_map", SYMMETRY_VARIANTS))
 def test_log_det_is_that_of_the_map(row):
     assert row.symmetry.log_det(values_of(row), identity(row.symmetry, 4)).shape == (4,)
     assert jacobian_error(row) < 1e-10
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_in_unconstrained_coordinates"))
+@pytest.mark.parametrize(
+    "row", rows(SYMMETRIES, "test_log_det_in_unconstrained_coordinates", SYMMETRY_VARIANTS)
+)
 def test_log_det_in_unconstrained_coordinates(row):
     """log|dz' / dz| = log|d theta' / d theta| + log|d theta / dz| - log|d theta' / dz'|."""
     s, values = row.symmetry, values_of(row)
@@ -156,6 +158,11 @@ def test_rename_and_names():
     assert JointScale("w", "s").rename({"s": "t"}).name == "JointScale(t)"
     assert Scale("w") == Scale([("w", None)]) == Scale([UnitAxis("w")])
     assert len({Scale("w"), Scale(["w"])}) == 1
+
+
+def test_variants_name_rows():
+    assert set(SYMMETRIES) > SYMMETRY_VARIANTS
+    assert set(SYMMETRIC_NETS) > NET_VARIANTS
 
 
 # -- errors -------------------------------------------------------------------------------------------
@@ -245,7 +252,9 @@ def derived(net, input_shape, logits=False):
     return [s.rename({site: site.removeprefix("net/") for site in s.sites}) for s in found]
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIC_NETS, "test_derived_symmetries_hold_and_are_complete"))
+@pytest.mark.parametrize(
+    "row", rows(SYMMETRIC_NETS, "test_derived_symmetries_hold_and_are_complete", NET_VARIANTS)
+)
 def test_derived_symmetries_hold_and_are_complete(row):
     """Float64: gains and norms near 0 lose some digits, 1e-9 is far below any change that a mistake makes."""
     found = derived(row.net, row.input_shape)
