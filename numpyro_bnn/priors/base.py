@@ -239,9 +239,10 @@ def as_prior(prior: PriorLike | Mapping[str, PriorLike]) -> Callable[[str, Shape
     return prior
 
 
-def _families(parent: type[Prior]) -> Iterator[str]:
+def _families(parent: type) -> Iterator[str]:
     """Names of the families derived from a class."""
-    for family in parent.__subclasses__():
+    children: list[type] = parent.__subclasses__()
+    for family in children:
         if not family.__name__.startswith("_"):
             yield family.__name__
         yield from _families(family)

@@ -4,14 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from math import prod
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._checks import argument_error
 
-Self = TypeVar("Self", bound="Symmetry")
 Values = dict[str, jax.Array]
 
 
@@ -147,7 +146,7 @@ class Symmetry(ABC):
             )
         return next(iter(counts.values()))
 
-    def rename(self: Self, names: Mapping[str, str]) -> Self:
+    def rename(self, names: Mapping[str, str]) -> Self:
         """The symmetry with other site names."""
 
         def renamed(value: Any) -> Any:

@@ -94,9 +94,8 @@ class Rescale(Multiplicative):
 
     def __post_init__(self) -> None:
         for argument in ("incoming", "outgoing"):
-            object.__setattr__(
-                self, argument, as_unit_axes("symmetry.Rescale", argument, getattr(self, argument))
-            )
+            axes = as_unit_axes("symmetry.Rescale", argument, getattr(self, argument))
+            object.__setattr__(self, argument, axes)
 
     @property
     def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
