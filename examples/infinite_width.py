@@ -99,7 +99,7 @@ def hidden_covariance(width: int, x: jax.Array, key: jax.Array) -> jax.Array:
 
     body = nn.Sequential(network(width).layers[:-1])
     h = body.apply(draw(body, key, x.shape[1]), x)
-    return prior().sd ** 2 * h @ h.T / width + prior().bias_scale ** 2
+    return prior().scale ** 2 * h @ h.T / width + prior().bias_scale ** 2
 
 
 def draw_networks(

@@ -1,11 +1,18 @@
-"""What stands inside a distribution object."""
+"""Distributions that NumPyro lacks, and reading the parameters of those that it has."""
+
+from math import prod
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
+from jax import random
+from jax.scipy.special import gammaln
+from numpyro.distributions import constraints
 from numpyro.distributions.transforms import AffineTransform, IndependentTransform, Transform
+from numpyro.distributions.util import validate_sample
 
-__all__ = ["affine_normal", "is_affine_normal", "unwrapped"]
+__all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
 
 def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
@@ -65,3 +72,77 @@ def _elementwise(transform: Transform) -> Transform:
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     return transform
+
+
+class GroupStudentT(dist.Distribution):
+    r"""Spherical multivariate Student t of an array of weights: only their common size is heavy-tailed.
+
+    :math:`w = z / \sqrt\tau` with :math:`z \sim N(0, I)` and :math:`\tau \sim \mathrm{Gamma}(\alpha / 2)` of mean
+    :math:`1 / s^2`, with tau integrated out; n weights have
+
+    .. math:: p(w) \propto \Big(1 + \frac{|w|^2}{\alpha s^2}\Big)^{-(\alpha + n) / 2}
+
+    :param df: alpha, degrees of freedom.
+    :param scale: s.
+    :param shape: of the array, one event.
+
+    >>> round(float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))), 3)  # -log(2 pi)
+    -1.838
+    """
+
+    arg_constraints: ClassVar = {"df": constraints.positive, "scale": constraints.positive}
+    pytree_data_fields = ("df", "scale")
+    reparametrized_params: ClassVar = ["df", "scale"]
+
+    def __init__(self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None) -> None:
+        self.df, self.scale = df, scale
+        super().__init__(batch_shape=(), event_shape=tuple(shape), validate_args=validate_args)
+
+    @constraints.dependent_property(is_discrete=False)
+    def support(self) -> Any:
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+        normal, gamma = random.split(key)
+        z = random.normal(normal, (*sample_shape, *self.event_shape))
+        # Logs: for a small alpha most precisions are below the smallest float.
+        log_tau = random.loggamma(gamma, self.df / 2, sample_shape) - jnp.log(self.df / 2 * self.scale**2)
+        return z * self._over_events(jnp.exp(-log_tau / 2))
+
+    @validate_sample
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        n, half = prod(self.event_shape), self.df / 2
+        axes = tuple(range(-len(self.event_shape), 0))
+        square = jnp.sum((value / self.scale) ** 2, axis=axes)
+        constant = gammaln(half + n / 2) - gammaln(half) - n / 2 * jnp.log(jnp.pi * self.df)
+        return constant - n * jnp.log(self.scale) - (half + n / 2) * jnp.log1p(square / self.df)
+
+    def given_rest(self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array) -> jax.Array:
+        """The array with its chosen elements drawn from their distribution given all others.
+
+        With n other elements of squared length q these are of the same family, with :math:`\\alpha + n` degrees of
+        freedom and :math:`s^2 (\\alpha + q / s^2) / (\\alpha + n)`: given few others they are heavy-tailed.
+
+        :param rng_key: a key.
+        :param value: the array.
+        :param chosen: booleans that broadcast against it.
+        """
+        chosen = jnp.broadcast_to(chosen, value.shape)
+        df = self.df + jnp.sum(~chosen)
+        square = jnp.sum(jnp.where(chosen, 0.0, value) ** 2)
+        scale = jnp.sqrt((self.df * self.scale**2 + square) / df)
+        return jnp.where(chosen, GroupStudentT(df, scale, value.shape).sample(rng_key), value).astype(
+            value.dtype
+        )
+
+    @property
+    def mean(self) -> jax.Array:
+        return jnp.where(self.df > 1, jnp.zeros(self.event_shape), jnp.nan)
+
+    @property
+    def variance(self) -> jax.Array:
+        finite = jnp.where(self.df > 2, self.df / (self.df - 2), jnp.where(self.df > 1, jnp.inf, jnp.nan))
+        return jnp.full(self.event_shape, finite * self.scale**2)
+
+    def _over_events(self, factor: jax.Array) -> jax.Array:
+        return factor.reshape(factor.shape + (1,) * len(self.event_shape))

@@ -1,4 +1,4 @@
-"""Two usual models, each a few lines of NumPyro, with checks of the data in front."""
+"""Regression and classification models, each a few lines of NumPyro after checks of the data."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +10,14 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.primitives import _PYRO_STACK
 
-from numpyro_bnn import _checks
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import (
+    argument_error,
+    check_count,
+    check_finite,
+    check_labels,
+    check_rank,
+    check_same_length,
+)
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
@@ -29,16 +35,16 @@ def regression(
     noise: dist.Distribution | float | None = None,
     heteroscedastic: bool = False,
 ) -> Model:
-    """Model of real targets with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
+    """Regression with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
-    (N, K) for a network with K > 1 outputs; integer targets are taken as numbers. Standardize both first.
+    (N, K) for a network with K > 1 outputs; integer targets count as numbers. Standardize both first.
 
     :param net: specification with one output per target; with ``heteroscedastic`` with two, mean and
         sd = 1e-6 + softplus(second output): in float32 a softplus below -104 is 0.
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
-    :param heteroscedastic: let the network give the noise of each data point; there is no ``sigma`` then.
+    :param heteroscedastic: let the network predict the noise of each data point; then there is no ``sigma``.
     :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
         with another number of outputs.
 
@@ -79,7 +85,7 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
 
 
 def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
-    """Model of class labels: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
+    """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and integer
     labels y (N,) in 0..K-1.
@@ -97,8 +103,7 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     >>> trace["y"]["value"].shape
     (7,)
     """
-    if not isinstance(num_classes, int) or num_classes < 2:
-        raise argument_error("models.classification", "num_classes", num_classes, "Pass at least 2.")
+    num_classes = check_count("models.classification", "num_classes", num_classes, minimum=2)
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
 
@@ -107,9 +112,9 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
     _check_inputs(call, x, batch_size)
     _outputs(call, net, x, num_classes)
     if y is not None:
-        _checks.check_rank(call, "y", y, 1, "(N,)")
-        _checks.check_same_length(call, x=x, y=y)
-        _checks.check_labels(call, "y", y, num_classes)
+        check_rank(call, "y", y, 1, "(N,)")
+        check_same_length(call, x=x, y=y)
+        check_labels(call, "y", y, num_classes)
         y = jnp.asarray(y, dtype=int)
     f = random_network("net", net, jnp.shape(x)[1:], prior)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
@@ -119,10 +124,9 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     if jnp.ndim(x) < 2:
-        raise argument_error(
-            call, "x", f"shape {jnp.shape(x)}", "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
-        )
-    _checks.check_finite(call, "x", x)
+        instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
+        raise argument_error(call, "x", f"shape {jnp.shape(x)}", instead)
+    check_finite(call, "x", x)
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run has no meaning.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
@@ -131,23 +135,19 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
 
 
 def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
-    """Number of outputs of the network, a multiple of what the likelihood takes."""
+    """Number of outputs of the network; refuse one that does not fit the likelihood."""
     shape = net.output_shape(jnp.shape(x)[1:])
     good = len(shape) == 1 and (
         shape[0] == multiple if call.endswith("classification") else shape[0] % multiple == 0
     )
     if not good:
-        raise argument_error(
-            call,
-            "net",
-            f"a network with output shape {shape}",
-            f"The last layer must have {multiple} outputs.",
-        )
+        instead = f"The last layer must have {multiple} outputs."
+        raise argument_error(call, "net", f"a network with output shape {shape}", instead)
     return shape[0]
 
 
 def _real_targets(call: str, x: Any, y: Any, targets: int) -> jax.Array:
-    _checks.check_rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
-    _checks.check_same_length(call, x=x, y=y)
-    _checks.check_finite(call, "y", y)
+    check_rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
+    check_same_length(call, x=x, y=y)
+    check_finite(call, "y", y)
     return jnp.asarray(y, dtype=float)

@@ -14,7 +14,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn import BatchStatistics, Layer, Shape
 from numpyro_bnn.priors import Normal, as_prior, noncenter
 
-__all__ = ["RandomNetwork", "random_network", "record_statistics", "use_statistics"]
+__all__ = ["RandomNetwork", "random_network"]
 
 Statistics = Mapping[str, BatchStatistics]
 
@@ -48,16 +48,11 @@ class RandomNetwork:
         return self.net.statistics(self.params, x)
 
 
-def random_network(
-    name: str,
-    net: Layer,
-    input_shape: Shape,
-    prior: Any = None,
-) -> RandomNetwork:
-    """Give every parameter of a network a sample site, and return the network as a callable.
+def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None) -> RandomNetwork:
+    """Sample every parameter of a network from its prior, and return the network as a callable.
 
-    The sites are ``<name>/<layer>.kernel``, ``<name>/<layer>.bias`` and so on, with the hyper-sites of the prior
-    beside them. Non-centered priors add ``<site>_base`` ~ N(0, 1) and make the parameter a deterministic site.
+    The sites are ``<name>/<layer>.kernel``, ``<name>/<layer>.bias`` and so on, and the hyper-sites of the prior.
+    Non-centered priors add ``<site>_base`` ~ N(0, 1) and make the parameter a deterministic site.
 
     :param name: prefix of the sites.
     :param net: the specification, e.g. ``nn.MLP([50, 1], activation="tanh")``.
@@ -65,7 +60,7 @@ def random_network(
     :param prior: a callable ``(name, shape) -> Distribution`` such as :class:`~numpyro_bnn.priors.Hierarchical`, a
         distribution for all parameters, or a dictionary of these by name pattern; ``priors.Normal()`` by default.
     :return: a callable on batches ``(..., *input_shape)``.
-    :raises ValueError: inside a plate, for an input shape the network cannot take, for a parameter without prior.
+    :raises ValueError: inside a plate, for an input shape the network cannot take, for a parameter without a prior.
     :raises TypeError: for a net or prior of another kind.
 
     >>> import jax, numpyro, numpyro.distributions as dist
@@ -80,14 +75,11 @@ def random_network(
     ((3, 8), (5,))
     """
     if not isinstance(net, Layer):
-        raise argument_error(
-            "random_network",
-            "net",
-            net,
+        instead = (
             "Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules use NumPyro's"
-            " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors.",
-            TypeError,
+            " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
         )
+        raise argument_error("random_network", "net", net, instead, TypeError)
     if not isinstance(name, str):
         raise argument_error("random_network", "name", name, 'Pass a string, e.g. `"net"`.', TypeError)
     shapes = net.param_shapes(input_shape)
@@ -96,12 +88,8 @@ def random_network(
         prior.check(shapes)
     plates = [frame.name for frame in _PYRO_STACK if isinstance(frame, numpyro.plate)]
     if plates:
-        raise argument_error(
-            "random_network",
-            "name",
-            f"{name!r} inside plate {plates[-1]!r}",
-            "Call it before the plate: inside, each data point would get weights of its own.",
-        )
+        instead = "Call it before the plate: inside, each data point would get weights of its own."
+        raise argument_error("random_network", "name", f"{name!r} inside plate {plates[-1]!r}", instead)
     params = {}
     with handlers.scope(prefix=name, divider="/"), noncenter():
         for site, shape in shapes.items():
@@ -111,27 +99,19 @@ def random_network(
 
 
 def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
-    """Expand what a prior gave to the whole parameter; refuse what cannot be its distribution."""
+    """Expand the distribution that a prior gave to the whole parameter; refuse one that does not fit."""
     if not isinstance(fn, dist.Distribution):
-        raise argument_error(
-            "random_network",
-            "prior",
-            f"{fn!r} for parameter {site!r}",
-            "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`.",
-            TypeError,
-        )
+        instead = "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`."
+        raise argument_error("random_network", "prior", f"{fn!r} for parameter {site!r}", instead, TypeError)
     batch_shape = shape[: max(len(shape) - fn.event_dim, 0)]
     try:
         fits = np.broadcast_shapes(fn.shape(), shape) == batch_shape + fn.event_shape == shape
     except ValueError:
         fits = False
     if not fits:
-        raise argument_error(
-            "random_network",
-            "prior",
-            f"a {type(fn).__name__} of shape {fn.shape()} for parameter {site!r}",
-            f"The parameter has shape {shape}: give it a distribution of that shape, or a scalar one.",
-        )
+        got = f"a {type(fn).__name__} of shape {fn.shape()} for parameter {site!r}"
+        instead = f"The parameter has shape {shape}: give it a distribution of that shape, or a scalar one."
+        raise argument_error("random_network", "prior", got, instead)
     return fn.expand(batch_shape).to_event()
 
 
@@ -139,9 +119,7 @@ def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
 
 
 class record_statistics(Messenger):
-    """Context that collects the batch statistics of every call of a :class:`RandomNetwork`.
-
-    Run a model on its training data inside it; ``.calls`` then holds one dictionary per call.
+    """Context that records the batch statistics of every call of a :class:`RandomNetwork` in ``.calls``.
 
     >>> import jax.numpy as jnp
     >>> from numpyro_bnn import nn
@@ -163,7 +141,7 @@ class record_statistics(Messenger):
         return self
 
     def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
-        """Note the statistics of a call, and let it use them."""
+        """Record the statistics of a call, and return them."""
         self.calls.append(network.statistics(x))
         return self.calls[-1]
 
@@ -172,11 +150,6 @@ class use_statistics(Messenger):
     """Context in which the calls of a :class:`RandomNetwork` normalize with recorded statistics, in order.
 
     :param calls: ``record_statistics().calls`` of a run of the same model.
-
-    Example: see :class:`record_statistics`.
-
-    >>> use_statistics([]).calls
-    []
     """
 
     def __init__(self, calls: list[Statistics], fn: Callable | None = None) -> None:
@@ -192,18 +165,15 @@ class use_statistics(Messenger):
     def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
         """Return the statistics recorded for this call."""
         if self._position == len(self.calls):
-            raise argument_error(
-                "use_statistics",
-                "calls",
-                f"{len(self.calls)} recorded calls of random networks, and one more call",
-                "The model must call its networks equally often on training data and for prediction.",
-            )
+            got = f"{len(self.calls)} recorded calls of random networks, and one more call"
+            instead = "The model must call its networks equally often on training data and for prediction."
+            raise argument_error("use_statistics", "calls", got, instead)
         self._position += 1
         return self.calls[self._position - 1]
 
 
 def _requested_statistics(network: RandomNetwork, x: jax.Array) -> Statistics | None:
-    """Ask the innermost of these contexts; they stand outside the sites, so no ``block`` or ``scope`` hides them."""
+    """Statistics from the innermost of these contexts, which no ``block`` or ``scope`` hides."""
     for frame in reversed(_PYRO_STACK):
         if isinstance(frame, record_statistics | use_statistics):
             return frame.visit(network, x)

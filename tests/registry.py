@@ -1,6 +1,6 @@
 """Registries of the contract tests: one table per kind. A new layer or prior is one row and inherits every test."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,6 +91,26 @@ PRIORS: dict[str, PriorRow] = {
     ),
 }
 
+# Variants of a family that another row of the same family protects.
+PRIOR_VARIANTS = {
+    "Normal without scaling",
+    "Hierarchical centered",
+    "ARD centered",
+    "GammaPrecision centered",
+    "Horseshoe of inputs",
+    "GPFilters centered",
+}
+LAYER_VARIANTS = {
+    "Conv2d padded",
+    "MaxPool SAME",
+    "MaxPool global",
+    "AvgPool global",
+    "BatchNorm without gain and shift",
+    "MLP with norm",
+    "CNN",
+    *(f"Activation {name}" for name in ("erf", "gelu", "silu", "softplus")),
+}
+
 # (test, row): cause. A row that no longer fails, or that names no test or no row, fails the suite.
 KNOWN_FAILURES: dict[tuple[str, str], str] = {
     ("test_prior_takes_equinox_convolutions", "GPFilters"): (
@@ -102,12 +122,13 @@ KNOWN_FAILURES: dict[tuple[str, str], str] = {
 }
 
 
-def rows(table: Mapping[str, Any], test: str) -> list[Any]:
-    """Parameters of a contract test; what is known to fail must fail."""
+def rows(table: Mapping[str, Any], test: str, slow: Collection[str] = ()) -> list[Any]:
+    """Parameters of a contract test; what is known to fail must fail. Rows in ``slow`` run in `make test-all`."""
     params = []
     for name, row in table.items():
         cause = KNOWN_FAILURES.get((test, name))
-        marks = [pytest.mark.xfail(reason=cause, strict=True)] if cause else []
+        marks: list[Any] = [pytest.mark.xfail(reason=cause, strict=True)] if cause else []
+        marks += [pytest.mark.slow] if name in slow else []
         params.append(pytest.param(row, id=name, marks=marks))
     return params
 
@@ -219,6 +240,7 @@ SYMMETRIES: dict[str, SymmetryRow] = {
     "JointScale": SymmetryRow(symmetry.JointScale(["w", "v"], "s"), _HYPER, ("s",)),
     "JointScale of a precision": SymmetryRow(symmetry.JointScale("w", "s", -2.0), _HYPER, ("s",)),
     "JointScale non-centered": SymmetryRow(symmetry.JointScale([], "s"), _HYPER, ("s",)),
+    "JointRescale": SymmetryRow(symmetry.JointRescale("w", "v", [("s", 1.0)]), _HYPER, ("s",)),
     "Shift of units": SymmetryRow(symmetry.Shift([("b", 0)]), _DENSE),
     "Shift of logits": SymmetryRow(symmetry.Shift("b"), _DENSE),
     "Shift of logits by input": SymmetryRow(symmetry.Shift([("w", 0)]), _DENSE),
@@ -237,6 +259,17 @@ SYMMETRIES: dict[str, SymmetryRow] = {
     "Permutation of a residual stream": SymmetryRow(
         symmetry.Permutation([("w", 1), ("r", 1), ("r", 0)]), {"w": (3, 4), "r": (4, 4)}
     ),
+}
+
+
+SYMMETRY_VARIANTS = {
+    "Scale of filters",
+    "Rescale through Flatten",
+    "JointScale of a precision",
+    "Shift of logits",
+    "Shift of logits by input",
+    "SignFlip of a layer",
+    "Permutation through Flatten",
 }
 
 
@@ -400,6 +433,27 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         _FEATURES,
         _kinds(rescale=3, order=3),
     ),
+}
+
+# Networks whose layers meet as in another one.
+NET_VARIANTS = {
+    "MLP leaky relu",
+    "MLP erf",
+    "MLP gelu",
+    "MLP silu",
+    "BatchNorm tanh, no gain",
+    "BatchNorm softplus",
+    "LayerNorm tanh",
+    "LayerNorm relu",
+    "CNN max",
+    "CNN average tanh",
+    "ResNet",
+    "ResNet tanh",
+    "ResNet LayerNorm",
+    "ResNet BatchNorm tanh, no gain",
+    "pre-activation BatchNorm",
+    "residual of BatchNorm",
+    "CNN LayerNorm tanh, no gain",
 }
 
 

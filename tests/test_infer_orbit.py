@@ -22,9 +22,8 @@ from scipy import stats
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, nn, priors, symmetry
 from numpyro_bnn.infer.orbit import OrbitState
-from numpyro_bnn.symmetry.moves import move
-from numpyro_bnn.symmetry.plan import plan
-from numpyro_bnn.symmetry.prior import Prior
+from numpyro_bnn.symmetry.model_info import PriorProgram
+from numpyro_bnn.symmetry.moves import move, plan
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
 Y = jnp.sin(X[:, 0])
@@ -199,7 +198,7 @@ def test_walks_agree_with_exact_draws():
     (entry,) = plan(model, rescale, (X, Y))
     sites = latent_sites(model, random.key(5))
     values = {name: sites[name] for name in unconstrained_names(model)}
-    prior = Prior(model, values, (X, Y), {})
+    prior = PriorProgram(model, values, (X, Y), {})
 
     def exact(key):
         return move(entry, key, values, prior, jnp.ones(()))[0]["net/Dense_1.kernel_base"]

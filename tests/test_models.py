@@ -101,7 +101,7 @@ def test_nuts_on_a_neal_style_network_mixes_in_function_space():
     """One input, tanh, Gamma precisions on every weight group: R-hat of the function below 1.02 from 4 chains."""
     x = jnp.linspace(-1.5, 1.5, 40)[:, None]
     y = jnp.sin(2 * x[:, 0]) + 0.1 * jax.random.normal(jax.random.key(1), (40,))
-    prior = bnn.priors.GammaPrecision(width=1.0, alpha=5.0)
+    prior = bnn.priors.GammaPrecision(scale=1.0, alpha=5.0)
     model = bnn.models.regression(bnn.nn.MLP([8, 1], "tanh"), prior, noise=0.1)
     kernel = NUTS(model, target_accept_prob=0.9)
     mcmc = MCMC(

@@ -331,8 +331,18 @@ MODULE_PRIORS = {
 }
 
 
-@pytest.mark.parametrize(("prior", "hyper"), MODULE_PRIORS.values(), ids=MODULE_PRIORS)
-@pytest.mark.parametrize(("make", "names"), MODULES.values(), ids=MODULES)
+# Every prior and every kind of module once; the other pairs are slow.
+PAIRS = {("flax", "Hierarchical"), ("nnx", "GammaPrecision"), ("equinox", "ARD"), ("equinox", "Horseshoe")}
+MODULES_WITH_PRIORS = [
+    pytest.param(
+        *module, *prior, id=f"{one}-{other}", marks=[] if (one, other) in PAIRS else pytest.mark.slow
+    )
+    for one, module in MODULES.items()
+    for other, prior in MODULE_PRIORS.items()
+]
+
+
+@pytest.mark.parametrize(("make", "names", "prior", "hyper"), MODULES_WITH_PRIORS)
 def test_modules_with_hyper_sites(make, names, prior, hyper):
     """Sites as documented, named once, non-centered; and a finite log density and gradient."""
     run = classifier(make, prior)

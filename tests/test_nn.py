@@ -9,10 +9,10 @@ import pytest
 import scipy.special
 import scipy.stats
 from flax import linen
-from registry import LAYERS, LayerRow, rows
+from registry import LAYER_VARIANTS, LAYERS, LayerRow, rows
 
 from numpyro_bnn import nn
-from numpyro_bnn.nn.convolve import convolve_by_product
+from numpyro_bnn.nn.conv import convolve_by_product
 
 pytestmark = pytest.mark.core
 
@@ -41,7 +41,7 @@ def close(a, b, factor=1.0):
 # -- the contract of every layer ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_shapes_agree_with_apply"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_shapes_agree_with_apply", LAYER_VARIANTS))
 def test_shapes_agree_with_apply(row):
     params = jax.eval_shape(lambda key: row.layer.init(key, row.input_shape), jax.random.key(0))
     assert {name: p.shape for name, p in params.items()} == row.layer.param_shapes(row.input_shape)
@@ -50,7 +50,7 @@ def test_shapes_agree_with_apply(row):
         assert y.shape == (*batch, *row.layer.output_shape(row.input_shape))
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_batch_axes_and_vmap"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_batch_axes_and_vmap", LAYER_VARIANTS))
 def test_batch_axes_and_vmap(row):
     draws, x = [params_of(row, seed) for seed in range(2)], data(row, (2, 3))
     stacked = jax.tree.map(lambda *p: np.stack(p), *draws)
@@ -66,7 +66,7 @@ def test_batch_axes_and_vmap(row):
     close(many, np.stack(single))
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_specification_is_static"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_specification_is_static", LAYER_VARIANTS))
 def test_specification_is_static(row):
     copy = pickle.loads(pickle.dumps(row.layer))
     assert copy == row.layer
@@ -74,7 +74,7 @@ def test_specification_is_static(row):
     assert len({copy, row.layer, nn.Dense(99)}) == 2
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_dtypes"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_dtypes", LAYER_VARIANTS))
 def test_dtypes(row):
     params, x = params_of(row, dtype=np.float64), data(row, (4,), np.float64)
     low = jax.jit(row.layer.apply)(params, x)
@@ -93,7 +93,7 @@ def test_dtypes(row):
         assert all(p.dtype == jnp.float64 for p in own.values())
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_no_silent_promotion"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_no_silent_promotion", LAYER_VARIANTS))
 def test_no_silent_promotion(row):
     def everything(params, x):
         statistics = row.layer.statistics(params, x)
@@ -104,7 +104,7 @@ def test_no_silent_promotion(row):
         jax.eval_shape(everything, params_of(row), data(row, (2, 3)))
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_wrong_input_shape"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_wrong_input_shape", LAYER_VARIANTS))
 def test_wrong_input_shape(row):
     wrong = row.wrong_shape
     if wrong is None:  # elementwise: every shape is right
@@ -119,7 +119,7 @@ def test_wrong_input_shape(row):
         assert f"at '{path}" in str(error.value)
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_gradients_are_finite"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_gradients_are_finite", LAYER_VARIANTS))
 def test_gradients_are_finite(row):
     gradient = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.sin(row.layer.apply(p, x))), (0, 1)))
     params, x = params_of(row), data(row, (4,))
@@ -128,7 +128,7 @@ def test_gradients_are_finite(row):
         assert all(bool(np.isfinite(g).all()) for g in jax.tree.leaves(gradient(p, inputs)))
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_statistics_reproduce_the_batch"))
+@pytest.mark.parametrize("row", rows(LAYERS, "test_statistics_reproduce_the_batch", LAYER_VARIANTS))
 def test_statistics_reproduce_the_batch(row):
     @jax.jit
     def predict(params, x):
@@ -428,7 +428,7 @@ def test_names_tell_role_and_fan_in():
 
 X = np.ones((4, 3), np.float32)
 MISTAKES = {
-    "units": (lambda: nn.Dense(0), ValueError, "nn.Dense: argument `units` got 0. Write a positive integer"),
+    "units": (lambda: nn.Dense(0), ValueError, "nn.Dense: argument `units` got 0. Pass an integer"),
     "units float": (lambda: nn.Dense(2.0), ValueError, "`units` got 2.0"),
     "units bool": (lambda: nn.Dense(True), ValueError, "`units` got True"),
     "channels": (lambda: nn.Conv2d(-1), ValueError, "nn.Conv2d: argument `channels`"),

@@ -15,10 +15,12 @@ import scipy.special
 import scipy.stats
 from numpyro import handlers
 from numpyro.infer.util import log_density
-from registry import KNOWN_FAILURES, LAYERS, PRIORS, rows
+from registry import KNOWN_FAILURES, LAYER_VARIANTS, LAYERS, PRIOR_VARIANTS, PRIORS, rows
 from sklearn.gaussian_process.kernels import RBF, Matern
 
 from numpyro_bnn import nn, priors
+from numpyro_bnn.priors import filters
+from numpyro_bnn.priors.base import as_prior
 
 pytestmark = pytest.mark.core
 
@@ -76,7 +78,7 @@ def draws_of(prior, parameter, number, seed=0, given=None):
 # -- the contract of every prior ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_serves_every_parameter"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_serves_every_parameter", PRIOR_VARIANTS))
 def test_prior_serves_every_parameter(row):
     parameters = dict(FLAX_PARAMETERS + EQUINOX_PARAMETERS)
     sites = sites_of(model_of(row.prior, *parameters.items()))
@@ -85,13 +87,13 @@ def test_prior_serves_every_parameter(row):
     assert all(site.startswith(tuple(parameters)) for site in sites)
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions", PRIOR_VARIANTS))
 def test_prior_takes_equinox_convolutions(row):
     name, shape = "layers[0].weight", (3, 2, 2, 3)
     assert sites_of(priors.noncenter(model_of(row.prior, (name, shape))))[name][1] == shape
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_hyper_sites"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_hyper_sites", PRIOR_VARIANTS))
 def test_hyper_sites(row):
     name = DENSE[0]
     sites = sites_of(model_of(row.prior, DENSE))
@@ -103,7 +105,7 @@ def test_hyper_sites(row):
     assert set(noncentered) - set(sites) == ({f"{name}_base"} if has_base else set())
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_centered_and_noncentered_forms_agree"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_centered_and_noncentered_forms_agree", PRIOR_VARIANTS))
 def test_centered_and_noncentered_forms_agree(row, x64):
     """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from autodiff."""
     parameter = CONV if isinstance(row.prior, priors.GPFilters) else DENSE
@@ -131,7 +133,9 @@ def test_centered_and_noncentered_forms_agree(row, x64):
     np.testing.assert_allclose(left, right, rtol=1e-10)
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_density_is_differentiable_and_keeps_dtype"))
+@pytest.mark.parametrize(
+    "row", rows(PRIORS, "test_density_is_differentiable_and_keeps_dtype", PRIOR_VARIANTS)
+)
 def test_density_is_differentiable_and_keeps_dtype(row):
     model = priors.noncenter(model_of(row.prior, *FLAX_PARAMETERS))
 
@@ -147,7 +151,7 @@ def test_density_is_differentiable_and_keeps_dtype(row):
         assert {leaf.dtype for leaf in jax.tree.leaves(high)} == {np.dtype("float64")}
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_specification_compares_equal"))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_specification_compares_equal", PRIOR_VARIANTS))
 def test_specification_compares_equal(row):
     assert copy.copy(row.prior) == row.prior
     again = pickle.loads(pickle.dumps(row.prior))
@@ -160,6 +164,8 @@ def test_known_failures_name_tests_and_rows():
     for test, row in KNOWN_FAILURES:
         assert f'"{test}"' in written
         assert row in {**LAYERS, **PRIORS}
+    assert set(PRIORS) > PRIOR_VARIANTS
+    assert set(LAYERS) > LAYER_VARIANTS
 
 
 # -- distributions of draws -----------------------------------------------------------------------------
@@ -450,9 +456,9 @@ def grid_of(window):
     return np.array([(i, j) for i in range(window[0]) for j in range(window[1])], float)
 
 
-@pytest.mark.parametrize("covariance", priors.COVARIANCES)
+@pytest.mark.parametrize("covariance", filters.COVARIANCES)
 def test_filter_covariance_is_that_of_scikit_learn(covariance, x64):
-    ours = priors.filter_covariance((3, 4), covariance, 1.7)
+    ours = filters.filter_covariance((3, 4), covariance, 1.7)
     np.testing.assert_allclose(ours, SKLEARN[covariance](grid_of((3, 4))), rtol=1e-12)
 
 
@@ -525,22 +531,32 @@ def test_first_matching_pattern_wins():
 
 
 def test_positional_arguments_are_the_familys_own():
-    assert priors.ScaleMixture(0.25, 1.0, 0.1) == priors.ScaleMixture(pi=0.25, sd_wide=1.0, sd_narrow=0.1)
-    assert priors.Normal(2.0).sd == 2.0
+    assert priors.ScaleMixture(0.25, 1.0, 0.1) == priors.ScaleMixture(
+        weight=0.25, wide_scale=1.0, narrow_scale=0.1
+    )
+    assert priors.Normal(2.0).scale == 2.0
 
 
 # -- errors that teach ----------------------------------------------------------------------------------
 
 MISTAKES = {
-    "sd": (lambda: priors.Normal(-1.0), ValueError, "priors.Normal: argument `sd` got -1.0. Pass a positive"),
-    "sd nan": (lambda: priors.Laplace(float("nan")), ValueError, "priors.Laplace: argument `sd` got nan"),
-    "sd inf": (lambda: priors.Normal(float("inf")), ValueError, "`sd` got inf"),
-    "sd text": (lambda: priors.Normal("1"), ValueError, "`sd`"),
+    "scale": (
+        lambda: priors.Normal(-1.0),
+        ValueError,
+        "priors.Normal: argument `scale` got -1.0. Pass a finite number above 0.",
+    ),
+    "scale nan": (
+        lambda: priors.Laplace(float("nan")),
+        ValueError,
+        "priors.Laplace: argument `scale` got nan",
+    ),
+    "scale inf": (lambda: priors.Normal(float("inf")), ValueError, "`scale` got inf"),
+    "scale text": (lambda: priors.Normal("1"), TypeError, "`scale` got '1'"),
     "bias_scale": (lambda: priors.ARD(bias_scale=0), ValueError, "priors.ARD: argument `bias_scale` got 0"),
     "gain_scale": (lambda: priors.Normal(gain_scale=-1), ValueError, "`gain_scale`"),
     "df": (lambda: priors.StudentT(0.0), ValueError, "priors.StudentT: argument `df`"),
-    "pi": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a probability inside (0, 1)"),
-    "pi nan": (lambda: priors.ScaleMixture(float("nan")), ValueError, "`pi`"),
+    "weight": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a probability inside (0, 1)"),
+    "weight nan": (lambda: priors.ScaleMixture(float("nan")), ValueError, "`weight`"),
     "scale_prior": (
         lambda: priors.Hierarchical(dist.Normal()),
         ValueError,
@@ -566,7 +582,7 @@ MISTAKES = {
     "slab": (lambda: priors.RegularizedHorseshoe(slab_df=0), ValueError, "`slab_df` got 0"),
     "covariance": (lambda: priors.GPFilters(covariance="matern"), ValueError, "Did you mean 'matern"),
     "covariance name": (
-        lambda: priors.filter_covariance((2, 2), "rbff", 1.0),
+        lambda: filters.filter_covariance((2, 2), "rbff", 1.0),
         ValueError,
         "Did you mean 'rbf'",
     ),
@@ -589,9 +605,9 @@ MISTAKES = {
         ValueError,
         "no pattern for parameter 'Dense_1.bias' (patterns: Dense_0.*)",
     ),
-    "name": (lambda: priors.as_prior("hierarchical"), TypeError, "Did you mean 'Hierarchical'"),
-    "class": (lambda: priors.as_prior(priors.Normal), TypeError, "Pass an object, e.g. `priors.Normal()`"),
-    "number": (lambda: priors.as_prior(1.0), TypeError, "random_network: argument `prior` got '1.0'"),
+    "name": (lambda: as_prior("hierarchical"), TypeError, "Did you mean 'Hierarchical'"),
+    "class": (lambda: as_prior(priors.Normal), TypeError, "Pass an object, e.g. `priors.Normal()`"),
+    "number": (lambda: as_prior(1.0), TypeError, "random_network: argument `prior` got '1.0'"),
 }
 
 

@@ -10,10 +10,12 @@ import numpyro.distributions as dist
 import pytest
 from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to
-from registry import SYMMETRIC_NETS, SYMMETRIES, rows
+from registry import NET_VARIANTS, SYMMETRIC_NETS, SYMMETRIES, SYMMETRY_VARIANTS, rows
 
 from numpyro_bnn import nn, symmetry
-from numpyro_bnn.symmetry import JointScale, Part, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.nn.wiring import Wire, Wiring
+from numpyro_bnn.symmetry import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.symmetry.base import UnitAxis
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -54,7 +56,7 @@ def assert_same(moved, values):
         np.testing.assert_allclose(value, values[site], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_group_axioms"))
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_group_axioms", SYMMETRY_VARIANTS))
 def test_group_axioms(row):
     s, values = row.symmetry, values_of(row)
     units = s.units(values)
@@ -68,7 +70,7 @@ def test_group_axioms(row):
     assert_same(s.act(moved, h), s.act(values, composed(s, g, h)))
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_elements_move_the_point"))
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_elements_move_the_point", SYMMETRY_VARIANTS))
 def test_elements_move_the_point(row):
     """Random elements of every unit are far from the identity; a finite group has an element that moves."""
     s, values = row.symmetry, values_of(row)
@@ -107,13 +109,15 @@ def jacobian_error(row, seed=3):
     return float(jnp.abs(jnp.sum(s.log_det(values, g)) - log_det_by_autodiff(s, values, g)))
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_is_that_of_the_map"))
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_is_that_of_the_map", SYMMETRY_VARIANTS))
 def test_log_det_is_that_of_the_map(row):
     assert row.symmetry.log_det(values_of(row), identity(row.symmetry, 4)).shape == (4,)
     assert jacobian_error(row) < 1e-10
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_in_unconstrained_coordinates"))
+@pytest.mark.parametrize(
+    "row", rows(SYMMETRIES, "test_log_det_in_unconstrained_coordinates", SYMMETRY_VARIANTS)
+)
 def test_log_det_in_unconstrained_coordinates(row):
     """log|dz' / dz| = log|d theta' / d theta| + log|d theta / dz| - log|d theta' / dz'|."""
     s, values = row.symmetry, values_of(row)
@@ -130,7 +134,7 @@ def test_a_wrong_jacobian_is_caught():
 
     class Unsigned(Rescale):
         def log_det(self, values, g):
-            return sum(part.per_unit(values[part.site].shape) for part in self.parts) * g
+            return sum(part.per_unit(values[part.site].shape) for part in self.unit_axes) * g
 
     row = SYMMETRIES["Scale of units"]
     assert jacobian_error(row._replace(symmetry=OneShort(row.symmetry.weights))) > 0.1
@@ -152,8 +156,13 @@ def test_rename_and_names():
     assert s.sites == ("w_base", "b", "v")
     assert s.name == "Rescale(w_base)"
     assert JointScale("w", "s").rename({"s": "t"}).name == "JointScale(t)"
-    assert Scale("w") == Scale([("w", None)]) == Scale([Part("w")])
+    assert Scale("w") == Scale([("w", None)]) == Scale([UnitAxis("w")])
     assert len({Scale("w"), Scale(["w"])}) == 1
+
+
+def test_variants_name_rows():
+    assert set(SYMMETRIES) > SYMMETRY_VARIANTS
+    assert set(SYMMETRIC_NETS) > NET_VARIANTS
 
 
 # -- errors -------------------------------------------------------------------------------------------
@@ -183,17 +192,19 @@ def test_wrong_parts_are_refused(make, message):
     [
         (Scale([("w", 2)]), r"axis 2 of site 'w' of shape \(3, 4\)\. Count the axes"),
         (Scale([("b", -2)]), r"axis -2 of site 'b' of shape \(4,\)"),
-        (Scale([("w", 0, 2)]), r"of shape \(3, 4\)\. Repeats must divide it"),
+        (Scale([("w", 0, 2)]), r"of shape \(3, 4\)\. Repeats must divide"),
         (
             Rescale([("w", 0)], [("v", 0)]),
-            r"units by site \{'w': 3, 'v': 4\}\. All parts must have one number",
+            r"units by site \{'w': 3, 'v': 4\}\. All sites must have the same number",
         ),
         (SignFlip([("w", 1), "b"]), r"units by site \{'w': 4, 'b': 1\}"),
     ],
 )
 def test_units_that_disagree_are_refused(s, message):
     values = values_of(SYMMETRIES["Rescale"])
-    with pytest.raises(ValueError, match=rf"symmetry.{type(s).__name__}: argument `parts` got .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"symmetry.{type(s).__name__}: argument `unit_axes` got .*{message}"
+    ):
         s.units(values)
 
 
@@ -241,7 +252,9 @@ def derived(net, input_shape, logits=False):
     return [s.rename({site: site.removeprefix("net/") for site in s.sites}) for s in found]
 
 
-@pytest.mark.parametrize("row", rows(SYMMETRIC_NETS, "test_derived_symmetries_hold_and_are_complete"))
+@pytest.mark.parametrize(
+    "row", rows(SYMMETRIC_NETS, "test_derived_symmetries_hold_and_are_complete", NET_VARIANTS)
+)
 def test_derived_symmetries_hold_and_are_complete(row):
     """Float64: gains and norms near 0 lose some digits, 1e-9 is far below any change that a mistake makes."""
     found = derived(row.net, row.input_shape)
@@ -290,8 +303,8 @@ def test_what_is_no_symmetry_is_seen():
         Permutation([("Dense_0.bias", 0)]),
     ]
     assert changes(net, (3,), forgotten).min() > 1e-3
-    transposed = Rescale([("Conv2d_0.kernel", 3), ("Conv2d_0.bias", 0)], [Part("Dense_0.kernel", 0, 1)])
-    with pytest.raises(ValueError, match="All parts must have one number of units"):
+    transposed = Rescale([("Conv2d_0.kernel", 3), ("Conv2d_0.bias", 0)], [UnitAxis("Dense_0.kernel", 0, 1)])
+    with pytest.raises(ValueError, match="All sites must have the same number of units"):
         changes(nn.CNN([3], [2], 3), (6, 5, 2), [transposed])
 
 
@@ -315,7 +328,7 @@ class Scaled(nn.Layer):
 
     def connect(self, wiring, path, x, shape):
         wiring.read(x, f"{path}.gain", 0)
-        return wiring.begin(shape[-1], nn.Wire(f"{path}.gain", 0)), shape
+        return wiring.begin(shape[-1], Wire(f"{path}.gain", 0)), shape
 
     def forward(self, run, x):
         return x * run["gain"]
@@ -347,7 +360,7 @@ def test_of_refuses_what_is_no_network():
 
 def test_wiring_of_a_residual_block():
     net = nn.Sequential([nn.Dense(4), nn.Residual(nn.MLP([5, 4], "tanh")), nn.Flatten(1), nn.Dense(2)])
-    wiring = nn.Wiring.of(net, (3,))
+    wiring = net.wiring((3,))
     inputs, stream, hidden, output = (wiring.segments[i] for i in wiring.kept())
     assert inputs.fixed
     assert inputs.bound
@@ -365,16 +378,16 @@ def test_wiring_of_a_residual_block():
 
 def test_wiring_of_flatten_counts_pixels():
     net = nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), nn.Dense(2)])
-    wiring = nn.Wiring.of(net, (6, 5, 2))
-    assert wiring.segments[1].readers == [nn.Wire("Dense_0.kernel", 0, 30)]
+    wiring = net.wiring((6, 5, 2))
+    assert wiring.segments[1].readers == [Wire("Dense_0.kernel", 0, 30)]
     # Without a pixel axis there is nothing to count.
-    assert nn.Wiring.of(nn.Sequential([nn.Dense(3), nn.Flatten(1), nn.Dense(2)]), (3,)).segments[
-        1
-    ].readers == [nn.Wire("Dense_1.kernel", 0, 1)]
+    assert nn.Sequential([nn.Dense(3), nn.Flatten(1), nn.Dense(2)]).wiring((3,)).segments[1].readers == [
+        Wire("Dense_1.kernel", 0, 1)
+    ]
 
 
 def test_sums_join_once_and_refuse_units_that_do_not_fit():
-    wiring = nn.Wiring()
+    wiring = Wiring()
     a, b, c = wiring.begin(3), wiring.begin(3), wiring.begin(4)
     assert wiring.add(a, a) == a
     assert wiring.find(wiring.add(a, b).segment) == wiring.find(b.segment) == a.segment
@@ -400,7 +413,7 @@ def test_a_single_number_has_a_wiring():
         def forward(self, run, x):
             return x.sum(-1)
 
-    wiring = nn.Wiring.of(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,))
+    wiring = nn.Sequential([nn.Dense(3), "relu", Total()]).wiring((2,))
     assert wiring.segments[1].fixed
     assert wiring[wiring.output].units == 1
     assert symmetry.from_network(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,)) == []

@@ -1,4 +1,4 @@
-"""Draws of log t from the generalized inverse Gaussian law, against quadrature and closed forms in float64."""
+"""Draws of log t for a generalized inverse Gaussian t, against quadrature and closed forms in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ class Quadrature:
 
 
 @pytest.fixture(scope="module")
-def laws():
+def distributions():
     return [Quadrature(p, RATIO * w, w / RATIO) for p, w in GRID]
 
 
@@ -78,43 +78,48 @@ def draws(request, sampler):
         return np.asarray(x, np.float64)
 
 
-def test_quadrature_agrees_with_bessel_functions_and_scipy(laws):
-    for (p, w), law in zip(GRID, laws, strict=True):
+def test_quadrature_agrees_with_bessel_functions_and_scipy(distributions):
+    for (p, w), distribution in zip(GRID, distributions, strict=True):
         # Integral of the density: 2 (b / a)^(p/2) K_p(sqrt(ab)), where SciPy's Bessel function does not overflow.
         bessel = np.log(special.kve(p, w)) - w
         if np.isfinite(bessel):
-            assert law.log_total == pytest.approx(
+            assert distribution.log_total == pytest.approx(
                 np.log(2.0) - p * np.log(RATIO) + bessel, rel=1e-8, abs=1e-8
             )
-    law = Quadrature(2.5, RATIO * 1.0, 1.0 / RATIO)
+    distribution = Quadrature(2.5, RATIO * 1.0, 1.0 / RATIO)
     t = np.array([0.2, 0.7, 2.0])
     np.testing.assert_allclose(
-        law(np.log(t)), stats.geninvgauss.cdf(t, 2.5, 1.0, scale=1.0 / RATIO), atol=1e-6
+        distribution(np.log(t)), stats.geninvgauss.cdf(t, 2.5, 1.0, scale=1.0 / RATIO), atol=1e-6
     )
 
 
-def test_draws_have_the_law(draws, laws):
+def test_draws_have_the_distribution(draws, distributions):
     """Kolmogorov-Smirnov over the grid."""
-    p_values = np.array([stats.kstest(x, law).pvalue for x, law in zip(draws.T, laws, strict=True)])
+    p_values = np.array(
+        [stats.kstest(x, distribution).pvalue for x, distribution in zip(draws.T, distributions, strict=True)]
+    )
     assert p_values.min() > FAILURE / len(GRID), GRID[int(p_values.argmin())]
-    # And all of them together: under the law they are uniform.
+    # And all of them together: under the distribution they are uniform.
     assert stats.kstest(p_values, "uniform").pvalue > FAILURE
 
 
-def test_draws_have_the_moments(draws, laws):
+def test_draws_have_the_moments(draws, distributions):
     """Mean and variance of log t within the two-sided normal quantile of FAILURE over all comparisons."""
     bound = stats.norm.isf(FAILURE / (4 * len(GRID)))
-    for x, law in zip(draws.T, laws, strict=True):
-        mean, variance, fourth = law.moments()
+    for x, distribution in zip(draws.T, distributions, strict=True):
+        mean, variance, fourth = distribution.moments()
         assert abs(x.mean() - mean) < bound * np.sqrt(variance / DRAWS)
         assert abs(np.mean((x - mean) ** 2) - variance) < bound * np.sqrt((fourth - variance**2) / DRAWS)
 
 
-def test_a_wrong_order_would_be_seen(draws, laws):
+def test_a_wrong_order_would_be_seen(draws, distributions):
     """The comparison has power: an order off by a tenth is refused at every point where it matters."""
     wrong = [Quadrature(p + 0.1 * (1.0 + abs(p)), RATIO * w, w / RATIO) for p, w in GRID]
-    seen = [stats.kstest(x, law).pvalue < FAILURE / len(GRID) for x, law in zip(draws.T, wrong, strict=True)]
-    # Where sqrt(ab) is large the law is nearly that of any small order.
+    seen = [
+        stats.kstest(x, distribution).pvalue < FAILURE / len(GRID)
+        for x, distribution in zip(draws.T, wrong, strict=True)
+    ]
+    # Where sqrt(ab) is large the distribution is nearly that of any small order.
     assert all(s for s, (_, w) in zip(seen, GRID, strict=True) if w < 1.0)
 
 
@@ -124,21 +129,21 @@ def test_gamma_limits(sampler, p):
     a, key = jnp.full(DRAWS, 3.0), jax.random.key(3)
     x = np.asarray(sampler(key, p, a, 0.0), np.float64)
     # log of a gamma variable, whose smallest values are no float.
-    law = stats.loggamma(p, loc=-np.log(1.5))
-    assert stats.kstest(x, law.cdf).pvalue > FAILURE / 5
+    distribution = stats.loggamma(p, loc=-np.log(1.5))
+    assert stats.kstest(x, distribution.cdf).pvalue > FAILURE / 5
     np.testing.assert_array_equal(np.asarray(sampler(key, -p, 0.0, a)), -x.astype(np.float32))
 
 
 def test_inverse_gaussian_limit(sampler):
-    """p = -1/2 is the inverse Gaussian law: mean sqrt(b / a), shape b."""
+    """p = -1/2 is the inverse Gaussian distribution: mean sqrt(b / a), shape b."""
     a, b = 2.0, 3.0
     t = np.exp(np.asarray(sampler(jax.random.key(1), -0.5, jnp.full(DRAWS, a), b), np.float64))
-    law = stats.invgauss(np.sqrt(b / a) / b, scale=b)
-    assert stats.kstest(t, law.cdf).pvalue > FAILURE
+    distribution = stats.invgauss(np.sqrt(b / a) / b, scale=b)
+    assert stats.kstest(t, distribution.cdf).pvalue > FAILURE
 
 
 def test_exchange_and_scaling_are_exact(sampler):
-    """1 / t has the law (-p, b, a), and c t the law (p, a / c, b c)."""
+    """1 / t has the distribution (-p, b, a), and c t the distribution (p, a / c, b c)."""
     key, a, b = jax.random.key(2), jnp.full(1000, 2.0), jnp.full(1000, 5.0)
     x = sampler(key, 3.5, a, b)
     np.testing.assert_array_equal(x, -sampler(key, -3.5, b, a))
@@ -150,7 +155,7 @@ def test_extreme_parameters_stay_finite(sampler):
     p, a, b = jnp.meshgrid(jnp.array([-1e6, -40.0, -0.5, 0.0, 0.5, 40.0, 1e6]), sizes, sizes)
     x = jax.vmap(sampler, (0, None, None, None))(jax.random.split(jax.random.key(0), 20), p, a, b)
     assert np.isfinite(x).all()
-    # The mode is between the scales 1 / a, b, |p| / a and b / |p|, and the law falls like exp(-|x| / 2) or faster
+    # The mode is between the scales 1 / a, b, |p| / a and b / |p|, and the density falls like exp(-|x| / 2) or faster
     # beyond it; for p = 0 it is flat between 1 / a and b.
     big = np.maximum(np.abs(np.log(a)), np.abs(np.log(b))) + np.log(2e6) + 200.0
     assert (np.abs(x) < big).all()

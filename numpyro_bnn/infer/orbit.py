@@ -11,10 +11,9 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
-from numpyro_bnn.symmetry.checking import TOLERANCE
-from numpyro_bnn.symmetry.moves import move
-from numpyro_bnn.symmetry.plan import Plan, plan
-from numpyro_bnn.symmetry.prior import Prior
+from numpyro_bnn.symmetry.finding import TOLERANCE
+from numpyro_bnn.symmetry.model_info import PriorProgram
+from numpyro_bnn.symmetry.moves import Plan, move, plan
 
 TARGET = 0.44  # best acceptance rate of a random walk in one dimension
 
@@ -110,7 +109,7 @@ class OrbitMoves(Wrapper):
         self, state: OrbitState, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
         """One move along every orbit."""
-        prior = Prior(self.model, values, args, kwargs)
+        prior = PriorProgram(self.model, values, args, kwargs)
         moved: dict[str, jax.Array] = {}
         accepted = []
         for i, plan_ in enumerate(self._plans):

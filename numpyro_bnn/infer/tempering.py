@@ -16,7 +16,7 @@ from numpyro_bnn._checks import check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
-from numpyro_bnn.symmetry.prior import CONDITIONED
+from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")

@@ -13,8 +13,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._group_student import GroupStudentT
+from numpyro_bnn._distributions import GroupStudentT, unwrapped
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.precision_gibbs import held_values

@@ -201,7 +201,7 @@ def _patterns(
         elif fitted[name].ndim:
             special[name] = dist.Normal(0.0, fitted[name] / fan_in(name, shape) ** 0.5)
         else:
-            option = "sd" if leaf == "kernel" else "bias_scale"
+            option = "scale" if leaf == "kernel" else "bias_scale"
             layers.setdefault(layer, {})[option] = float(fitted[name])
     normal = {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}  # type: ignore[arg-type]
     return special | normal

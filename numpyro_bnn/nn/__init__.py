@@ -1,14 +1,16 @@
 """Networks as static specifications and pure functions of a parameter dictionary and inputs."""
 
-from numpyro_bnn.nn.activations import ACTIVATIONS, Activation
 from numpyro_bnn.nn.architectures import CNN, MLP, ResNet
-from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer, Shape
-from numpyro_bnn.nn.containers import Residual, Sequential
-from numpyro_bnn.nn.conv import AvgPool, Conv2d, Flatten, MaxPool
-from numpyro_bnn.nn.dense import Dense
-from numpyro_bnn.nn.fans import fan_in, input_axis, inputs_first, output_axis, role
+from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer
+from numpyro_bnn.nn.base import Shape as Shape  # this and the next line: for other rooms, not public
+from numpyro_bnn.nn.base import fan_in as fan_in
+from numpyro_bnn.nn.base import input_axis as input_axis
+from numpyro_bnn.nn.base import inputs_first as inputs_first
+from numpyro_bnn.nn.base import output_axis as output_axis
+from numpyro_bnn.nn.base import role as role
+from numpyro_bnn.nn.conv import AvgPool, Conv2d, MaxPool
+from numpyro_bnn.nn.layers import ACTIVATIONS, Activation, Dense, Flatten, Residual, Sequential
 from numpyro_bnn.nn.norm import BatchNorm, LayerNorm
-from numpyro_bnn.nn.wiring import Feature, Segment, Wire, Wiring
 
 __all__ = [
     "Layer",
@@ -28,14 +30,4 @@ __all__ = [
     "ResNet",
     "BatchStatistics",
     "ForwardContext",
-    "Shape",
-    "fan_in",
-    "input_axis",
-    "inputs_first",
-    "output_axis",
-    "role",
-    "Wiring",
-    "Feature",
-    "Segment",
-    "Wire",
 ]

@@ -1,20 +1,17 @@
-"""Usual networks, as functions that return a :class:`~numpyro_bnn.nn.Sequential`."""
+"""Standard networks, as functions that return a :class:`~numpyro_bnn.nn.Sequential`."""
 
 from collections.abc import Sequence
 
-from numpyro_bnn._checks import argument_error
-from numpyro_bnn.nn.base import Layer, positive
-from numpyro_bnn.nn.containers import Residual, Sequential
-from numpyro_bnn.nn.conv import AvgPool, Conv2d, Flatten, MaxPool
-from numpyro_bnn.nn.dense import Dense
-
-__all__ = ["CNN", "MLP", "ResNet"]
+from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn.nn.base import Layer
+from numpyro_bnn.nn.conv import AvgPool, Conv2d, MaxPool
+from numpyro_bnn.nn.layers import Dense, Flatten, Residual, Sequential
 
 
 def _widths(call: str, argument: str, value: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise argument_error(call, argument, value, "Pass a list of positive integers, e.g. `[50, 50, 1]`.")
-    return tuple(positive(call, argument, n, "`[50, 50, 1]`") for n in value)
+    return tuple(check_count(call, argument, n) for n in value)
 
 
 def _norms(norm: Layer | None) -> list[Layer | str]:
@@ -91,8 +88,8 @@ def ResNet(
     (10,)
     """
     stages = _widths("nn.ResNet", "channels", channels)
-    outputs = positive("nn.ResNet", "outputs", outputs, "`outputs=10`")
-    blocks = positive("nn.ResNet", "blocks", blocks, "`blocks=2`")
+    outputs = check_count("nn.ResNet", "outputs", outputs)
+    blocks = check_count("nn.ResNet", "blocks", blocks)
     layers: list[Layer | str] = [Conv2d(stages[0], 3), *_norms(norm), activation]
     previous = stages[0]
     for stage, out in enumerate(stages):

@@ -3,35 +3,23 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._checks import argument_error
-
-if TYPE_CHECKING:
-    from numpyro_bnn.nn.wiring import Feature, Wiring
-
-__all__ = [
-    "Layer",
-    "BatchStatistics",
-    "Params",
-    "ForwardContext",
-    "Shape",
-    "join",
-    "per_feature",
-    "positive",
-    "shape_error",
-]
+from numpyro_bnn.nn.wiring import Feature, Wiring
 
 Shape = tuple[int, ...]
 Params = Mapping[str, jax.Array]
+Role = Literal["kernel", "bias", "scale"]
 
 
 class BatchStatistics(NamedTuple):
-    """Statistics a batch normalization divides by: ``mean`` and ``sd`` of each feature, shape (H,)."""
+    """Statistics that a batch normalization standardizes with: ``mean`` and ``sd`` of each feature, shape (H,)."""
 
     mean: jax.Array
     sd: jax.Array
@@ -39,11 +27,11 @@ class BatchStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a layer sees during one pass: its own parameters, its path, and batch statistics.
+    """What a layer sees during one forward pass: its own parameters, its path, and batch statistics.
 
-    ``given`` holds statistics to normalize with (prediction); where it is ``None`` every batch normalization
-    uses its own batch and writes what it used into ``seen``. This is the only thing a pass writes to, and it
-    lives no longer than the pass.
+    ``context["kernel"]`` is the layer's own parameter of that name. ``given`` holds statistics to normalize with
+    (prediction); if it is ``None`` every batch normalization uses its own batch and records what it used in ``seen``,
+    the only thing that a pass writes to.
     """
 
     params: Params
@@ -53,12 +41,10 @@ class ForwardContext:
 
     def __getitem__(self, name: str) -> jax.Array:
         full = join(self.path, name)
-        try:
-            return self.params[full]
-        except KeyError:
-            raise argument_error(
-                "nn.apply", "params", f"no entry {full!r}", f"Present: {', '.join(self.params) or 'none'}."
-            ) from None
+        if full not in self.params:
+            present = f"Present: {', '.join(self.params) or 'none'}."
+            raise argument_error("nn.apply", "params", f"no entry {full!r}", present)
+        return self.params[full]
 
     def child(self, name: str) -> "ForwardContext":
         return ForwardContext(self.params, join(self.path, name), self.given, self.seen)
@@ -70,13 +56,12 @@ def join(path: str, name: str) -> str:
 
 
 class Layer(ABC):
-    """Base of every network specification.
+    """Base class of every network specification, and of layers of your own.
 
-    A layer is a frozen dataclass: static, hashable, without arrays. Parameters live in a flat dictionary
-    whose keys are dotted paths, e.g. ``"Dense_0.kernel"`` — the names NumPyro sites get. Shapes follow Flax:
-    dense kernels (in, out), convolutions (h, w, in, out). Leading axes of an input are batch axes.
-
-    **Example:**
+    A layer is a frozen dataclass: static, hashable, without arrays. It defines :meth:`shapes` and :meth:`forward`.
+    Parameters are a flat dictionary whose keys are dotted paths, e.g. ``"Dense_0.kernel"``, the names of the NumPyro
+    sites. Shapes follow Flax: dense kernels (in, out), convolutions (h, w, in, out). Leading axes of an input are
+    batch axes.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn import nn
@@ -88,8 +73,6 @@ class Layer(ABC):
     (5, 1)
     """
 
-    # -- the two functions a layer defines -------------------------------------------------------------
-
     @abstractmethod
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         """Return ``({parameter: shape}, output_shape)`` for one input without batch axes.
@@ -100,13 +83,13 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
-        """Map a batch through the layer; parameters are ``run["kernel"]`` and so on."""
+    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+        """Map a batch through the layer; parameters are ``context["kernel"]`` and so on."""
 
-    def connect(self, wiring: "Wiring", path: str, x: "Feature", shape: Shape) -> tuple["Feature", Shape]:
-        """Tell which parameters write and read units; the symmetries of a network follow from it.
+    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+        """Declare which parameters write and read units; the symmetries of a network are derived from it.
 
-        A layer that does not say is taken to mix everything: no symmetry passes through it.
+        Without a declaration a layer is taken to mix everything, and no symmetry passes through it.
 
         :param wiring: the record to add to.
         :param path: where the layer sits in the network.
@@ -117,13 +100,9 @@ class Layer(ABC):
         out = self.output_shape(shape)
         return wiring.opaque(x, out[-1] if out else 1), out
 
-    # -- structure -------------------------------------------------------------------------------------
-
     def children(self) -> Iterator[tuple[str, "Layer"]]:
         """Named sub-layers; none for a plain layer."""
         return iter(())
-
-    # -- what users call -------------------------------------------------------------------------------
 
     def param_shapes(self, input_shape: Shape) -> dict[str, Shape]:
         """Return the shape of every parameter, keyed by its dotted path, in the order of the forward pass."""
@@ -151,14 +130,12 @@ class Layer(ABC):
 
         For prediction evaluate this once per draw on the training inputs and pass it to :meth:`apply`.
         """
-        run = ForwardContext(params)
-        self.forward(run, _as_inputs(x))
-        return run.seen
+        context = ForwardContext(params)
+        self.forward(context, _as_inputs(x))
+        return context.seen
 
     def init(self, rng_key: jax.Array, input_shape: Shape) -> dict[str, jax.Array]:
-        """Draw parameters for optimization: kernels N(0, 1/fan_in), biases 0, normalization scales 1."""
-        from numpyro_bnn.nn.fans import fan_in, role
-
+        """Draw parameters to start an optimizer from: kernels N(0, 1/fan_in), biases 0, normalization gains 1."""
         shapes = self.param_shapes(input_shape)
         params = {}
         for name, key in zip(shapes, jax.random.split(rng_key, max(len(shapes), 1)), strict=False):
@@ -169,27 +146,21 @@ class Layer(ABC):
                 params[name] = jnp.ones(shape) if kind == "scale" else jnp.zeros(shape)
         return params
 
+    def wiring(self, input_shape: Shape) -> Wiring:
+        """Return which parameters write and read the units of the network, as its layers declare them."""
+        wiring = Wiring()
+        self.param_shapes(input_shape)  # refuses a shape the network cannot take
+        x = wiring.begin(input_shape[-1] if input_shape else 1, bound=True)
+        wiring[x].fixed = True
+        wiring.output, _ = self.connect(wiring, "", x, tuple(input_shape))
+        wiring[wiring.output].fixed = True
+        return wiring
+
 
 def shape_error(layer: Layer, path: str, expected: str, got: Shape) -> Exception:
-    """The error for an input a layer cannot take: names the layer, where it sits, and both shapes."""
-    where = f" at {path!r}" if path else ""
-    return argument_error(
-        f"nn.{type(layer).__name__}{where}", "x", f"input shape {got}", f"It takes {expected}."
-    )
-
-
-def positive(call: str, argument: str, value: Any, example: str) -> int:
-    """Return a positive integer as a plain ``int`` (NumPy integers too), or refuse it.
-
-    :param example: what to write instead, in backquotes.
-    """
-    try:
-        number = 0 if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise argument_error(call, argument, value, f"Write a positive integer, e.g. {example}.")
-    return number
+    """The error for an input a layer cannot take: names the layer, its place, and both shapes."""
+    call = f"nn.{type(layer).__name__}" + (f" at {path!r}" if path else "")
+    return argument_error(call, "x", f"input shape {got}", f"It takes {expected}.")
 
 
 def per_feature(values: jax.Array, x: jax.Array) -> jax.Array:
@@ -206,13 +177,64 @@ def _checked_shape(input_shape: Shape) -> Shape:
     try:
         shape = tuple(index(n) for n in input_shape)
     except TypeError:
-        raise argument_error(
-            "nn.Layer.shapes",
-            "input_shape",
-            input_shape,
-            "Pass the shape of one data point as a tuple, e.g. `x.shape[1:]`.",
-            TypeError,
-        ) from None
+        instead = "Pass the shape of one data point as a tuple, e.g. `x.shape[1:]`."
+        raise argument_error("nn.Layer.shapes", "input_shape", input_shape, instead, TypeError) from None
     if any(n < 1 for n in shape):
         raise argument_error("nn.Layer.shapes", "input_shape", shape, "Every size must be at least 1.")
     return shape
+
+
+# -- what a parameter is for, read from its name ---------------------------------------------------------
+
+
+def role(name: str, shape: Shape) -> Role:
+    """Role of a parameter, read from its name and shape in the conventions of Flax, NNX and Equinox.
+
+    ``kernel``: weights that multiply inputs (Flax, NNX and ours ``...kernel`` and ``...embedding``, Equinox
+    ``...weight`` with at least two axes). ``scale``: the gain of a normalization (``...scale``, or a
+    one-dimensional ``...weight``). Everything else is a ``bias``.
+
+    >>> role("Dense_0.kernel", (3, 8)), role("layers[0].weight", (8, 3)), role("BatchNorm_0.scale", (8,))
+    ('kernel', 'kernel', 'scale')
+    """
+    leaf = _leaf(name)
+    if leaf == "scale" or (leaf == "weight" and len(shape) < 2):
+        return "scale"
+    if leaf == "bias" or len(shape) < 2:
+        return "bias"
+    return "kernel"
+
+
+def input_axis(name: str, shape: Shape) -> int:
+    """Axis of a kernel that runs over its inputs (units or channels).
+
+    Flax layout (in, out) / (h, w, in, out): the last but one. Equinox ``weight`` (out, in, ...): axis 1.
+    """
+    return len(shape) - 2 if inputs_first(name) else 1
+
+
+def output_axis(name: str, shape: Shape) -> int:
+    """Axis of a kernel that runs over its outputs (units or channels): the last one, in Equinox the first."""
+    return len(shape) - 1 if inputs_first(name) else 0
+
+
+def inputs_first(name: str) -> bool:
+    """Whether a kernel is laid out (..., in, out) as in Flax; Equinox's ``weight`` is (out, in, ...)."""
+    return not _leaf(name).startswith("weight")
+
+
+def fan_in(name: str, shape: Shape) -> int:
+    """Number of terms summed into one pre-activation: D for a dense kernel, h*w*in for a convolution.
+
+    An embedding looks up one row, so its fan-in is 1.
+
+    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("convolution.weight", (16, 2, 5, 5))
+    (3, 50)
+    """
+    if len(shape) < 2 or _leaf(name) == "embedding":
+        return 1
+    return prod(shape[:-1]) if inputs_first(name) else prod(shape[1:])
+
+
+def _leaf(name: str) -> str:
+    return name.replace("/", ".").rsplit(".", 1)[-1]

@@ -3,19 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, positive, shape_error
-from numpyro_bnn.nn.convolve import convolve
+from numpyro_bnn._checks import argument_error, check_choice, check_count, unknown_name
+from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
-
-__all__ = ["AvgPool", "Conv2d", "Flatten", "MaxPool"]
 
 Pair = tuple[int, int]
 Dual = tuple[jax.Array, jax.Array]  # values and their tangents
@@ -26,16 +22,16 @@ IMAGE = "an image (height, width, channels)"
 def _pair(call: str, argument: str, value: int | Pair) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
     if len(pair) != 2:
-        raise argument_error(
-            call, argument, value, "Write a positive integer or a pair of them, e.g. `(3, 3)`."
-        )
-    height, width = (positive(call, argument, n, "`3`, or a pair `(3, 3)`") for n in pair)
+        instead = "Write a positive integer or a pair of them, e.g. `(3, 3)`."
+        raise argument_error(call, argument, value, instead)
+    height, width = (check_count(call, argument, n) for n in pair)
     return height, width
 
 
 def _padding(call: str, value: str | int) -> Padding:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return ((value, value), (value, value))
+    if not isinstance(value, str):
+        zeros = check_count(call, "padding", value, minimum=0)
+        return ((zeros, zeros), (zeros, zeros))
     if value not in ("SAME", "VALID"):
         raise unknown_name(call, "padding", value, ["SAME", "VALID", "an integer"])
     return value
@@ -54,10 +50,10 @@ def _window_shape(
     return tuple((n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True))  # type: ignore
 
 
-def _as_images(layer: Layer, run: ForwardContext, x: jax.Array) -> jax.Array:
+def _as_images(layer: Layer, context: ForwardContext, x: jax.Array) -> jax.Array:
     if x.ndim < 3:
-        raise shape_error(layer, run.path, IMAGE + " behind any batch axes", x.shape)
-    layer.shapes(x.shape[-3:], run.path)  # refuses images smaller than the window
+        raise shape_error(layer, context.path, IMAGE + " behind any batch axes", x.shape)
+    layer.shapes(x.shape[-3:], context.path)  # refuses images smaller than the window
     return x.reshape((-1, *x.shape[-3:]))
 
 
@@ -84,8 +80,7 @@ class Conv2d(Layer):
     use_bias: bool = True
 
     def __post_init__(self) -> None:
-        channels = positive("nn.Conv2d", "channels", self.channels, "`Conv2d(16, 5)`")
-        object.__setattr__(self, "channels", channels)
+        object.__setattr__(self, "channels", check_count("nn.Conv2d", "channels", self.channels))
         object.__setattr__(self, "window", _pair("nn.Conv2d", "window", self.window))
         object.__setattr__(self, "strides", _pair("nn.Conv2d", "strides", self.strides))
         _padding("nn.Conv2d", self.padding)
@@ -105,15 +100,15 @@ class Conv2d(Layer):
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
         return wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases), self.output_shape(shape)
 
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
-        kernel, images = run["kernel"], _as_images(self, run, x)
+    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+        kernel, images = context["kernel"], _as_images(self, context, x)
         if images.shape[-1] != kernel.shape[2]:
-            raise shape_error(self, run.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
-        # Unlike `@`, the convolution does not mix float32 images with float64 kernels by itself.
+            raise shape_error(self, context.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
+        # Unlike `@`, a convolution refuses float32 images with float64 kernels.
         dtype = jnp.result_type(images, kernel)
         padding = _padding("nn.Conv2d", self.padding)
         y = convolve(images.astype(dtype), kernel.astype(dtype), self.strides, padding)  # type: ignore[arg-type]
-        y = y + per_feature(run["bias"], y) if self.use_bias else y
+        y = y + per_feature(context["bias"], y) if self.use_bias else y
         return y.reshape(x.shape[:-3] + y.shape[1:])
 
 
@@ -132,8 +127,7 @@ class _Pool(Layer):
             object.__setattr__(self, "window", _pair(call, "window", self.window))
         if self.strides is not None:
             object.__setattr__(self, "strides", _pair(call, "strides", self.strides))
-        if self.padding not in ("SAME", "VALID"):
-            raise unknown_name(call, "padding", self.padding, ["SAME", "VALID"])
+        check_choice(call, "padding", self.padding, ("SAME", "VALID"))
 
     def _geometry(self, spatial: Shape) -> tuple[Pair, Pair]:
         window: Pair = spatial if self.window is None else self.window  # type: ignore[assignment]
@@ -172,8 +166,8 @@ class MaxPool(_Pool):
 
     linear: ClassVar[bool] = False
 
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
-        images = _as_images(self, run, x)
+    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+        images = _as_images(self, context, x)
         window, strides = self._geometry(images.shape[1:3])
         if window == strides and self.padding == "VALID":
             y = _largest(_tiles(images, window))
@@ -195,10 +189,10 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
 
 @jax.custom_jvp
 def _largest(tiles: jax.Array) -> jax.Array:
-    """Maximum over the windows that `_tiles` cuts, whose gradient goes to one value of each, the first of equal ones.
+    """Maximum over the windows that `_tiles` cuts; the gradient of each goes to its first largest value.
 
     JAX's own gradient looks for the values that equal the maximum. XLA may compute the two in different loops with
-    different rounding, so that none does, and the gradient is NaN.
+    different rounding, so that no value equals it, and the gradient is NaN.
     """
     return tiles.max(axis=(2, 4))
 
@@ -228,8 +222,8 @@ class AvgPool(_Pool):
 
     linear: ClassVar[bool] = True
 
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
-        images = _as_images(self, run, x)
+    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+        images = _as_images(self, context, x)
         total = self._reduce(images, 0.0, lax.add)
         # One count per window, the same for every image and channel.
         count = self._reduce(jnp.ones((1, *images.shape[1:3], 1), images.dtype), 0.0, lax.add)
@@ -237,27 +231,30 @@ class AvgPool(_Pool):
         return y.reshape(x.shape[:-3] + y.shape[1:])
 
 
-@dataclass(frozen=True)
-class Flatten(Layer):
-    """Image to one axis of features; give it the rank of one input where that is not an image.
+def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
+    """Cross-correlate images (B, H, W, C) with a kernel (h, w, C, K): (B, H', W', K).
 
-    :param rank: number of axes of one data point that are joined.
-
-    >>> Flatten().output_shape((12, 12, 16))
-    (2304,)
+    On a CPU this is a matrix product: XLA runs a convolution inside a compiled loop, as in every sampler, many times
+    slower than outside.
     """
+    if jax.default_backend() == "cpu":
+        return convolve_by_product(x, kernel, strides, padding)
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    rank: int = 3
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
-        if len(input_shape) != self.rank:
-            raise shape_error(self, path, f"inputs of {self.rank} axes (argument `rank`)", input_shape)
-        return {}, (prod(input_shape),)
+def convolve_by_product(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
+    """The same as one matrix product of the windows of the images with the kernel."""
+    height, width, _, outputs = kernel.shape
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(x.shape[1:3], (height, width), strides, padding)
+    if any(side for pair in padding for side in pair):
+        x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    columns = jnp.concatenate(_shifted(x, 2, width, strides[1]), axis=-1)
+    windows = jnp.concatenate(_shifted(columns, 1, height, strides[0]), axis=-1)
+    return windows @ kernel.reshape(-1, outputs)
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
-        return x._replace(repeats=x.repeats * prod(shape[:-1])), (prod(shape),)
 
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
-        if x.ndim < self.rank:
-            raise shape_error(self, run.path, f"at least {self.rank} axes (argument `rank`)", x.shape)
-        return x.reshape((*x.shape[: x.ndim - self.rank], -1))
+def _shifted(x: jax.Array, axis: int, window: int, step: int) -> list[jax.Array]:
+    """What each place of a window sees while the window slides along an axis."""
+    count = (x.shape[axis] - window) // step + 1
+    return [lax.slice_in_dim(x, i, i + step * (count - 1) + 1, step, axis) for i in range(window)]

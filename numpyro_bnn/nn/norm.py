@@ -12,8 +12,6 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 
-__all__ = ["BatchNorm", "LayerNorm", "standardize"]
-
 
 def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Power of two near the size of ``x`` along ``axes``, a constant for differentiation.
@@ -36,14 +34,6 @@ def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchSt
 
     For any c > 0, ``standardize(c * x)`` equals ``standardize(x)`` to rounding: there is no additive
     epsilon. A feature that is constant up to rounding has sd 0 and gives 0, with gradient 0.
-
-    :param x: array of any shape.
-    :param axes: axes over which mean and sd are taken.
-
-    >>> import jax.numpy as jnp
-    >>> y, moments = standardize(jnp.array([[1.0, 5.0], [3.0, 5.0]]), (0,))
-    >>> y.tolist(), moments.mean.tolist(), moments.sd.tolist()
-    ([[-1.0, 0.0], [1.0, 0.0]], [2.0, 5.0], [1.0, 0.0])
     """
     unit = _unit(x, axes)
     u = x / unit
@@ -54,13 +44,12 @@ def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchSt
     rounding = 8 * jnp.finfo(u.dtype).eps
     constant = var <= rounding**2 * jnp.mean(u**2, axis=axes, keepdims=True)
     sd = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, var)))
-    return _divide(centered, sd), BatchStatistics(
-        jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes)
-    )
+    statistics = BatchStatistics(jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes))
+    return _divide(centered, sd), statistics
 
 
 def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
-    """Refuse what broadcasting would let pass: one feature for many values, or the other way round."""
+    """Refuse what broadcasting would accept: one feature for many values, or the other way round."""
     if x.shape[-1:] != values.shape:
         raise shape_error(layer, path, f"(..., {', '.join(map(str, values.shape))})", x.shape)
 
@@ -84,11 +73,11 @@ class _Norm(Layer):
         shift = join(path, "bias") if self.use_bias else None
         return wiring.normalize(x, self.reach, gain, shift), shape
 
-    def _affine(self, run: ForwardContext, y: jax.Array) -> jax.Array:
+    def _affine(self, context: ForwardContext, y: jax.Array) -> jax.Array:
         for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):
             if on:
-                values = run[name]
-                _same_features(self, run.path, values, y)
+                values = context[name]
+                _same_features(self, context.path, values, y)
                 y = y * per_feature(values, y) if name == "scale" else y + per_feature(values, y)
         return y
 
@@ -101,9 +90,9 @@ class BatchNorm(_Norm):
     scale of what feeds it, and constant features give ``bias``.
 
     There is no running average. While sampling, the statistics are those of the batch the layer is given. For
-    prediction they are a function of the draw and the training data, recomputed for each draw
-    (``net.statistics``; :func:`~numpyro_bnn.to_inference_data` does it), so a prediction depends on the
-    posterior draw and the training set alone, never on the other test points.
+    prediction they are recomputed from the training data for each draw (``net.statistics``;
+    :func:`~numpyro_bnn.to_inference_data` does it), so a prediction depends on the draw and the training set alone,
+    never on the other test points.
 
     :param use_scale: whether to learn a gain per feature.
     :param use_bias: whether to learn a shift per feature.
@@ -123,31 +112,23 @@ class BatchNorm(_Norm):
 
     reach: ClassVar[Reach] = "unit"
 
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         if x.ndim == 0:
-            raise shape_error(self, run.path, "at least one axis of features", x.shape)
-        if run.given is not None:
-            return self._affine(run, self._normalize_with(run.given, run.path, x))
+            raise shape_error(self, context.path, "at least one axis of features", x.shape)
+        if context.given is not None:
+            return self._affine(context, self._normalize_with(context.given, context.path, x))
         if x.size == x.shape[-1]:
-            raise argument_error(
-                f"nn.BatchNorm at {run.path!r}" if run.path else "nn.BatchNorm",
-                "x",
-                f"one value per feature, shape {x.shape}",
-                "Pass a batch of at least two rows, or `statistics=net.statistics(params, x_train)`.",
-            )
-        y, run.seen[run.path] = standardize(x, tuple(range(x.ndim - 1)))
-        return self._affine(run, y)
+            call = f"nn.BatchNorm at {context.path!r}" if context.path else "nn.BatchNorm"
+            instead = "Pass a batch of at least two rows, or `statistics=net.statistics(params, x_train)`."
+            raise argument_error(call, "x", f"one value per feature, shape {x.shape}", instead)
+        y, context.seen[context.path] = standardize(x, tuple(range(x.ndim - 1)))
+        return self._affine(context, y)
 
     def _normalize_with(self, given: Mapping[str, BatchStatistics], path: str, x: jax.Array) -> jax.Array:
-        try:
-            mean, sd = given[path]
-        except KeyError:
-            raise argument_error(
-                "nn.apply",
-                "statistics",
-                f"no entry {path!r}",
-                "Make them with `net.statistics(params, x_train)`.",
-            ) from None
+        if path not in given:
+            instead = "Make them with `net.statistics(params, x_train)`."
+            raise argument_error("nn.apply", "statistics", f"no entry {path!r}", instead)
+        mean, sd = given[path]
         _same_features(self, path, mean, x)
         return _divide(x - per_feature(mean, x), per_feature(sd, x))
 
@@ -170,7 +151,7 @@ class LayerNorm(_Norm):
 
     reach: ClassVar[Reach] = "layer"
 
-    def forward(self, run: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         if x.ndim == 0:
-            raise shape_error(self, run.path, "at least one axis of features", x.shape)
-        return self._affine(run, standardize(x, (x.ndim - 1,))[0])
+            raise shape_error(self, context.path, "at least one axis of features", x.shape)
+        return self._affine(context, standardize(x, (x.ndim - 1,))[0])

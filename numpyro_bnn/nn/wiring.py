@@ -1,12 +1,7 @@
-"""Which parameters write to the units of a network and which read them: what its symmetries are derived from."""
+"""Which parameters write to the units of a network and which read them; its symmetries are derived from this."""
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from numpyro_bnn.nn.base import Layer
-
-__all__ = ["Feature", "Reach", "Segment", "Wire", "Wiring"]
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 Reach = Literal["unit", "layer", "image"]
 
@@ -26,7 +21,7 @@ class Wire(NamedTuple):
 
 @dataclass
 class Segment:
-    """A stretch of a network in which the values of every unit keep their meaning up to a common factor.
+    """A stretch of a network along which every unit keeps its value up to a factor of its own.
 
     It begins where parameters write to the units and ends where others read them; a normalization ends it and
     begins the next.
@@ -40,14 +35,11 @@ class Segment:
     :ivar homogeneous: whether every activation satisfies f(c x) = c f(x) for c > 0.
     :ivar odd: whether every activation satisfies f(-x) = -f(x).
     :ivar linear: whether there is no activation.
-    :ivar pointwise: whether no maximum is taken over pixels, which may each be shifted by another number.
-    :ivar bound: whether something writes to the units that no parameter scales: inputs, a normalization without gain.
+    :ivar pointwise: whether no maximum is taken over pixels, each of which may be shifted by another number.
+    :ivar bound: whether something that no parameter scales writes to the units: inputs, a normalization without gain.
     :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer of unknown kind.
     :ivar before: segments whose normalization begins this one.
     :ivar flipped_with: the segments among them that change sign with it, because their normalization has no gain.
-
-    >>> Segment(3, writers=[Wire("Dense_0.kernel", 1)]).odd
-    True
     """
 
     units: int
@@ -64,6 +56,15 @@ class Segment:
     before: list[int] = field(default_factory=list)
     flipped_with: list[int] = field(default_factory=list)
 
+    def absorb(self, other: "Segment") -> None:
+        """Take over what the other segment says: the units are summed, so what holds must hold for both."""
+        for name in ("writers", "readers", "norms", "gains", "before", "flipped_with"):
+            getattr(self, name).extend(getattr(other, name))
+        for name in ("homogeneous", "odd", "linear", "pointwise"):
+            setattr(self, name, getattr(self, name) and getattr(other, name))
+        self.bound |= other.bound
+        self.fixed |= other.fixed or self.units != other.units
+
 
 class Feature(NamedTuple):
     """The features of a value inside the network: units of a segment, repeated after ``Flatten``."""
@@ -73,13 +74,15 @@ class Feature(NamedTuple):
 
 
 class Wiring:
-    """Record of a symbolic pass through a network; every layer adds what it does with its features.
+    """Record of a symbolic pass through a network, to which every layer adds what it does with its features.
+
+    Made by :meth:`numpyro_bnn.nn.Layer.wiring`.
 
     :ivar segments: by number; those merged by a residual sum share one entry, see :meth:`find`.
     :ivar output: features of the output.
 
     >>> from numpyro_bnn import nn
-    >>> wiring = nn.Wiring.of(nn.MLP([8, 1], "tanh"), (3,))
+    >>> wiring = nn.MLP([8, 1], "tanh").wiring((3,))
     >>> hidden = wiring.segments[1]
     >>> [wire.param for wire in hidden.writers], [wire.param for wire in hidden.readers], hidden.odd
     (['Dense_0.kernel', 'Dense_0.bias'], ['Dense_1.kernel'], True)
@@ -89,17 +92,6 @@ class Wiring:
         self.segments: list[Segment] = []
         self.output = Feature(0)
         self._same: list[int] = []
-
-    @classmethod
-    def of(cls, net: "Layer", input_shape: tuple[int, ...]) -> "Wiring":
-        """The wiring of a network for data points of ``input_shape``."""
-        wiring = cls()
-        net.param_shapes(input_shape)  # refuses a shape the network cannot take
-        x = wiring.begin(input_shape[-1] if input_shape else 1, bound=True)
-        wiring[x].fixed = True
-        wiring.output, _ = net.connect(wiring, "", x, tuple(input_shape))
-        wiring[wiring.output].fixed = True
-        return wiring
 
     def __getitem__(self, x: Feature | int) -> Segment:
         return self.segments[self.find(x.segment if isinstance(x, Feature) else x)]
@@ -123,18 +115,18 @@ class Wiring:
         return Feature(len(self.segments) - 1)
 
     def read(self, x: Feature, param: str, axis: int) -> None:
-        """A kernel takes the features as its inputs along ``axis``."""
+        """Say that a kernel takes the features as its inputs along ``axis``."""
         self[x].readers.append(Wire(param, axis, x.repeats))
 
     def activate(self, x: Feature, homogeneous: bool, odd: bool) -> None:
-        """An elementwise function is applied."""
+        """Say that an elementwise function is applied."""
         segment = self[x]
         segment.homogeneous &= homogeneous
         segment.odd &= odd
         segment.linear = False
 
     def normalize(self, x: Feature, reach: Reach, gain: str | None, shift: str | None) -> Feature:
-        """A normalization reads the features and begins a segment of its own."""
+        """Say that a normalization reads the features; it begins a segment of its own."""
         gains = [Wire(gain, 0, x.repeats)] if gain else []
         shifts = [Wire(shift, 0, x.repeats)] if shift else []
         segment = self[x]
@@ -147,32 +139,16 @@ class Wiring:
         return x._replace(segment=y.segment)
 
     def add(self, a: Feature, b: Feature) -> Feature:
-        """Two values are summed: from here on, and therefore before, their units share every factor."""
+        """Say that two values are summed: here and everywhere before, their units share every factor."""
         i, j = self.find(a.segment), self.find(b.segment)
-        if i == j:
-            return a
-        one, other = self.segments[i], self.segments[j]
-        fits = one.units == other.units and a.repeats == b.repeats
-        self.segments[i] = replace(
-            one,
-            writers=one.writers + other.writers,
-            readers=one.readers + other.readers,
-            norms=one.norms + other.norms,
-            gains=one.gains + other.gains,
-            homogeneous=one.homogeneous and other.homogeneous,
-            odd=one.odd and other.odd,
-            linear=one.linear and other.linear,
-            pointwise=one.pointwise and other.pointwise,
-            bound=one.bound or other.bound,
-            fixed=one.fixed or other.fixed or not fits,
-            before=one.before + other.before,
-            flipped_with=one.flipped_with + other.flipped_with,
-        )
-        self._same[j] = i
+        if i != j:
+            self.segments[i].absorb(self.segments[j])
+            self.segments[i].fixed |= a.repeats != b.repeats
+            self._same[j] = i
         return a
 
     def opaque(self, x: Feature, units: int) -> Feature:
-        """Something of unknown kind happens: nothing before or after it may be moved through it."""
+        """Say that something unknown happens, through which no symmetry passes."""
         self[x].fixed = True
         y = self.begin(units, bound=True)
         self[y].fixed = True

@@ -1,14 +1,11 @@
-"""Priors of networks: callables (name, shape) -> Distribution for ours, Flax, NNX and Equinox networks."""
+"""Priors of networks: callables (name, shape) -> Distribution for our own, Flax, NNX and Equinox networks."""
 
-from numpyro_bnn._group_student import GroupStudentT
-from numpyro_bnn.priors.base import NonCentered, Prior, noncenter
-from numpyro_bnn.priors.by_site import BySite, as_prior
-from numpyro_bnn.priors.filters import COVARIANCES, GPFilters, filter_covariance
-from numpyro_bnn.priors.gamma_precision import GammaPrecision
-from numpyro_bnn.priors.hierarchical import ARD, Hierarchical
-from numpyro_bnn.priors.horseshoe import Horseshoe, RegularizedHorseshoe
-from numpyro_bnn.priors.independent import Laplace, Normal, StudentT
-from numpyro_bnn.priors.mixture import ScaleMixture
+from numpyro_bnn._distributions import GroupStudentT
+from numpyro_bnn.priors.base import BySite, Prior, noncenter
+from numpyro_bnn.priors.base import as_prior as as_prior  # for other rooms, not public
+from numpyro_bnn.priors.filters import GPFilters
+from numpyro_bnn.priors.independent import Laplace, Normal, ScaleMixture, StudentT
+from numpyro_bnn.priors.learned import ARD, GammaPrecision, Hierarchical, Horseshoe, RegularizedHorseshoe
 
 __all__ = [
     "Normal",
@@ -25,8 +22,4 @@ __all__ = [
     "BySite",
     "noncenter",
     "Prior",
-    "NonCentered",
-    "COVARIANCES",
-    "filter_covariance",
-    "as_prior",
 ]

@@ -1,10 +1,10 @@
 """What a prior is: a callable (name, shape) -> Distribution, as NumPyro's ``random_flax_module`` takes it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,86 +15,73 @@ from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_number, unknown_name
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.nn import Shape, fan_in, input_axis, output_axis, role
 
-__all__ = ["NonCentered", "Prior", "check_positive", "gaussian", "noncenter", "unit_shape"]
+PriorLike: TypeAlias = Callable[[str, Shape], dist.Distribution] | dist.Distribution
 
 
-class NonCentered(dist.TransformedDistribution):
-    """A transformed unit normal that asks to be sampled in the space of its base.
+@dataclass(frozen=True, kw_only=True)
+class Prior(ABC):
+    """Base class of the prior families: a callable ``(name, shape) -> Distribution`` that may sample hyper-sites.
 
-    As a distribution it is the ordinary, centered one. :func:`noncenter` turns a latent site with it into a
-    ``<name>_base`` site and a deterministic site.
-    """
+    The role of a parameter is read from its name. A family defines the prior of *kernels*; biases are
+    N(0, bias_scale^2) and the gains of normalization layers N(1, gain_scale^2).
 
+    :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior over functions has a
+        limit as layers get wide.
+    :param bias_scale: prior standard deviation of biases.
+    :param gain_scale: prior standard deviation of the gains of normalization layers around 1.
 
-def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
-    noncentered = isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
-    return TransformReparam() if noncentered else None
-
-
-class _NonCenter(handlers.reparam):
-    """Reparameterization that names its sites once where scopes stand inside it.
-
-    NumPyro's module functions open their scope inside the model. The name that arrives here then has the prefix
-    already, and the ``<name>_base`` site, sampled while that scope is still active, would get it again.
-    """
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] != "sample":
-            return
-        inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
-        scopes = [f for f in inside if isinstance(f, handlers.scope) and "sample" not in f.hide_types]
-        full = msg["name"]
-        msg["name"] = full.removeprefix("".join(f"{scope.prefix}{scope.divider}" for scope in scopes))
-        super().process_message(msg)
-        msg["name"] = full
-
-
-def noncenter(model: Callable | None = None) -> handlers.reparam:
-    """Sample the weights of a hierarchical prior as scale times unit normal.
-
-    Models with :func:`~numpyro_bnn.random_network` need no call: it does this by itself. A model with NumPyro's
-    own ``random_flax_module``, ``random_nnx_module`` or ``random_eqx_module`` is wrapped once. The posterior is
-    the same with and without; the geometry that a gradient sampler sees is not.
-
-    :param model: a NumPyro model; without it the result is a context manager.
-    :return: the model with a site ``w`` of a non-centered prior replaced by a sample site ``w_base`` ~ N(0, 1)
-        and a deterministic site ``w``.
-
-    >>> import numpyro
-    >>> from numpyro import handlers
+    >>> import jax
     >>> from numpyro_bnn import priors
-    >>> def model():
-    ...     return numpyro.sample("kernel", priors.Hierarchical()("kernel", (3, 2)))
-    >>> trace = handlers.trace(handlers.seed(priors.noncenter(model), 0)).get_trace()
-    >>> [(name, site["type"]) for name, site in trace.items()]
-    [('kernel_scale', 'sample'), ('kernel_base', 'sample'), ('kernel', 'deterministic')]
+    >>> priors.Normal(1.0)("Dense_0.kernel", (4, 2)).scale
+    0.5
     """
-    return _NonCenter(model, config=_noncenter_config)
+
+    fan_in_scaling: bool = True
+    bias_scale: float = 1.0
+    gain_scale: float = 0.5
+
+    positive: ClassVar[tuple[str, ...]] = ()  # further fields that must be positive
+
+    def __post_init__(self) -> None:
+        for argument in ("bias_scale", "gain_scale", *self.positive):
+            _check_positive(f"priors.{type(self).__name__}", argument, getattr(self, argument))
+
+    def __call__(self, name: str, shape: Shape) -> dist.Distribution:
+        shape = tuple(shape)
+        by_role = {"kernel": self.kernel, "bias": self.bias, "scale": self.gain}
+        return by_role[role(name, shape)](name, shape)
+
+    @abstractmethod
+    def kernel(self, name: str, shape: Shape) -> dist.Distribution:
+        """Prior of weights that multiply inputs."""
+
+    def bias(self, name: str, shape: Shape) -> dist.Distribution:
+        """Prior of biases."""
+        return dist.Normal(0.0, self.bias_scale)
+
+    def gain(self, name: str, shape: Shape) -> dist.Distribution:
+        """Prior of the gains of normalization layers (parameters named ``scale``)."""
+        return dist.Normal(1.0, self.gain_scale)
+
+    def fan_in_factor(self, name: str, shape: Shape) -> float:
+        """1 / sqrt(fan_in), or 1 without ``fan_in_scaling``."""
+        return fan_in(name, shape) ** -0.5 if self.fan_in_scaling else 1.0
 
 
-def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Distribution:
-    """Independent N(0, scale^2) of ``shape``; non-centered unless asked otherwise."""
-    if centered:
-        return dist.Normal(0.0, scale)
-    unit = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape))
-    return NonCentered(unit, AffineTransform(0.0, jnp.broadcast_to(scale, shape)))
+# -- shared by the families ----------------------------------------------------------------------------
 
 
-def check_positive(prior: "Prior", **arguments: Any) -> None:
-    """Refuse numbers that are not positive and distributions whose support is not positive."""
-    for argument, value in arguments.items():
-        if isinstance(value, dist.Distribution):
-            good = _is_positive(value.support) and value.shape() == ()
-            instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
-        else:
-            good = isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < float("inf")
-            instead = "Pass a positive number."
-        if not good:
-            raise argument_error(f"priors.{type(prior).__name__}", argument, value, instead)
+def _check_positive(call: str, argument: str, value: Any) -> None:
+    """Refuse a number that is not positive and a distribution whose support is not positive."""
+    if not isinstance(value, dist.Distribution):
+        check_number(call, argument, value, strict=True)
+    elif not _is_positive(value.support) or value.shape() != ():
+        instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
+        raise argument_error(call, argument, value, instead)
 
 
 def _is_positive(support: Any) -> bool:
@@ -117,46 +104,145 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     return tuple(ones)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prior(ABC):
-    """Base of every prior family: a callable ``(name, shape) -> Distribution`` that may sample hyper-sites.
+def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Distribution:
+    """Independent N(0, scale^2) of ``shape``; non-centered unless asked otherwise."""
+    if centered:
+        return dist.Normal(0.0, scale)
+    unit = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape))
+    return NonCentered(unit, AffineTransform(0.0, jnp.broadcast_to(scale, shape)))
 
-    The role of a parameter is read from its name (:func:`~numpyro_bnn.nn.role`). Families define what a
-    *kernel* gets; biases are N(0, bias_scale^2) and normalization gains N(1, gain_scale^2).
 
-    :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior of functions has a
-        limit as layers get wide.
-    :param bias_scale: prior sd of biases.
-    :param gain_scale: prior sd of the gains of normalization layers around 1.
+# -- non-centered sites --------------------------------------------------------------------------------
 
-    >>> import jax
-    >>> from numpyro_bnn import priors
-    >>> priors.Normal(1.0)("Dense_0.kernel", (4, 2)).scale
-    0.5
+
+class NonCentered(dist.TransformedDistribution):
+    """A transformed unit normal that :func:`noncenter` samples in the space of its base.
+
+    As a distribution it is the ordinary, centered one.
     """
 
-    fan_in_scaling: bool = True
-    bias_scale: float = 1.0
-    gain_scale: float = 0.5
+
+def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
+    noncentered = isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
+    return TransformReparam() if noncentered else None
+
+
+class _NonCenter(handlers.reparam):
+    """Reparameterization that names its sites once although scopes are open inside it.
+
+    NumPyro's module functions open their scope inside the model. The name that arrives here then has the prefix
+    already, and the ``<name>_base`` site, sampled while that scope is still active, would get it again.
+    """
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample":
+            return
+        inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
+        scopes = [f for f in inside if isinstance(f, handlers.scope) and "sample" not in f.hide_types]
+        full = msg["name"]
+        msg["name"] = full.removeprefix("".join(f"{scope.prefix}{scope.divider}" for scope in scopes))
+        super().process_message(msg)
+        msg["name"] = full
+
+
+def noncenter(model: Callable | None = None) -> handlers.reparam:
+    """Sample the weights of a hierarchical prior in non-centered form, as scale times a unit normal.
+
+    Models with :func:`~numpyro_bnn.random_network` need no call: it does this by itself. Wrap a model with NumPyro's
+    own ``random_flax_module``, ``random_nnx_module`` or ``random_eqx_module`` once. The posterior is the same either
+    way; the geometry that a gradient sampler sees is not.
+
+    :param model: a NumPyro model; without it the result is a context manager.
+    :return: the model with each site ``w`` of a non-centered prior replaced by a sample site ``w_base`` ~ N(0, 1)
+        and a deterministic site ``w``.
+
+    >>> import numpyro
+    >>> from numpyro import handlers
+    >>> from numpyro_bnn import priors
+    >>> def model():
+    ...     return numpyro.sample("kernel", priors.Hierarchical()("kernel", (3, 2)))
+    >>> trace = handlers.trace(handlers.seed(priors.noncenter(model), 0)).get_trace()
+    >>> [(name, site["type"]) for name, site in trace.items()]
+    [('kernel_scale', 'sample'), ('kernel_base', 'sample'), ('kernel', 'deterministic')]
+    """
+    return _NonCenter(model, config=_noncenter_config)
+
+
+# -- priors by name ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BySite:
+    """Different priors for different parameters: the first pattern that matches a name gives its prior.
+
+    :param patterns: shell-style patterns (``*``, ``?``, ``[...]``) on names such as ``Dense_0.kernel``, in order of
+        preference, each with a prior (a callable of (name, shape), or a distribution).
+    :param default: prior of parameters that no pattern matches; without it such a parameter is an error.
+
+    :raises ValueError: for a parameter without a prior, and, inside :func:`~numpyro_bnn.random_network`, for a
+        pattern that matches nothing.
+
+    >>> from numpyro_bnn import priors
+    >>> prior = priors.BySite({"Dense_0.*": priors.Laplace()}, default=priors.Normal())
+    >>> type(prior("Dense_0.kernel", (4, 2))).__name__, type(prior("Dense_1.kernel", (4, 2))).__name__
+    ('Laplace', 'Normal')
+    """
+
+    patterns: Mapping[str, PriorLike]
+    default: PriorLike | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, bias_scale=self.bias_scale, gain_scale=self.gain_scale)
+        if not isinstance(self.patterns, Mapping):
+            instead = 'Pass a dictionary, e.g. `{"Dense_0.*": priors.ARD(), "*": priors.Normal()}`.'
+            raise argument_error("priors.BySite", "patterns", self.patterns, instead, TypeError)
+        given = {f"patterns[{pattern!r}]": prior for pattern, prior in self.patterns.items()}
+        if self.default is not None:
+            given["default"] = self.default
+        for argument, prior in given.items():
+            if isinstance(prior, type) or not callable(prior):
+                instead = "Pass an object such as `priors.Normal()`."
+                raise argument_error("priors.BySite", argument, prior, instead, TypeError)
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
-        return getattr(self, role(name, tuple(shape)))(name, tuple(shape))
+        matching = (prior for pattern, prior in self.patterns.items() if fnmatchcase(name, pattern))
+        prior = next(matching, self.default)
+        if prior is None:
+            raise argument_error(
+                "priors.BySite",
+                "patterns",
+                f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})",
+                'Add one, or a `default=`; in a dictionary the last entry may be `"*": priors.Normal()`.',
+            )
+        return prior if isinstance(prior, dist.Distribution) else prior(name, shape)
 
-    @abstractmethod
-    def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        """Prior of weights that multiply inputs."""
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse patterns that match none of ``names``: most likely a misspelt site."""
+        known = list(names)
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise unknown_name("priors.BySite", "patterns", pattern, known)
 
-    def bias(self, name: str, shape: Shape) -> dist.Distribution:
-        """Prior of biases."""
-        return dist.Normal(0.0, self.bias_scale)
 
-    def scale(self, name: str, shape: Shape) -> dist.Distribution:
-        """Prior of the gains of normalization layers."""
-        return dist.Normal(1.0, self.gain_scale)
+def as_prior(prior: PriorLike | Mapping[str, PriorLike]) -> Callable[[str, Shape], dist.Distribution]:
+    """Turn what NumPyro takes for ``prior=`` into a callable: a callable, a distribution, or a dict of these.
 
-    def fan_in_factor(self, name: str, shape: Shape) -> float:
-        """1 / sqrt(fan_in), or 1 where scaling is off."""
-        return fan_in(name, shape) ** -0.5 if self.fan_in_scaling else 1.0
+    :raises TypeError: for anything else; for a string the error names the closest family.
+    """
+    if isinstance(prior, dist.Distribution):
+        return lambda name, shape: prior
+    if isinstance(prior, Mapping):
+        return BySite(prior)
+    if isinstance(prior, type) or not callable(prior):
+        written = prior.__name__ if isinstance(prior, type) else str(prior)
+        error = unknown_name("random_network", "prior", written, [*_families(Prior), "BySite"])
+        raise TypeError(f"{error} Pass an object, e.g. `priors.Normal()`.")
+    return prior
+
+
+def _families(parent: type) -> Iterator[str]:
+    """Names of the families derived from a class."""
+    children: list[type] = parent.__subclasses__()
+    for family in children:
+        if not family.__name__.startswith("_"):
+            yield family.__name__
+        yield from _families(family)

@@ -1,6 +1,7 @@
 """Smooth convolution filters: a Gaussian process over the positions of the filter."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,10 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_choice
 from numpyro_bnn.nn import Shape, inputs_first
-from numpyro_bnn.priors.base import NonCentered, Prior, check_positive
+from numpyro_bnn.priors.base import NonCentered, Prior
 from numpyro_bnn.priors.independent import Normal
-
-__all__ = ["COVARIANCES", "GPFilters", "filter_covariance"]
 
 # Stationary covariances as functions of distance over length scale: a new one is a row here.
 COVARIANCES = {
@@ -26,19 +25,8 @@ COVARIANCES = {
 
 
 def filter_covariance(window: tuple[int, int], covariance: str, length_scale: float | jax.Array) -> jax.Array:
-    """Correlation matrix of the h*w positions of a filter, row-major, distances in pixels.
-
-    :param window: (h, w).
-    :param covariance: a name of ``COVARIANCES``.
-    :param length_scale: in pixels.
-    :return: (h*w, h*w) with unit diagonal.
-    :raises ValueError: for an unknown covariance.
-
-    >>> filter_covariance((1, 2), "matern12", 1.0).round(2).tolist()
-    [[1.0, 0.3700000047683716], [0.3700000047683716, 1.0]]
-    """
-    if covariance not in COVARIANCES:
-        raise unknown_name("priors.filter_covariance", "covariance", covariance, COVARIANCES)
+    """Correlation matrix (h*w, h*w) of the positions of a filter, row-major, distances in pixels."""
+    check_choice("priors.filter_covariance", "covariance", covariance, COVARIANCES)
     grid = jnp.stack(jnp.meshgrid(*(jnp.arange(n) for n in window), indexing="ij"), axis=-1).reshape(-1, 2)
     squared = jnp.sum((grid[:, None] - grid[None]) ** 2, axis=-1)
     return COVARIANCES[covariance](jnp.sqrt(squared) / length_scale)
@@ -80,17 +68,17 @@ class _CholeskyFilter(Transform):
 
 @dataclass(frozen=True)
 class GPFilters(Prior):
-    """Spatially correlated filters: for every pair of channels w[:, :, i, o] ~ N(0, (a^2 / fan_in) K).
+    """Smooth convolution filters, a Gaussian process over pixels: w[:, :, i, o] ~ N(0, (a^2 / fan_in) K).
 
-    ``K[p, p'] = k(|p - p'| / l)`` over the grid of the filter, shared by all channels. Every other parameter
-    (dense kernels, biases, gains) gets ``other``.
+    ``K[p, p'] = k(|p - p'| / l)`` over the grid of the filter, the same for every pair of channels. Every other
+    parameter (dense kernels, biases, gains) gets ``other``.
 
     :param amplitude: a, a number, or a distribution on (0, inf) (then site ``<kernel>_amplitude``).
     :param length_scale: l in pixels, a number, or a distribution (then site ``<kernel>_length_scale``).
     :param covariance: ``"rbf"``, ``"matern12"``, ``"matern32"`` or ``"matern52"``.
     :param other: prior of all other parameters; by default ``Normal`` with the ``fan_in_scaling``, ``bias_scale``
-        and ``gain_scale`` given here, which are not used where ``other`` is given.
-    :param jitter: relative variance added on the diagonal; the RBF matrix of a wide length scale is singular.
+        and ``gain_scale`` given here, which ``other`` replaces.
+    :param jitter: relative variance added to the diagonal; with a long length scale the RBF matrix is singular.
     :param centered: sample w itself instead of independent normals.
 
     Reference: Fortuin et al. (2022), section 3.2; Rasmussen & Williams (2006), equations 4.9-4.17.
@@ -100,6 +88,7 @@ class GPFilters(Prior):
     (3, 3, 1, 4)
     """
 
+    positive: ClassVar = ("amplitude", "length_scale", "jitter")
     amplitude: float | dist.Distribution = 1.0
     length_scale: float | dist.Distribution = 1.0
     covariance: str = "rbf"
@@ -109,28 +98,20 @@ class GPFilters(Prior):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, amplitude=self.amplitude, length_scale=self.length_scale, jitter=self.jitter)
-        if self.covariance not in COVARIANCES:
-            raise unknown_name("priors.GPFilters", "covariance", self.covariance, COVARIANCES)
+        check_choice("priors.GPFilters", "covariance", self.covariance, COVARIANCES)
         if not (self.other is None or isinstance(self.other, Prior)):
-            raise argument_error(
-                "priors.GPFilters", "other", self.other, "Pass a prior such as `priors.Normal()`.", TypeError
-            )
+            instead = "Pass a prior such as `priors.Normal()`."
+            raise argument_error("priors.GPFilters", "other", self.other, instead, TypeError)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         if len(shape) != 4:
             return self._other(name, shape)
         if not inputs_first(name):
-            raise argument_error(
-                "priors.GPFilters",
-                "name",
-                repr(name),
-                "It takes Flax kernels (h, w, in, out), not Equinox ones.",
-            )
+            instead = "It takes Flax kernels (h, w, in, out), not Equinox ones."
+            raise argument_error("priors.GPFilters", "name", repr(name), instead)
         amplitude = _value(f"{name}_amplitude", self.amplitude)
-        correlation = filter_covariance(
-            shape[:2], self.covariance, _value(f"{name}_length_scale", self.length_scale)
-        )
+        length_scale = _value(f"{name}_length_scale", self.length_scale)
+        correlation = filter_covariance(shape[:2], self.covariance, length_scale)
         count = correlation.shape[0]
         # The diagonal stays 1, so that the variance of a weight is the one asked for.
         correlation = (correlation + self.jitter * jnp.eye(count)) / (1 + self.jitter)
@@ -143,7 +124,7 @@ class GPFilters(Prior):
     def bias(self, name: str, shape: Shape) -> dist.Distribution:
         return self._other(name, shape)
 
-    def scale(self, name: str, shape: Shape) -> dist.Distribution:
+    def gain(self, name: str, shape: Shape) -> dist.Distribution:
         return self._other(name, shape)
 
     def _other(self, name: str, shape: Shape) -> dist.Distribution:

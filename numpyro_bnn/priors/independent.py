@@ -1,22 +1,24 @@
-"""Independent priors of one scale: Normal, Laplace, Student t."""
+"""Independent priors of fixed scale: normal, Laplace, Student t, and a mixture of two normals."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+import jax.numpy as jnp
 import numpyro.distributions as dist
 
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.nn import Shape
-from numpyro_bnn.priors.base import Prior, check_positive
-
-__all__ = ["Laplace", "Normal", "StudentT"]
+from numpyro_bnn.priors.base import Prior
 
 
 @dataclass(frozen=True)
 class Normal(Prior):
-    """Independent normal weights: w ~ N(0, sd^2 / fan_in).
+    """Independent normal weights: w ~ N(0, scale^2 / fan_in).
 
-    The prior whose wide limit is the Gaussian process of the network.
+    As layers get wide the prior over functions becomes a Gaussian process.
 
-    :param sd: sd of a weight times sqrt(fan_in); ``2 ** 0.5`` keeps the variance through ReLU layers.
+    :param scale: standard deviation of a weight times sqrt(fan_in); ``2 ** 0.5`` keeps the variance through ReLU
+        layers.
 
     Reference: Neal (1996), *Bayesian Learning for Neural Networks*, section 2.1.
 
@@ -24,23 +26,20 @@ class Normal(Prior):
     0.5
     """
 
-    sd: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, sd=self.sd)
+    positive: ClassVar = ("scale",)
+    scale: float = 1.0
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        return dist.Normal(0.0, self.sd * self.fan_in_factor(name, shape))
+        return dist.Normal(0.0, self.scale * self.fan_in_factor(name, shape))
 
 
 @dataclass(frozen=True)
 class Laplace(Prior):
-    r"""Independent Laplace weights with sd ``sd / sqrt(fan_in)``.
+    r"""Independent Laplace weights with standard deviation ``scale / sqrt(fan_in)``.
 
-    .. math:: p(w) = \tfrac{1}{2b}\, e^{-|w| / b}, \qquad b = \mathrm{sd} / \sqrt{2\, \mathrm{fan\_in}}
+    .. math:: p(w) = \tfrac{1}{2b}\, e^{-|w| / b}, \qquad b = \mathrm{scale} / \sqrt{2\, \mathrm{fan\_in}}
 
-    :param sd: sd of a weight times sqrt(fan_in), so that it means the same as in :class:`Normal`.
+    :param scale: standard deviation of a weight times sqrt(fan_in), as in :class:`Normal`.
 
     Reference: Williams (1995), *Bayesian regularization and pruning using a Laplace prior*.
 
@@ -48,25 +47,22 @@ class Laplace(Prior):
     True
     """
 
-    sd: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, sd=self.sd)
+    positive: ClassVar = ("scale",)
+    scale: float = 1.0
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        return dist.Laplace(0.0, self.sd / 2**0.5 * self.fan_in_factor(name, shape))
+        return dist.Laplace(0.0, self.scale / 2**0.5 * self.fan_in_factor(name, shape))
 
 
 @dataclass(frozen=True)
 class StudentT(Prior):
-    """Independent Student-t weights with ``df`` degrees of freedom and scale ``width / sqrt(fan_in)``.
+    """Independent, heavy-tailed Student-t weights with ``df`` degrees of freedom and scale ``scale / sqrt(fan_in)``.
 
-    ``width`` is the scale of the t distribution, not its sd: that is width sqrt(df / (df - 2)) for df > 2 and
-    infinite otherwise.
+    ``scale`` is the scale of the t distribution. Its standard deviation is scale sqrt(df / (df - 2)) for df > 2
+    and infinite otherwise.
 
-    :param df: degrees of freedom; small ones have heavy tails.
-    :param width: scale of a weight times sqrt(fan_in).
+    :param df: degrees of freedom; the smaller, the heavier the tails.
+    :param scale: scale of a weight times sqrt(fan_in).
 
     Reference: Fortuin et al. (2022), *Bayesian neural network priors revisited*, section 3.
 
@@ -74,12 +70,52 @@ class StudentT(Prior):
     0.5
     """
 
+    positive: ClassVar = ("df", "scale")
     df: float = 3.0
-    width: float = 1.0
+    scale: float = 1.0
+
+    def kernel(self, name: str, shape: Shape) -> dist.Distribution:
+        return dist.StudentT(self.df, 0.0, self.scale * self.fan_in_factor(name, shape))
+
+
+@dataclass(frozen=True)
+class ScaleMixture(Prior):
+    """Mixture of a wide and a narrow normal: w ~ weight N(0, wide_scale^2) + (1 - weight) N(0, narrow_scale^2).
+
+    The prior of Bayes by Backprop. It applies to kernels and biases alike, and by default without fan-in scaling, as
+    published; ``bias_scale`` is not used.
+
+    :param weight: probability of the wide component.
+    :param wide_scale: standard deviation of the wide component.
+    :param narrow_scale: standard deviation of the narrow component.
+
+    Reference: Blundell et al. (2015), equation 7.
+
+    >>> prior = ScaleMixture(weight=0.25, wide_scale=1.0, narrow_scale=0.1)("Dense_0.kernel", (4, 1))
+    >>> round(float(prior.variance), 4)
+    0.2575
+    """
+
+    positive: ClassVar = ("weight", "wide_scale", "narrow_scale")
+    weight: float = 0.5
+    wide_scale: float = 1.0
+    narrow_scale: float = 0.0025
+    # Keyword-only here too: otherwise it would become the first positional argument.
+    fan_in_scaling: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, df=self.df, width=self.width)
+        if not self.weight < 1:
+            instead = "Pass a probability inside (0, 1)."
+            raise argument_error("priors.ScaleMixture", "weight", self.weight, instead)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        return dist.StudentT(self.df, 0.0, self.width * self.fan_in_factor(name, shape))
+        return self._mixture(self.fan_in_factor(name, shape))
+
+    def bias(self, name: str, shape: Shape) -> dist.Distribution:
+        return self._mixture(1.0)
+
+    def _mixture(self, factor: float) -> dist.Distribution:
+        scales = jnp.array([self.wide_scale, self.narrow_scale]) * factor
+        weights = dist.Categorical(probs=jnp.array([self.weight, 1 - self.weight]))
+        return dist.MixtureSameFamily(weights, dist.Normal(0.0, scales))

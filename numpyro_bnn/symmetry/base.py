@@ -2,47 +2,83 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import fields, replace
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.symmetry.parts import Part, Values
 
-__all__ = ["OnElements", "Symmetry", "as_parts", "as_symmetries"]
-
-Self = TypeVar("Self", bound="Symmetry")
+Values = dict[str, jax.Array]
 
 
-def as_parts(call: str, argument: str, value: Any) -> tuple[Part, ...]:
-    """Parts from site names, ``(site, axis)`` pairs or parts."""
-    if isinstance(value, str | Part):
+class UnitAxis(NamedTuple):
+    """The axis of a site that runs over units: one number per unit acts on all elements of that unit.
+
+    :param site: name of the sample site, e.g. ``"net/Dense_0.kernel"``.
+    :param axis: axis of the site that runs over the units; ``None`` if one number moves the whole site.
+    :param repeats: how often the units are repeated along the axis (behind ``Flatten``), the unit running fastest.
+    """
+
+    site: str
+    axis: int | None = None
+    repeats: int = 1
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        """Number of units U of a site of ``shape``."""
+        return 1 if self.axis is None else shape[self.axis] // self.repeats
+
+    def per_unit(self, shape: tuple[int, ...]) -> int:
+        """Number of elements that belong to each unit."""
+        return prod(shape) // self.units(shape)
+
+    def over_units(self, elements: jax.Array) -> jax.Array:
+        """Sum over the elements of each unit: (U,)."""
+        if self.axis is None:
+            return jnp.sum(elements)[None]
+        rows = jnp.moveaxis(elements, self.axis, -1).reshape((-1, self.units(elements.shape)))
+        return jnp.sum(rows, axis=0)
+
+    def by_element(self, numbers: jax.Array, ndim: int) -> jax.Array:
+        """Numbers (U,) in a shape that broadcasts against the site."""
+        if self.axis is None:
+            return numbers.reshape((1,) * ndim)
+        along = jnp.tile(numbers, self.repeats)
+        return jnp.expand_dims(along, tuple(i for i in range(ndim) if i != self.axis % ndim))
+
+    def permuted(self, value: jax.Array, order: jax.Array) -> jax.Array:
+        """The site with its units in another order (U,)."""
+        if self.axis is None:
+            return value
+        units = order.shape[0]
+        index = (jnp.arange(self.repeats)[:, None] * units + order[None, :]).reshape(-1)
+        return jnp.take(value, index, axis=self.axis)
+
+
+def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
+    """Unit axes from site names and ``(site, axis)`` or ``(site, axis, repeats)`` tuples."""
+    if isinstance(value, str | UnitAxis):
         value = [value]
     if not isinstance(value, Iterable):
         value = [None]
-    parts = []
+    axes = []
     for entry in value:
         if isinstance(entry, str):
-            entry = Part(entry)
+            axes.append(UnitAxis(entry))
         elif isinstance(entry, tuple) and 2 <= len(entry) <= 3 and isinstance(entry[0], str):
-            entry = Part(*entry)
+            axes.append(UnitAxis(*entry))
         else:
-            raise argument_error(
-                call,
-                argument,
-                entry,
-                'Write a site, or a pair of site and axis, e.g. `("net/Dense_0.kernel", 1)`.',
-            )
-        parts.append(entry)
-    if not parts:
+            instead = 'Write a site, or a pair of site and axis, e.g. `("net/Dense_0.kernel", 1)`.'
+            raise argument_error(call, argument, entry, instead)
+    if not axes:
         raise argument_error(call, argument, "nothing", "Name at least one site.")
-    return tuple(parts)
+    return tuple(axes)
 
 
 class Symmetry(ABC):
-    r"""Base of the symmetries: a group acting on constrained values of sites, one element per unit.
+    r"""Base class of the symmetries: a group acting on constrained values of sites, one element per unit.
 
     A symmetry is a frozen dataclass that names sites. A group element is an array whose leading axis runs over the
     units U; :meth:`act` applies it, :meth:`log_det` gives log|det| of that map. Along the orbit of a point the
@@ -61,22 +97,22 @@ class Symmetry(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
-        """All parts it touches."""
+    def unit_axes(self) -> tuple[UnitAxis, ...]:
+        """The sites it moves, each with the axis that runs over the units."""
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Names of the sites it touches."""
-        return tuple(part.site for part in self.parts)
+        """Names of the sites it moves."""
+        return tuple(axis.site for axis in self.unit_axes)
 
     @property
     def name(self) -> str:
         """Short name for tables: kind and first site."""
-        return f"{type(self).__name__}({self.parts[0].site})"
+        return f"{type(self).__name__}({self.unit_axes[0].site})"
 
     @abstractmethod
     def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        """Values of the touched sites after the group element ``g`` (U,) has acted."""
+        """Values of its sites after the group element ``g`` (U,) has acted."""
 
     @abstractmethod
     def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
@@ -87,42 +123,34 @@ class Symmetry(ABC):
         """A group element far from the identity, to test invariance with."""
 
     def units(self, values: Mapping[str, Any]) -> int:
-        """Number of units U; refuses parts that disagree.
+        """Number of units U.
 
-        :raises ValueError: if a site has no such axis, or parts have different numbers of units.
+        :raises ValueError: if a site has no such axis, or sites have different numbers of units.
         """
+
+        def refuse(got: str, instead: str) -> None:
+            raise argument_error(f"symmetry.{type(self).__name__}", "unit_axes", got, instead)
+
         counts = {}
-        for part in self.parts:
-            shape = jnp.shape(values[part.site])
-            if part.axis is not None and not -len(shape) <= part.axis < len(shape):
-                raise argument_error(
-                    f"symmetry.{type(self).__name__}",
-                    "parts",
-                    f"axis {part.axis} of site {part.site!r} of shape {shape}",
-                    "Count the axes of the site.",
-                )
-            if part.axis is not None and shape[part.axis] % part.repeats:
-                raise argument_error(
-                    f"symmetry.{type(self).__name__}",
-                    "parts",
-                    f"{part} of shape {shape}",
-                    "Repeats must divide it.",
-                )
-            counts[part.site] = part.units(shape)
+        for entry in self.unit_axes:
+            site, axis, repeats = entry
+            shape = jnp.shape(values[site])
+            if axis is not None and not -len(shape) <= axis < len(shape):
+                refuse(f"axis {axis} of site {site!r} of shape {shape}", "Count the axes of the site.")
+            if axis is not None and shape[axis] % repeats:
+                refuse(f"{entry} of shape {shape}", "Repeats must divide the length of the axis.")
+            counts[site] = entry.units(shape)
         if len(set(counts.values())) > 1:
-            raise argument_error(
-                f"symmetry.{type(self).__name__}",
-                "parts",
-                f"units by site {counts}",
-                "All parts must have one number of units along their axes.",
+            refuse(
+                f"units by site {counts}", "All sites must have the same number of units along their axes."
             )
         return next(iter(counts.values()))
 
-    def rename(self: Self, names: Mapping[str, str]) -> Self:
+    def rename(self, names: Mapping[str, str]) -> Self:
         """The symmetry with other site names."""
 
         def renamed(value: Any) -> Any:
-            if isinstance(value, Part):
+            if isinstance(value, UnitAxis):
                 return value._replace(site=names.get(value.site, value.site))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else value
 
@@ -130,51 +158,13 @@ class Symmetry(ABC):
         return replace(self, **changed)  # type: ignore[type-var]
 
 
-@dataclass(frozen=True)
-class OnElements(Symmetry):
-    """A group that does the same to every element of a unit, and keeps volumes: shifts, signs, orders.
-
-    :param elements: sites, (site, axis) pairs or parts; the axis runs over the units.
-    """
-
-    elements: Any
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "elements", as_parts(f"symmetry.{type(self).__name__}", "elements", self.elements)
-        )
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.elements
-
-    @abstractmethod
-    def on_part(self, part: Part, value: jax.Array, g: jax.Array) -> jax.Array:
-        """The value of one part after ``g`` (U,) has acted."""
-
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        moved: Values = {}
-        for part in self.elements:
-            moved[part.site] = self.on_part(part, moved.get(part.site, values[part.site]), g)
-        return moved
-
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
-        return jnp.zeros(g.shape)
-
-
 def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
-    """One symmetry or several, as a tuple.
-
-    :raises TypeError: for anything else among them.
-    """
+    """One symmetry or several, as a tuple; refuse anything else."""
     given = (symmetries,) if isinstance(symmetries, Symmetry) else tuple(symmetries)
     for symmetry in given:
         if not isinstance(symmetry, Symmetry):
-            raise argument_error(
-                call,
-                "symmetries",
-                symmetry,
-                "Pass symmetries such as `symmetry.Scale(...)`, or what `symmetry.find(model, ...)` gives.",
-                TypeError,
+            instead = (
+                "Pass symmetries such as `symmetry.Scale(...)`, or those of `symmetry.find(model, ...)`."
             )
+            raise argument_error(call, "symmetries", symmetry, instead, TypeError)
     return given

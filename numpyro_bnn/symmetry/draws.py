@@ -1,4 +1,4 @@
-"""Posterior draws of parameters, and the gauge of the continuous groups."""
+"""Posterior draws of parameters: the gauge of the continuous groups, and summaries along and across the orbits."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
-from numpyro_bnn.symmetry.additive import Shift
-from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
-from numpyro_bnn.symmetry.parts import Part
-from numpyro_bnn.symmetry.scaling import Multiplicative, Rescale, Scale
-
-__all__ = ["Points", "act", "by_unit", "in_gauge", "mean", "norms", "read"]
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
+from numpyro_bnn.symmetry.groups import (
+    JointRescale,
+    JointScale,
+    Multiplicative,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+)
 
 # Site -> (n, *shape) in float64, with n draws of all chains.
 Points = dict[str, np.ndarray]
@@ -25,7 +29,7 @@ def read(
 ) -> tuple[Points, list[Symmetry], tuple[int, ...]]:
     """Points of the sites that symmetries touch, the symmetries with the names of the draws, and (C, S).
 
-    A site ``net/Dense_0.kernel`` is found under the name ``net.Dense_0.kernel`` that it has in files, too.
+    A site ``net/Dense_0.kernel`` may also have the name ``net.Dense_0.kernel``, as in files.
     """
     renamed = [
         s.rename({site: _stored(call, site, draws) for site in s.sites})
@@ -39,12 +43,8 @@ def read(
         sizes[site] = value.shape[:leading]
         points[site] = value.reshape((prod(value.shape[:leading]), *value.shape[leading:]))
     if len(set(sizes.values())) > 1 or any(len(size) < leading for size in sizes.values()):
-        raise argument_error(
-            call,
-            "draws",
-            f"leading axes {sizes}",
-            "Pass arrays (chains, draws, ...), e.g. `mcmc.get_samples(group_by_chain=True)`.",
-        )
+        instead = "Pass arrays (chains, draws, ...), e.g. `mcmc.get_samples(group_by_chain=True)`."
+        raise argument_error(call, "draws", f"leading axes {sizes}", instead)
     for s in renamed:
         s.units({site: value[0] for site, value in points.items()})
     return points, renamed, next(iter(sizes.values()), ())
@@ -63,52 +63,146 @@ def act(s: Symmetry, points: Points, g: np.ndarray) -> Points:
     return {**points, **{site: np.asarray(v) for site, v in jax.vmap(s.act)(touched, jnp.asarray(g)).items()}}
 
 
-def by_unit(part: Part, value: np.ndarray) -> np.ndarray:
+def by_unit(axis: UnitAxis, value: np.ndarray) -> np.ndarray:
     """Elements of each unit: (n, U, elements)."""
-    if part.axis is None:
+    if axis.axis is None:
         return value.reshape((len(value), 1, -1))
-    units = part.units(value.shape[1:])
-    along = np.moveaxis(value, part.axis % (value.ndim - 1) + 1, -1)
+    units = axis.units(value.shape[1:])
+    along = np.moveaxis(value, axis.axis % (value.ndim - 1) + 1, -1)
     return np.swapaxes(along.reshape((len(value), -1, units)), 1, 2)
 
 
-def norms(parts: Sequence[Part], points: Points) -> np.ndarray:
+def norms(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
     """Euclidean norm of the elements of each unit: (n, U)."""
-    return np.sqrt(sum(np.sum(by_unit(part, points[part.site]) ** 2, -1) for part in parts))
+    return np.sqrt(sum(np.sum(by_unit(axis, points[axis.site]) ** 2, -1) for axis in axes))
 
 
 def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
     """Bring shifts to mean 0, then scales to their norm; the result is constant on the orbits of these groups."""
     for s in symmetries:
         if isinstance(s, Shift):
-            points = act(s, points, -mean(s.parts, points))
+            points = act(s, points, -mean(s.unit_axes, points))
     waiting: list[Multiplicative] = [s for s in symmetries if isinstance(s, Scale | Rescale)]
     while waiting:
-        s, parts = _next(waiting)
+        s, axes = _next(waiting)
         waiting.remove(s)
-        norm = norms(parts, points)
-        size = sum(part.per_unit(points[part.site].shape[1:]) for part in parts)
+        norm = norms(axes, points)
+        size = sum(axis.per_unit(points[axis.site].shape[1:]) for axis in axes)
+        log_norm = np.log(np.where(norm > 0.0, norm, 1.0))
         # A unit whose elements are all 0 has no scale.
-        points = act(
-            s, points, np.where(norm > 0.0, 0.5 * np.log(size) - np.log(np.where(norm > 0.0, norm, 1.0)), 0.0)
-        )
+        points = act(s, points, np.where(norm > 0.0, 0.5 * np.log(size) - log_norm, 0.0))
     return points
 
 
-def mean(parts: Sequence[Part], points: Points) -> np.ndarray:
-    elements = np.concatenate([by_unit(part, points[part.site]) for part in parts], -1)
+def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
+    elements = np.concatenate([by_unit(axis, points[axis.site]) for axis in axes], -1)
     return np.mean(elements, -1)
 
 
-def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[Part]]:
-    """A symmetry whose norm the others leave alone, and the parts that they leave alone.
+def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitAxis]]:
+    """A symmetry whose norm no other changes, and its sites that no other changes.
 
-    What a unit reads is scaled when an earlier layer is; in a residual stream the blocks write to what they read.
+    Rescaling a layer changes the incoming weights of the next; in a residual stream blocks write to what they read.
     """
     for s in waiting:
         touched = {site for other in waiting if other is not s for site in other.sites}
-        touched |= {part.site for part, power in s.powers if power < 0}
-        free = [part for part, power in s.powers if power > 0 and part.site not in touched]
+        touched |= {axis.site for axis, power in s.powers if power < 0}
+        free = [axis for axis, power in s.powers if power > 0 and axis.site not in touched]
         if free:
             return s, free
-    return waiting[0], [part for part, power in waiting[0].powers if power > 0]
+    return waiting[0], [axis for axis, power in waiting[0].powers if power > 0]
+
+
+# -- summaries -----------------------------------------------------------------------------------------
+
+
+def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
+    r"""Summaries of units that no symmetry changes, so that their R-hat and ESS mean something without relabeling.
+
+    They are computed in the gauge of the scales and shifts (see :func:`~numpyro_bnn.symmetry.canonical`), so that
+    each is invariant under all the symmetries together, signs included.
+
+    - :class:`Rescale`: the effective scale of a unit, :math:`|w_{in}|\,|w_{out}|`.
+    - :class:`Scale`: only the direction u of the weights matters; the effective number of weights
+      :math:`(\sum_i u_i^2)^2 / \sum_i u_i^4`, from 1 (a single weight) to d (all of one size).
+    - :class:`Permutation`: the norm of everything that writes to or reads a unit.
+
+    Where a :class:`Permutation` moves the units, they are sorted in each draw, largest first.
+
+    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
+    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
+    :return: name of the symmetry -> (C, S, U).
+    :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
+
+    >>> draws = {"w": np.array([[[[2.0, 3.0]]]]), "v": np.array([[[[5.0], [7.0]]]])}
+    >>> invariants(draws, [Rescale([("w", 1)], [("v", 0)])])["Rescale(w)"].round(6).tolist()
+    [[[10.0, 21.0]]]
+    """
+    points, symmetries, size = read("symmetry.invariants", draws, symmetries)
+    orders = [s for s in symmetries if isinstance(s, Permutation)]
+    found: dict[str, np.ndarray] = {}
+    with jax.enable_x64(True):
+        points = in_gauge(symmetries, points)
+    for s in symmetries:
+        summary = _invariant(s, points)
+        if summary is not None:
+            if any(set(s.unit_axes) & set(order.unit_axes) for order in orders):
+                summary = -np.sort(-summary, -1)
+            found[_name(s, found)] = summary.reshape((*size, -1))
+    return found
+
+
+def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
+    r"""Where on its orbit each draw lies: the coordinates that gradient samplers mix badly and orbit moves mix.
+
+    - :class:`Scale`: :math:`\log|w|`.
+    - :class:`Rescale`: :math:`\log(|w_{in}| / |w_{out}|)`.
+    - :class:`JointScale`: log of the scale, in the units of the weights (of a precision, minus half its log).
+    - :class:`JointRescale`: mean log of its scales, each over its power.
+    - :class:`Shift`: mean of the elements.
+
+    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
+    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``; finite groups have no coordinate.
+    :return: name of the symmetry -> (C, S, U).
+    :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
+
+    >>> draws = {"w": np.array([[[3.0, 4.0]]])}
+    >>> np.exp(orbit_coordinates(draws, [Scale("w")])["Scale(w)"]).round(6).tolist()
+    [[[5.0]]]
+    """
+    points, symmetries, size = read("symmetry.orbit_coordinates", draws, symmetries)
+    found: dict[str, np.ndarray] = {}
+    for s in symmetries:
+        coordinate = _coordinate(s, points)
+        if coordinate is not None:
+            found[_name(s, found)] = coordinate.reshape((*size, -1))
+    return found
+
+
+def _name(s: Symmetry, taken: Mapping[str, Any]) -> str:
+    """The name of the symmetry, with its last site if another has the same name."""
+    return s.name if s.name not in taken else f"{s.name[:-1]}, {s.sites[-1]})"
+
+
+def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:
+    if isinstance(s, Rescale):
+        return norms(s.incoming, points) * norms(s.outgoing, points)
+    if isinstance(s, Permutation):
+        return norms(s.unit_axes, points)
+    if isinstance(s, Scale):
+        squares = np.concatenate([by_unit(axis, points[axis.site]) ** 2 for axis in s.unit_axes], -1)
+        return np.sum(squares, -1) ** 2 / np.sum(squares**2, -1)
+    return None
+
+
+def _coordinate(s: Symmetry, points: Points) -> np.ndarray | None:
+    with np.errstate(divide="ignore"):  # weights that are all 0 lie at -infinity
+        if isinstance(s, Scale):
+            return np.log(norms(s.unit_axes, points))
+        if isinstance(s, Rescale):
+            return np.log(norms(s.incoming, points)) - np.log(norms(s.outgoing, points))
+        if isinstance(s, JointScale | JointRescale):
+            scales = s.scales if isinstance(s, JointRescale) else ((s.scale[0], s.power),)
+            logs = [np.log(by_unit(axis, points[axis.site])[:, 0]) / power for axis, power in scales]
+            return np.mean(np.concatenate(logs, -1), -1, keepdims=True)
+    return mean(s.unit_axes, points) if isinstance(s, Shift) else None

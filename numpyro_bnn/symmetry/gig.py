@@ -1,4 +1,4 @@
-"""Exact draws from the generalized inverse Gaussian law, on the log scale."""
+"""Exact draws from the generalized inverse Gaussian distribution, on the log scale."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-
-__all__ = ["log_gig"]
 
 # Candidates per draw and round: all lanes wait for the slowest, and with 4 candidates a second round is rare.
 CANDIDATES = 4
@@ -67,7 +65,7 @@ def _candidates(rng_key: jax.Array, shape: _Shape, envelope: _Envelope) -> tuple
     """Draws from the envelope and whether they are accepted: (CANDIDATES, ...)."""
     left, right, left_tail, right_tail = envelope
     u, w = jax.random.uniform(rng_key, (2, CANDIDATES, *left.shape), left.dtype)
-    # The pieces one after the other, the left tail mirrored: u falls into one of them, and tells where in it.
+    # The pieces one after the other, the left tail mirrored: u says which of them, and where in it.
     u = u * envelope.area - (left + right)
     on_left = u >= right_tail
     length = jnp.where(on_left, left_tail, right_tail)
@@ -91,21 +89,11 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
 
     which is drawn by rejection from a uniform middle piece with two exponential tails. All lanes are drawn together;
     a lane accepts about 0.7 to 0.9 of its candidates whatever the parameters, on the log scale nothing overflows,
-    and p may have any sign. b = 0 with p > 0 is the gamma law, a = 0 with p < 0 the inverse gamma law.
-
-    :param rng_key: random key.
-    :param p: order; any shape, broadcast with the others.
-    :param a: rate of t, at least 0.
-    :param b: rate of 1 / t, at least 0.
-    :return: draws of log t in the common shape; NaN where the density cannot be normalized or a parameter is NaN.
+    and p may have any sign. b = 0 with p > 0 gives a gamma, a = 0 with p < 0 an inverse gamma distribution.
+    The result has the common shape of the parameters; NaN where the density cannot be normalized.
 
     Reference: Devroye (2014), "Random variate generation for the generalized inverse Gaussian distribution",
     Statistics and Computing 24, section 4.
-
-    >>> import jax
-    >>> x = log_gig(jax.random.key(0), 1.5, jnp.full(10_000, 3.0), 0.0)
-    >>> round(float(jnp.exp(x).mean()), 1)  # gamma: 2 p / a
-    1.0
     """
     dtype = jnp.result_type(p, a, b, float)
     p, a, b = jnp.broadcast_arrays(*(jnp.asarray(value, dtype) for value in (p, a, b)))
@@ -113,7 +101,7 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     high = jnp.hypot(order, root) + order
     shape = _Shape(root * (root / high), order)
     envelope = _envelope(shape)
-    # A density that cannot be normalized, or no density at all: such a lane would never accept.
+    # Lanes whose density cannot be normalized would never accept.
     proper = ((a > 0.0) | (p < 0.0)) & ((b > 0.0) | (p > 0.0)) & jnp.isfinite(a + b)
     proper &= (envelope.area > 0.0) & jnp.isfinite(envelope.area)
 
@@ -130,6 +118,6 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
         return key, x, done
 
     _, x, _ = lax.while_loop(unfinished, draw, (rng_key, jnp.zeros_like(p), ~proper))
-    # With p < 0, 1 / t has the law of order -p with a and b exchanged.
+    # With p < 0, 1 / t is generalized inverse Gaussian of order -p with a and b exchanged.
     mode = jnp.where(p < 0.0, jnp.log(b) - jnp.log(high), jnp.log(high) - jnp.log(a))
     return jnp.where(proper, mode + jnp.where(p < 0.0, -x, x), jnp.nan)

@@ -1,155 +1,309 @@
-"""Draws along the orbits: exact where the conditional is known, Metropolis-Hastings elsewhere."""
+"""Moves along the orbits of a symmetry: planned once from a trace, drawn exactly or by Metropolis-Hastings."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax, random
 
-from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn.symmetry.base import Symmetry, Values
 from numpyro_bnn.symmetry.gig import log_gig
-from numpyro_bnn.symmetry.parts import Values
-from numpyro_bnn.symmetry.plan import Method, Plan
-from numpyro_bnn.symmetry.prior import Prior, as_normal
-from numpyro_bnn.symmetry.ratio import independent_draw, log_ratio
-from numpyro_bnn.symmetry.scaling import Multiplicative
+from numpyro_bnn.symmetry.groups import (
+    JointScale,
+    Multiplicative,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+    SignFlip,
+)
+from numpyro_bnn.symmetry.model_info import (
+    ModelInfo,
+    PriorProgram,
+    as_normal,
+    elementwise,
+    in_latent,
+    model_info,
+)
 
-__all__ = ["EXACT", "move"]
-
-STEPS = 5  # of a random walk with one unit
+Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
 EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior", "scale prior", "order"})
+# What an independent proposal becomes if it is always accepted.
+ALWAYS_ACCEPTED: dict[str, Method] = {"hyperprior": "scale prior", "shuffle": "order"}
+STEPS = 5  # of a random walk with one unit
+
+
+class Plan(NamedTuple):
+    """How to move along the orbits of a symmetry on the latent sites of a model.
+
+    :param symmetry: with the names of the latent sites.
+    :param method: exact draws: ``"gig"`` (chi and generalized inverse Gaussian), ``"normal"``, ``"prior"``,
+        ``"scale prior"`` (the hyperprior, for weights that are a scale family), ``"order"`` (a uniform order, for
+        exchangeable priors), ``"flip"`` (signs); independent proposals that are corrected: ``"hyperprior"``,
+        ``"shuffle"``; ``"walk"``: Metropolis-Hastings on the group.
+    :param by_unit: whether the prior splits into factors by unit, so that units move independently.
+    :param affected: sites whose log density may change.
+    :param units: number of units U.
+    :param exact: whether the likelihood is left out of the ratio.
+    """
+
+    symmetry: Symmetry
+    method: Method
+    by_unit: bool
+    affected: tuple[str, ...]
+    units: int
+    exact: bool = True
+
+
+def plan(
+    model: Callable,
+    symmetries: Sequence[Symmetry],
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    exact: bool = True,
+) -> tuple[Plan, ...]:
+    """Choose for every symmetry how to move along its orbits; without ``exact`` the likelihood enters every ratio.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> def model():
+    ...     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
+    >>> plan(model, [Scale([("w", 1)])])[0].method
+    'gig'
+    """
+    return plan_in(model_info(model, args, kwargs), symmetries, exact)
+
+
+def plan_in(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
+    """Make the same plans for a model that has been read."""
+    return tuple(_plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries)
+
+
+def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
+    draws, prior = info.draws, info.prior
+    touched = set(symmetry.sites)
+    affected = touched | prior.children(touched)
+    distinct = len(touched) == len(symmetry.unit_axes)
+    logs = jax.eval_shape(prior.elements, draws[0])
+    by_unit = exact and affected == touched and distinct and all(logs[site] is not None for site in touched)
+    free = by_unit and not prior.children(touched)  # the distributions of the moving sites do not change
+    method = _method(symmetry, prior, draws, free)
+    chosen = Plan(symmetry, method, by_unit, tuple(sorted(affected)), symmetry.units(draws[0]), exact)
+    if exact and method in ALWAYS_ACCEPTED and _always_accepted(chosen, prior, draws):
+        return chosen._replace(method=ALWAYS_ACCEPTED[method])
+    return chosen
+
+
+def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
+    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior."""
+
+    @jax.jit
+    def log_correction(rng_key: jax.Array, values: dict) -> jax.Array:
+        orbit = _Orbit(plan._replace(by_unit=False), values, prior)
+        g, proposal = orbit.independent_draw(rng_key)
+        ends = values, {**values, **orbit.moved(g)}
+        size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
+        return (orbit.log_ratio(g)[0] - proposal) / size
+
+    keys = [jax.random.key(i) for i in range(len(draws))]
+    return all(abs(log_correction(key, values)) < 1e-5 for key, values in zip(keys, draws, strict=True))
+
+
+def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool) -> Method:
+    if isinstance(symmetry, SignFlip):
+        return "flip"
+    if isinstance(symmetry, Permutation):
+        return "shuffle"
+    if isinstance(symmetry, JointScale):
+        hyper = symmetry.scale[0].site
+        scalar = jnp.size(draws[0][hyper]) == 1
+        return "hyperprior" if scalar and hyper not in prior.children(set(symmetry.sites)) else "walk"
+    if not free:
+        return "walk"
+    if isinstance(symmetry, Shift) and len(symmetry.unit_axes) == 1:
+        axis = symmetry.unit_axes[0]
+        if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
+            return "prior"
+    locations = [loc for values in draws for loc in _locations(symmetry, prior, values)]
+    if any(loc is None for loc in locations):
+        return "walk"
+    if isinstance(symmetry, Shift):
+        return "normal"
+    centered = all(np.all(np.asarray(loc) == 0) for loc in locations)
+    return "gig" if centered and isinstance(symmetry, Scale | Rescale) else "walk"
+
+
+def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[jax.Array | None]:
+    """Means of normal sites; ``None`` for other families."""
+
+    def locations(values: dict) -> list[jax.Array | None]:
+        fns = prior.distributions(values)
+        normals = [as_normal(fns[site]) for site in symmetry.sites]
+        return [None if normal is None else normal[0] for normal in normals]
+
+    return jax.jit(locations)(values)
+
+
+# -- moves ---------------------------------------------------------------------------------------------
 
 
 def move(
-    plan: Plan, rng_key: jax.Array, values: Mapping[str, jax.Array], prior: Prior, width: jax.Array
+    plan: Plan, rng_key: jax.Array, values: Mapping[str, jax.Array], prior: PriorProgram, width: jax.Array
 ) -> tuple[Values, jax.Array]:
     """One move along the orbits of a symmetry, for all its units.
 
-    :param plan: what to do.
     :param values: constrained values of all latent sites.
     :param prior: the prior of the model for its arguments.
     :param width: standard deviation of the random walk on the group.
-    :return: new values of the touched sites, and the mean acceptance probability.
+    :return: new values of the moved sites, and the mean acceptance probability.
     """
+    orbit = _Orbit(plan, values, prior)
     if plan.method in EXACT:
-        g = _exact(plan, rng_key, values, prior)
-        return plan.symmetry.act(values, g), jnp.ones(())
+        return orbit.moved(orbit.exact_draw(rng_key)), jnp.ones(())
     if plan.method in ("shuffle", "hyperprior"):
-        return _independent(plan, rng_key, values, prior)
+        return _independent(orbit, rng_key)
     if plan.method == "walk" and plan.units == 1:
-        return _walk_on(plan, rng_key, values, prior, width)
+        return _several_steps(orbit, rng_key, width)
     step = _flip if plan.method == "flip" else _walk
     if plan.by_unit or plan.units == 1:
-        every = jnp.ones((plan.units,), bool)
-        return step(plan, rng_key, values, prior, width, every)
-    return _one_by_one(step, plan, rng_key, values, prior, width)
+        return step(orbit, rng_key, width, jnp.ones((plan.units,), bool))
+    return _one_by_one(step, orbit, rng_key, width)
 
 
-# -- exact conditionals -----------------------------------------------------------------------------
+class _Orbit(NamedTuple):
+    """The orbit through a point: where a group element leads, its density, and draws that need no correction."""
 
+    plan: Plan
+    values: Mapping[str, jax.Array]
+    prior: PriorProgram
 
-def _exact(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> jax.Array:
-    symmetry = plan.symmetry
-    if plan.method in ("order", "scale prior"):
-        return independent_draw(plan, rng_key, values, prior)[0]
-    fns = prior.distributions(values)
-    if plan.method == "prior":
-        part = symmetry.parts[0]
-        value = values[part.site]
-        drawn = jnp.broadcast_to(fns[part.site].sample(rng_key), value.shape)
-        return part.over_units(drawn - value)
-    if plan.method == "normal":
-        return _normal_shift(symmetry, rng_key, values, fns)
-    squares = {1.0: jnp.zeros(plan.units), -1.0: jnp.zeros(plan.units)}
-    assert isinstance(symmetry, Multiplicative)
-    for part, power in symmetry.powers:
-        value = values[part.site]
-        normal = as_normal(fns[part.site])
-        assert normal is not None
-        squares[power] = squares[power] + part.over_units((value / normal[1]) ** 2)
-    g = 0.5 * log_gig(rng_key, symmetry.dimension(values) / 2, squares[1.0], squares[-1.0])
-    return jnp.where(jnp.isfinite(g), g, 0.0)  # a unit of zeros has no scale to draw
+    def moved(self, g: jax.Array) -> Values:
+        return self.plan.symmetry.act(self.values, g)
+
+    def log_ratio(self, g: jax.Array) -> jax.Array:
+        """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,)."""
+        there = {**self.values, **self.moved(g)}
+        difference = self._log_density(there) - self._log_density(self.values)
+        jacobian = self.plan.symmetry.log_det(self.values, g)
+        return difference + (jacobian if self.plan.by_unit else jnp.sum(jacobian)[None])
+
+    def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
+        """Log density that a move changes."""
+        plan, prior = self.plan, self.prior
+        if plan.by_unit:
+            fns = prior.distributions(values)
+            axes = plan.symmetry.unit_axes
+            logs = [(axis, elementwise(fns[axis.site], values[axis.site])) for axis in axes]
+            return sum((axis.over_units(log) for axis, log in logs if log is not None), jnp.zeros(plan.units))
+        total = prior.total(values, plan.affected)
+        return (total if plan.exact else total + prior.likelihood(values))[None]
+
+    def independent_draw(self, rng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A group element independent of the place on the orbit, and the log ratio of its density there and here.
+
+        A uniform order of units; or the element that takes a hyper-parameter s to a draw from its prior, whose
+        density with respect to the Haar measure is p(s) s.
+        """
+        symmetry = self.plan.symmetry
+        if not isinstance(symmetry, JointScale):
+            return symmetry.random(rng_key, self.plan.units), jnp.zeros(())
+        site = symmetry.scale[0].site
+        hyperprior, now = self.prior.distributions(self.values)[site], self.values[site]
+        then = jnp.reshape(hyperprior.sample(rng_key), jnp.shape(now))
+        g = (jnp.log(then / now) / symmetry.power).reshape(1)
+        return g, jnp.sum(hyperprior.log_prob(then) + jnp.log(then) - hyperprior.log_prob(now) - jnp.log(now))
+
+    def exact_draw(self, rng_key: jax.Array) -> jax.Array:
+        """A group element from the conditional density on the orbit."""
+        symmetry, method = self.plan.symmetry, self.plan.method
+        if method in ("order", "scale prior"):
+            return self.independent_draw(rng_key)[0]
+        fns = self.prior.distributions(self.values)
+        if method == "prior":
+            axis = symmetry.unit_axes[0]
+            value = self.values[axis.site]
+            return axis.over_units(jnp.broadcast_to(fns[axis.site].sample(rng_key), value.shape) - value)
+        if method == "normal":
+            return _normal_shift(symmetry, rng_key, self.values, fns)
+        squares = {1.0: jnp.zeros(self.plan.units), -1.0: jnp.zeros(self.plan.units)}
+        assert isinstance(symmetry, Multiplicative)
+        for axis, power in symmetry.powers:
+            _, scale = as_normal(fns[axis.site])  # type: ignore[misc]
+            squares[power] = squares[power] + axis.over_units((self.values[axis.site] / scale) ** 2)
+        g = 0.5 * log_gig(rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0])
+        return jnp.where(jnp.isfinite(g), g, 0.0)  # a unit of zeros has no scale to draw
 
 
 def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:
     precision = weighted = jnp.zeros(symmetry.units(values))
-    for part in symmetry.parts:
-        value = values[part.site]
-        loc, scale = as_normal(fns[part.site])  # type: ignore[misc]
-        precision = precision + part.over_units(scale**-2.0)
-        weighted = weighted + part.over_units((value - loc) / scale**2)
+    for axis in symmetry.unit_axes:
+        loc, scale = as_normal(fns[axis.site])  # type: ignore[misc]
+        precision = precision + axis.over_units(scale**-2.0)
+        weighted = weighted + axis.over_units((values[axis.site] - loc) / scale**2)
     noise = random.normal(rng_key, jnp.shape(precision), jnp.result_type(weighted))
     return -weighted / precision + noise / jnp.sqrt(precision)
 
 
-# -- Metropolis-Hastings on the group -----------------------------------------------------------------
+def _independent(orbit: _Orbit, rng_key: jax.Array) -> tuple[Values, jax.Array]:
+    """Propose independently of the place on the orbit."""
+    propose_key, accept_key = random.split(rng_key)
+    g, proposal = orbit.independent_draw(propose_key)
+    ratio = orbit._replace(plan=orbit.plan._replace(by_unit=False)).log_ratio(g) - proposal
+    accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
+    identity = jnp.arange(orbit.plan.units) if orbit.plan.method == "shuffle" else 0.0
+    return orbit.moved(jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
 
 
-def _walk(
-    plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
-) -> tuple[Values, jax.Array]:
+def _walk(orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
+    """A step of the random walk for the moving units."""
     normal_key, uniform_key = random.split(rng_key)
-    size = moving.shape if plan.by_unit else (1,)
+    size = moving.shape if orbit.plan.by_unit else (1,)
     noise = random.normal(normal_key, moving.shape), jnp.log(random.uniform(uniform_key, size))
-    return _step(plan, noise, values, prior, width, moving)
+    return _step(orbit, noise, width, moving)
 
 
-def _step(
-    plan: Plan, noise: tuple, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
-) -> tuple[Values, jax.Array]:
+def _step(orbit: _Orbit, noise: tuple, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, width * noise[0], 0)
-    ratio = log_ratio(plan, values, plan.symmetry.act(values, g), g, prior)
-    accepted = noise[1] < ratio
-    return plan.symmetry.act(values, jnp.where(accepted, g, 0.0)), jnp.mean(_probability(ratio))
+    ratio = orbit.log_ratio(g)
+    return orbit.moved(jnp.where(noise[1] < ratio, g, 0.0)), jnp.mean(_probability(ratio))
 
 
-def _walk_on(
-    plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array
-) -> tuple[Values, jax.Array]:
-    """Several steps: one number at a time costs little, and hyper-parameters gain from long moves."""
+def _several_steps(orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple[Values, jax.Array]:
+    """Several steps of one number: they cost little, and hyper-parameters gain from long moves."""
     normal_key, uniform_key = random.split(rng_key)
     noise = random.normal(normal_key, (STEPS, 1)), jnp.log(random.uniform(uniform_key, (STEPS, 1)))
-    every = jnp.ones((1,), bool)
-
-    def body(moved: Values, noise: tuple) -> tuple[Values, jax.Array]:
-        return _step(plan, noise, {**values, **moved}, prior, width, every)
-
-    start = {site: values[site] for site in dict.fromkeys(plan.symmetry.sites)}
-    moved, accept_prob = lax.scan(body, start, noise)
-    return moved, jnp.mean(accept_prob)
-
-
-def _flip(
-    plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array, moving: jax.Array
-) -> tuple[Values, jax.Array]:
-    g = jnp.where(moving, -1.0, 1.0)
-    probability = jax.nn.sigmoid(log_ratio(plan, values, plan.symmetry.act(values, g), g, prior))
-    flipped = random.bernoulli(rng_key, probability)
-    return plan.symmetry.act(values, jnp.where(flipped, g, 1.0)), jnp.mean(probability)
-
-
-def _independent(plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior) -> tuple[Values, jax.Array]:
-    """Propose without regard to the place on the orbit."""
-    propose_key, accept_key = random.split(rng_key)
-    g, proposal = independent_draw(plan, propose_key, values, prior)
-    ratio = log_ratio(plan._replace(by_unit=False), values, plan.symmetry.act(values, g), g, prior) - proposal
-    accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
-    identity = jnp.arange(plan.units) if plan.method == "shuffle" else 0.0
-    return plan.symmetry.act(values, jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
+    return _scan(orbit, lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)), noise)
 
 
 def _one_by_one(
-    step: Callable, plan: Plan, rng_key: jax.Array, values: Mapping, prior: Prior, width: jax.Array
+    step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array
 ) -> tuple[Values, jax.Array]:
     """Units that share a factor of the density, one after the other."""
+    units = jnp.arange(orbit.plan.units)
 
-    def body(moved: Values, unit: jax.Array) -> tuple[Values, jax.Array]:
-        only = jnp.arange(plan.units) == unit
-        return step(plan, random.fold_in(rng_key, unit), {**values, **moved}, prior, width, only)
+    def move_one(orbit: _Orbit, unit: jax.Array) -> tuple[Values, jax.Array]:
+        return step(orbit, random.fold_in(rng_key, unit), width, units == unit)
 
-    start = {site: values[site] for site in dict.fromkeys(plan.symmetry.sites)}
-    moved, accept_prob = lax.scan(body, start, jnp.arange(plan.units))
+    return _scan(orbit, move_one, units)
+
+
+def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:
+    """Steps one after the other, each from where the last one led."""
+
+    def body(moved: Values, step_input: Any) -> tuple[Values, jax.Array]:
+        return step(orbit._replace(values={**orbit.values, **moved}), step_input)
+
+    start = {site: orbit.values[site] for site in dict.fromkeys(orbit.plan.symmetry.sites)}
+    moved, accept_prob = lax.scan(body, start, inputs)
     return moved, jnp.mean(accept_prob)
+
+
+def _flip(orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
+    g = jnp.where(moving, -1.0, 1.0)
+    probability = jax.nn.sigmoid(orbit.log_ratio(g))
+    flipped = random.bernoulli(rng_key, probability)
+    return orbit.moved(jnp.where(flipped, g, 1.0)), jnp.mean(probability)
 
 
 def _probability(log_ratio: jax.Array) -> jax.Array:

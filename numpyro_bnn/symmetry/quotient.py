@@ -1,7 +1,7 @@
-"""Sampling on the quotient: the sampler works in a gauge, and the orbits are filled in exactly, draw by draw."""
+"""Sampling on the quotient: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -15,36 +15,32 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._plates import full_trace, isolated
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
-from numpyro_bnn.symmetry.checking import check
-from numpyro_bnn.symmetry.moves import move
-from numpyro_bnn.symmetry.plan import Plan, plan_in
-from numpyro_bnn.symmetry.prior import Prior, as_normal
-from numpyro_bnn.symmetry.survey import survey
-
-__all__ = ["quotient"]
+from numpyro_bnn.symmetry.finding import check
+from numpyro_bnn.symmetry.model_info import PriorProgram, as_normal, model_info
+from numpyro_bnn.symmetry.moves import Plan, move, plan_in
 
 
 def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any) -> Callable:
-    r"""The same model with its orbits taken out of the sampler's way.
+    r"""The same model without its symmetries, so that the sampler need not move along them.
 
-    With a symmetry the posterior of the orbits is L(theta) M(theta), M the prior summed over the orbit, and along
-    an orbit the posterior is the prior. So a sampler only needs to find the orbit; where on it a draw lies is
-    decided afterwards by an exact draw from the prior, independently for each draw:
+    Along an orbit the posterior is the prior; the posterior of the orbits is L(theta) M(theta), M the prior summed
+    over the orbit. So a sampler only needs to find the orbit; the place on it is drawn afterwards, exactly, from the
+    prior and independently for each draw:
 
-    - what the likelihood does not see at all and the prior leaves independent is not sampled: hyper-scales of weights
+    - sites that the likelihood ignores and that are independent a priori are not sampled: hyper-scales of weights
       before a normalization (:class:`JointScale`, with :math:`w \sim N(0, I)` in their place), biases before batch
       normalization (:class:`Shift`);
-    - other touched sites are sampled in standard form, ``<site>_gauge``, normal ones as N(0, 1); their orbit
-      coordinate keeps its prior shape given the orbit and stands in for the one that is drawn afterwards (radii of
-      :class:`Scale`, factors of :class:`Rescale`, signs, orders).
+    - the other sites of the symmetries are sampled in standard form, ``<site>_gauge``, normal ones as N(0, 1); the
+      coordinate on the orbit has its prior distribution while sampling, and is replaced by the one drawn afterwards
+      (radii of :class:`Scale`, factors of :class:`Rescale`, signs, orders).
 
-    The original sites come back as deterministic ones, so draws, ``Predictive``, guides and
+    The original sites become deterministic, so draws, ``Predictive``, guides and
     :func:`~numpyro_bnn.to_inference_data` show them as if they had been sampled. The random numbers of the exact
-    draws come from the bits of the draw itself: the model stays a function of its latent sites, and equal draws give
-    equal results.
+    draws are made from the bits of the draw itself: the model stays a function of its latent sites, and equal draws
+    give equal results.
 
     :param model: a NumPyro model. Non-centered priors need nothing more; Gaussian centered ones are standardized.
-    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are measured first, see :func:`check`.
+    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are measured first, as by :func:`check`.
     :param args: positional arguments of the model, with the data.
     :param kwargs: its keyword arguments.
     :return: a model with the signature of ``model``.
@@ -79,7 +75,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
 
 
 class Gauge(NamedTuple):
-    """What is decided once: how to move, what is not sampled, and what has to be computed anew.
+    """Decided once: how to move, which sites are not sampled, and which have to be computed again.
 
     :param plans: moves that fill in the orbits.
     :param removed: latent sites that are not sampled, with the values the sampler's run takes for them.
@@ -96,45 +92,45 @@ class Gauge(NamedTuple):
 
 
 def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
-    found = survey(model, args, kwargs)
-    draws, prior = found.draws, found.prior
-    plans = plan_in(found, symmetries)
-    removed: dict[str, np.ndarray] = {}
-    for entry in plans:
-        removed |= _removed(entry, draws)
+    info = model_info(model, args, kwargs)
+    values, prior = info.draws[0], info.prior
+    plans = plan_in(info, symmetries)
+    removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
-    fns = prior.distributions(draws[0])
+    fns = prior.distributions(values)
     normal = frozenset(site for site in touched if as_normal(fns[site]) is not None)
-    before, after = jax.jit(lambda values: _before_and_after(model, plans, prior, values, args, kwargs))(
-        draws[0]
-    )
+
+    @jax.jit
+    def at_two_points_of_an_orbit(values: dict) -> list[dict[str, jax.Array]]:
+        points = values, _moved(plans, random.key, values, prior)
+        traces = [full_trace(model, point, args, kwargs) for point in points]
+        return [{n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"} for trace in traces]
+
+    before, after = at_two_points_of_an_orbit(values)
     variant = frozenset(name for name in before if not np.allclose(before[name], after[name], 1e-3, 1e-3))
     return Gauge(plans, removed, touched, normal, variant)
 
 
-def _before_and_after(
-    model: Callable, plans: Sequence[Plan], prior: Prior, values: dict, args: tuple, kwargs: Mapping[str, Any]
-) -> list[dict[str, jax.Array]]:
-    """The deterministic sites at two points of an orbit."""
-    moved = dict(values)
-    for i, entry in enumerate(plans):
-        moved |= move(entry, random.key(i), moved, prior, jnp.ones(()))[0]
-    traces = [full_trace(model, point, args, kwargs) for point in (values, moved)]
-    return [{n: s["value"] for n, s in traced.items() if s["type"] == "deterministic"} for traced in traces]
-
-
-def _removed(entry: Plan, draws: Sequence[Mapping]) -> dict[str, np.ndarray]:
+def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
     """Sites that are drawn afterwards from their prior, whatever the sampler does."""
     if entry.method == "prior":
-        return {site: np.zeros(jnp.shape(draws[0][site])) for site in entry.symmetry.sites}
+        return {site: np.zeros(jnp.shape(values[site])) for site in entry.symmetry.sites}
     if entry.method == "scale prior":
         site = entry.symmetry.scale[0].site  # type: ignore[attr-defined]
-        return {site: np.ones(jnp.shape(draws[0][site]))}
+        return {site: np.ones(jnp.shape(values[site]))}
     return {}
 
 
+def _moved(plans: Sequence[Plan], key_of: Callable, values: Mapping, prior: PriorProgram) -> dict:
+    """Values after one move along each symmetry."""
+    values = dict(values)
+    for i, entry in enumerate(plans):
+        values |= move(entry, key_of(i), values, prior, jnp.ones(()))[0]
+    return values
+
+
 class _InGauge(Messenger):
-    """Run a model with the touched sites in the gauge, under other names, and note all its latent values."""
+    """Run a model with the touched sites in the gauge, under other names, and record all its latent values."""
 
     def __init__(self, gauge: Gauge) -> None:
         self.gauge = gauge
@@ -154,9 +150,8 @@ class _InGauge(Messenger):
             msg["_gauged"] = (name, msg["fn"])
             msg["name"] = f"{name}_gauge"
             if name in gauge.normal:
-                shape = msg["fn"].shape()
-                batch = len(msg["fn"].batch_shape)
-                msg["fn"] = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape) - batch)
+                unit = dist.Normal(0.0, 1.0).expand(msg["fn"].shape())
+                msg["fn"] = unit.to_event(msg["fn"].event_dim)
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         # Outer handlers have seen the site of the gauge; the model gets the value it stands for.
@@ -175,10 +170,8 @@ def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs
     values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
     rng_key = key_from(values)
     with isolated():
-        prior = Prior(model, values, args, kwargs)
-        for i, entry in enumerate(gauge.plans):
-            changed, _ = move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))
-            values |= changed
+        prior = PriorProgram(model, values, args, kwargs)
+        values = _moved(gauge.plans, partial(random.fold_in, rng_key), values, prior)
         traced = full_trace(model, values, args, kwargs)
     for name in sorted(gauge.touched):
         numpyro.deterministic(name, values[name])

@@ -1,0 +1,300 @@
+"""Which symmetries a network or a model has: derived from its layers and priors, and measured."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.nn import Layer, Shape
+from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
+from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
+
+SEEDS = (0, 1, 2)
+TOLERANCE = 1e-6
+# How the hyper-sites of the priors drive a weight: w ~ s^power.
+HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
+
+
+def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
+    """Find the symmetries of a model from its random networks and their priors.
+
+    The symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the model, a shift
+    of the class logits if the observation is categorical, and :class:`JointScale` and :class:`JointRescale` for the
+    learned scales of the kernels involved. Each is measured on the model, as :func:`check` does, and left out if it
+    does not hold.
+
+    :param model: a NumPyro model.
+    :param args: its positional arguments, with the data.
+    :param kwargs: its keyword arguments.
+
+    >>> import jax.numpy as jnp
+    >>> from numpyro_bnn import models, nn, priors
+    >>> model = models.regression(nn.MLP([4, 1], "tanh", norm=nn.BatchNorm()), priors.Hierarchical())
+    >>> [s.name for s in find(model, jnp.arange(12.0).reshape(6, 2) ** 2, jnp.ones(6))][:3]
+    ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
+    """
+    sites, draws, _ = model_info(model, args, kwargs)
+    latent = set(draws[0])
+    networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
+    logits = any(site.observed and issubclass(site.family, dist.CategoricalLogits) for site in sites.values())
+    found: list[Symmetry] = []
+    for name, net, input_shape in networks:
+        found += from_network(net, input_shape, name, logits)
+    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
+    measured = _invariance(model, list(dict.fromkeys(found + joint)), args, kwargs)
+    return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+
+
+def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
+    """The same group for a whole layer, with the hyper-sites that drive its kernels."""
+    if isinstance(symmetry, Scale):
+        return [JointScale(symmetry.sites, *entry) for s in symmetry.sites for entry in _driving(s, latent)]
+    if isinstance(symmetry, Rescale):
+        incoming, outgoing = ([axis.site for axis in side] for side in (symmetry.incoming, symmetry.outgoing))
+        scales = [entry for site in incoming for entry in _driving(site, latent)]
+        scales += [(hyper, -power) for site in outgoing for hyper, power in _driving(site, latent)]
+        return [JointRescale(incoming, outgoing, scales)] if scales else []
+    return []
+
+
+def _driving(site: str, latent: set[str]) -> list[tuple[str, float]]:
+    return [(f"{site}_{end}", power) for end, power in HYPER_SITES.items() if f"{site}_{end}" in latent]
+
+
+# -- from the layers of a network ------------------------------------------------------------------------
+
+
+def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool = False) -> list[Symmetry]:
+    """Find the symmetries of a network from its layers.
+
+    - :class:`Scale` and :class:`Shift` of what feeds a normalization,
+    - :class:`Rescale` of positively homogeneous units, through convolutions, pooling and residual streams,
+    - :class:`SignFlip` of units with odd activations, and of a normalized unit with its gain,
+    - :class:`Permutation` of hidden units,
+    - with ``logits`` a common :class:`Shift` of all outputs.
+
+    A layer of your own takes part if it defines :meth:`~numpyro_bnn.nn.Layer.connect`. For the hyper-parameters too,
+    use :func:`find`, which reads a whole model.
+
+    :param net: the specification, e.g. ``nn.MLP([50, 1])``.
+    :param input_shape: shape of one data point.
+    :param name: prefix of the sites, as given to :func:`~numpyro_bnn.random_network`.
+    :param logits: whether the outputs are class logits.
+
+    >>> from numpyro_bnn import nn
+    >>> [s.name for s in from_network(nn.MLP([8, 1], "relu"), (3,))]
+    ['Rescale(net/Dense_0.kernel)', 'Permutation(net/Dense_0.kernel)']
+    >>> [s.name for s in from_network(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
+    ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
+    """
+    if not isinstance(net, Layer):
+        instead = "Pass a specification such as `nn.MLP([50, 1])`."
+        raise argument_error("symmetry.from_network", "net", net, instead, TypeError)
+    wiring = net.wiring(input_shape)
+    kinds = [_scales, _flips, _permutations] + ([_logit_shifts] if logits else [])
+    names = {path: f"{name}/{path}" for path in net.param_shapes(input_shape)}
+    return [symmetry.rename(names) for kind in kinds for symmetry in kind(wiring)]
+
+
+def _axis(wire: Wire, per_layer: bool = False) -> UnitAxis:
+    return UnitAxis(wire.param) if per_layer else UnitAxis(*wire)
+
+
+def _axes(wires: list[Wire], per_layer: bool = False) -> tuple[UnitAxis, ...]:
+    return tuple(dict.fromkeys(_axis(wire, per_layer) for wire in wires))
+
+
+def _is(kind: str, wire: Wire) -> bool:
+    return wire.param.rsplit(".", 1)[-1] == kind
+
+
+def _reaches_far(segment: Segment) -> bool:
+    """Whether a normalization joins its units, so that only one number is free for all of them."""
+    return any(reach != "unit" for reach in segment.norms)
+
+
+def _scales(wiring: Wiring) -> Iterator[Symmetry]:
+    for i in wiring.kept():
+        segment = wiring.segments[i]
+        if segment.fixed or segment.bound or not segment.homogeneous or not segment.writers:
+            continue
+        layer = _reaches_far(segment)
+        if segment.readers:
+            yield Rescale(_axes(segment.writers, layer), _axes(segment.readers, layer))
+        elif segment.norms:
+            yield from _before_normalization(segment, layer)
+
+
+def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
+    """Weights that feed only normalizations: their scale is free, and without an activation between, their mean."""
+    biases = [wire for wire in segment.writers if _is("bias", wire)]
+    factors = [wire for wire in segment.writers if wire not in biases]
+    if not segment.linear:
+        yield Scale(_axes(segment.writers, layer))
+    elif layer:
+        # One factor for the layer; a shift that all units share, from the bias and from every input.
+        yield Scale(_axes(segment.writers, True))
+        for wire in factors:
+            # What an input adds differs by data point and pixel: each must be normalized by itself.
+            if _is("kernel", wire) and segment.pointwise and set(segment.norms) == {"layer"}:
+                yield Shift((UnitAxis(wire.param, wire.axis - 1),))
+        if biases:
+            yield Shift((UnitAxis(biases[0].param),))
+    else:
+        # The mean of each unit is subtracted: a bias has no effect, so only kernels and gains scale.
+        yield Scale(_axes(factors))
+        yield from (Shift(_axes([wire])) for wire in biases)
+
+
+def _flips(wiring: Wiring) -> Iterator[Symmetry]:
+    """Signs of units with odd activations; through a normalization without gain the sign goes on."""
+    for members in _groups(wiring, lambda segment: segment.flipped_with):
+        segments = [wiring.segments[i] for i in members]
+        if any(s.fixed or not s.odd for s in segments) or not any(s.writers for s in segments):
+            continue
+        if any(s.bound and not s.flipped_with for s in segments):
+            continue
+        wires = [wire for s in segments for wire in (*s.writers, *s.readers, *s.gains)]
+        layer = any(map(_reaches_far, segments))
+        axes = Counter(_axis(wire, layer) for wire in wires)
+        # A kernel between flipped layers, or the gain of a flipped output, changes its sign twice.
+        yield SignFlip(tuple(axis for axis, times in axes.items() if times % 2))
+
+
+def _permutations(wiring: Wiring) -> Iterator[Symmetry]:
+    for members in _groups(wiring, lambda segment: segment.before):
+        segments = [wiring.segments[i] for i in members]
+        if any(s.fixed for s in segments) or max(s.units for s in segments) < 2:
+            continue
+        wires = [wire for s in segments for wire in (*s.writers, *s.readers)]
+        if wires:
+            yield Permutation(_axes(wires))
+
+
+def _groups(wiring: Wiring, linked: Callable[[Segment], list[int]]) -> list[list[int]]:
+    """Segments joined by links, in the order of the network."""
+    group = {i: {i} for i in wiring.kept()}
+    for i in wiring.kept():
+        for before in linked(wiring.segments[i]):
+            joined = group[i] | group[wiring.find(before)]
+            group.update(dict.fromkeys(joined, joined))
+    return [sorted(g) for g in dict.fromkeys(map(frozenset, group.values()))]
+
+
+def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
+    """One number added to all outputs: by the bias, and by every input of the last layer."""
+    last = wiring[wiring.output]
+    if not last.linear or last.bound or last.readers or last.norms:
+        return
+    for wire in last.writers:
+        if _is("bias", wire):
+            yield Shift((UnitAxis(wire.param),))
+        elif _is("kernel", wire) and last.pointwise and wiring.output.repeats == 1:
+            yield Shift((UnitAxis(wire.param, wire.axis - 1),))
+
+
+# -- measured on a model ---------------------------------------------------------------------------------
+
+
+class Invariance(NamedTuple):
+    """How well a symmetry holds: the largest relative change of a log likelihood, see :func:`check`."""
+
+    symmetry: Symmetry
+    error: float
+
+
+def check(
+    model: Callable,
+    symmetries: Sequence[Symmetry],
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    tolerance: float = TOLERANCE,
+) -> list[Invariance]:
+    r"""Measure how well a model has the given symmetries, and refuse those that it does not have.
+
+    The log likelihood of each observation is compared before and after random group elements act on draws from the
+    prior, in float64:
+
+    .. math:: \mathrm{error} = \max \frac{|\Delta \log p(y_n)|}{1 + |\log p(y_n)|}
+
+    :param model: a NumPyro model, with its data among the arguments.
+    :param symmetries: symmetries of its parameter sites.
+    :param args: positional arguments of the model.
+    :param kwargs: its keyword arguments.
+    :param tolerance: largest error of a symmetry; infinity only measures. A model that computes in float32 by itself
+        needs about 1e-3.
+    :return: for every symmetry a named tuple ``(symmetry, error)``.
+    :raises ValueError: for a symmetry with a larger error; the message gives the error.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from numpyro_bnn import symmetry
+    >>> def model(y):
+    ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    ...     numpyro.sample("y", dist.Normal(w[0] / (w[1] ** 2 + 1e-5) ** 0.5, 1.0), obs=y)
+    >>> check(model, [symmetry.Scale("w")], (0.3,))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
+    """
+    found = _invariance(model, as_symmetries("symmetry.check", symmetries), args, kwargs)
+    for entry in found:
+        if not entry.error <= tolerance:
+            change = f"the log likelihood changes by {entry.error:.1e} (relative)"
+            instead = (
+                f"Allowed is {tolerance:.0e}. Leave it out, take the epsilon out of the normalization, or pass"
+                " `exact=False` to OrbitMoves, which then evaluates the likelihood."
+            )
+            got = f"{entry.symmetry.name}, under which {change}"
+            raise argument_error("symmetry.check", "symmetries", got, instead)
+    return found
+
+
+def _invariance(
+    model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
+) -> list[Invariance]:
+    """The change of the log likelihood under random group elements at draws from the prior, in float64."""
+    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        args, kwargs = _doubled((args, dict(kwargs or {})))
+        info = model_info(model, args, kwargs, SEEDS)
+        moving = [in_latent(symmetry, info) for symmetry in symmetries]
+        changes = jax.jit(lambda values, key: _changes(model, moving, key, values, args, kwargs))
+        errors = np.array([changes(values, jax.random.key(i)) for i, values in enumerate(info.draws)])
+        return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
+
+
+def _doubled(tree: Any) -> Any:
+    def doubled(leaf: Any) -> Any:
+        floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.asarray(leaf, jnp.float64) if floating else leaf
+
+    return jax.tree.map(doubled, tree)
+
+
+def _changes(
+    model: Callable,
+    moving: Sequence[Symmetry],
+    rng_key: jax.Array,
+    values: dict,
+    args: tuple,
+    kwargs: Mapping,
+) -> jax.Array:
+    """Largest relative change of a pointwise log likelihood, by symmetry."""
+    points = [values]
+    for i, symmetry in enumerate(moving):
+        g = symmetry.random(jax.random.fold_in(rng_key, i), symmetry.units(values))
+        points.append({**values, **symmetry.act(values, g)})
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
+    logs = jax.vmap(lambda point: _pointwise(model, point, args, kwargs))(stacked)
+    return jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
+
+
+def _pointwise(model: Callable, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+    """Log likelihood of all observed sites, element by element (N,)."""
+    logs = [jnp.ravel(log) for log in log_likelihoods(model, values, args, kwargs)]
+    return jnp.concatenate(logs) if logs else jnp.zeros(0)

@@ -1,0 +1,309 @@
+"""The groups: positive factors, shifts, signs and orders of units."""
+
+from abc import abstractmethod
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
+
+
+class Multiplicative(Symmetry):
+    """A factor c = exp(g) per unit; every site is multiplied by a power of it. Haar measure dc / c = dg."""
+
+    @property
+    @abstractmethod
+    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+        """Unit axes with the power of c that multiplies their sites."""
+
+    @property
+    def unit_axes(self) -> tuple[UnitAxis, ...]:
+        return tuple(axis for axis, _ in self.powers)
+
+    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+        moved: Values = {}
+        for axis, power in self.powers:
+            value = moved.get(axis.site, values[axis.site])
+            moved[axis.site] = value * jnp.exp(power * axis.by_element(g, jnp.ndim(value)))
+        return moved
+
+    def dimension(self, values: Mapping[str, Any]) -> float:
+        """Sum of the powers over the elements of a unit: log|det| is this times log c."""
+        return sum(power * axis.per_unit(jnp.shape(values[axis.site])) for axis, power in self.powers)
+
+    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+        return self.dimension(values) * g
+
+    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+        return jax.random.uniform(rng_key, (units,), minval=-1.5, maxval=1.5)
+
+
+@dataclass(frozen=True)
+class Scale(Multiplicative):
+    r"""Weights that feed a normalization: w -> c w for every unit, channel or layer.
+
+    Orbit conditional: density of c proportional to c^(d-1) p(c w) with d elements per unit; for w ~ N(0, s^2 I) the
+    radius is exact, :math:`|w| / s \sim \chi_d`. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
+
+    :param weights: sites or (site, axis) pairs; the axis runs over units that scale one by one (batch normalization),
+        without axis the whole site has one factor (layer normalization).
+
+    >>> import jax.numpy as jnp
+    >>> s = Scale([("w", 1)])
+    >>> values = {"w": jnp.ones((3, 2))}
+    >>> g = jnp.log(jnp.array([2.0, 1.0]))
+    >>> s.act(values, g)["w"][0].round(3).tolist(), (s.log_det(values, g) / g[0]).round().tolist()
+    ([2.0, 1.0], [3.0, 0.0])
+    """
+
+    weights: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", as_unit_axes("symmetry.Scale", "weights", self.weights))
+
+    @property
+    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+        return tuple((axis, 1.0) for axis in self.weights)
+
+
+@dataclass(frozen=True)
+class Rescale(Multiplicative):
+    r"""Positively homogeneous units (ReLU, leaky ReLU): incoming weights and bias times c, outgoing weights over c.
+
+    Orbit conditional under Gaussian priors: t = c^2 is generalized inverse Gaussian,
+
+    .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2),\quad p = (d_{in} - d_{out}) / 2,\quad
+              a = \sum w_{in}^2 / s_{in}^2,\quad b = \sum w_{out}^2 / s_{out}^2.
+
+    Log determinant (d_in - d_out) log c. Gauge: the incoming norm is the square root of d_in; a balanced one would
+    keep an outgoing weight from changing sign.
+
+    :param incoming: (site, axis) pairs: kernel with its output axis, bias.
+    :param outgoing: (site, axis) pairs: kernels that read the units, with their input axis.
+
+    >>> Rescale([("w", 1), ("b", 0)], [("v", 0)]).powers[2]
+    (UnitAxis(site='v', axis=0, repeats=1), -1.0)
+    """
+
+    incoming: Any
+    outgoing: Any
+
+    def __post_init__(self) -> None:
+        for argument in ("incoming", "outgoing"):
+            axes = as_unit_axes("symmetry.Rescale", argument, getattr(self, argument))
+            object.__setattr__(self, argument, axes)
+
+    @property
+    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+        return tuple((axis, 1.0) for axis in self.incoming) + tuple((axis, -1.0) for axis in self.outgoing)
+
+
+@dataclass(frozen=True)
+class JointScale(Multiplicative):
+    """Weights together with their hierarchical scale: (w, s) -> (c w, c^power s).
+
+    p(w | s) does not change, only the hyperprior does: orbit conditional s ~ p(s), drawn as an independent proposal
+    and corrected if the weights are not a scale family of s. A symmetry only of weights whose scale the likelihood
+    ignores. In a non-centered model s moves and the standardized weights stay.
+
+    :param weights: sites whose scale does not matter to the likelihood, all of them driven by ``scale``.
+    :param scale: the site of the hyper-parameter.
+    :param power: 1 for a scale, -2 for a precision.
+
+    >>> JointScale("net/Dense_0.kernel", "net/Dense_0.kernel_scale").sites
+    ('net/Dense_0.kernel', 'net/Dense_0.kernel_scale')
+    """
+
+    weights: Any
+    scale: Any
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        call = "symmetry.JointScale"
+        scale = as_unit_axes(call, "scale", self.scale)
+        if len(scale) != 1 or scale[0].axis is not None:
+            raise argument_error(call, "scale", self.scale, "Name one site, without an axis.")
+        if not self.power:
+            raise argument_error(call, "power", self.power, "Write 1 for a scale, -2 for a precision.")
+        object.__setattr__(self, "weights", _whole_sites(call, "weights", self.weights))
+        object.__setattr__(self, "scale", scale)
+
+    @property
+    def name(self) -> str:
+        return f"JointScale({self.scale[0].site})"
+
+    @property
+    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+        return (*((axis, 1.0) for axis in self.weights), (self.scale[0], float(self.power)))
+
+    def without(self, sites: Container[str]) -> "JointScale":
+        """The same group if some weights are computed from their scale, and so need not be moved."""
+        return replace(self, weights=_others(self.weights, sites))
+
+
+@dataclass(frozen=True)
+class JointRescale(Multiplicative):
+    """A layer of positively homogeneous units together with the hierarchical scales on both of its sides.
+
+    Incoming weights, biases and their scale times c, outgoing weights and their scale over c. The priors of the
+    weights given the scales do not change, only the hyperpriors and the priors of biases do, so the ratio of the two
+    scales can move far. In a non-centered model the standardized weights stay. Orbit conditional: a random walk.
+
+    :param incoming: sites of incoming kernels and biases.
+    :param outgoing: sites of outgoing kernels.
+    :param scales: pairs of a hyper-site and the power of c that multiplies it, e.g. ``("Dense_1.kernel_scale", -1)``.
+
+    >>> JointRescale("w", "v", [("w_scale", 1), ("v_precision", 2)]).powers[2:]
+    ((UnitAxis(site='w_scale', axis=None, repeats=1), 1.0), (UnitAxis(site='v_precision', axis=None, repeats=1), 2.0))
+    """
+
+    incoming: Any
+    outgoing: Any
+    scales: Any
+
+    def __post_init__(self) -> None:
+        call = "symmetry.JointRescale"
+        for argument in ("incoming", "outgoing"):
+            object.__setattr__(self, argument, _whole_sites(call, argument, getattr(self, argument)))
+        scales = tuple((UnitAxis(s) if isinstance(s, str) else s, float(power)) for s, power in self.scales)
+        if not scales or not all(power for _, power in scales):
+            instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
+            raise argument_error(call, "scales", self.scales, instead)
+        object.__setattr__(self, "scales", scales)
+
+    @property
+    def name(self) -> str:
+        return f"JointRescale({self.scales[0][0].site})"
+
+    @property
+    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+        weights = [(axis, 1.0) for axis in self.incoming] + [(axis, -1.0) for axis in self.outgoing]
+        return (*weights, *self.scales)
+
+    def without(self, sites: Container[str]) -> "JointRescale":
+        """The same group if some weights are computed from their scale, and so need not be moved."""
+        return replace(self, incoming=_others(self.incoming, sites), outgoing=_others(self.outgoing, sites))
+
+
+def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
+    axes = as_unit_axes(call, argument, value) if value else ()
+    if any(axis.axis is not None for axis in axes):
+        raise argument_error(call, argument, axes, "Name whole sites, without axes: they share one scale.")
+    return axes
+
+
+def _others(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis, ...]:
+    return tuple(axis for axis in axes if axis.site not in sites)
+
+
+# -- the same map for every element of a unit ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnElements(Symmetry):
+    """A group that does the same to every element of a unit and keeps volumes: shifts, signs, orders.
+
+    :param elements: sites, or (site, axis) pairs; the axis runs over the units.
+    """
+
+    elements: Any
+
+    def __post_init__(self) -> None:
+        elements = as_unit_axes(f"symmetry.{type(self).__name__}", "elements", self.elements)
+        object.__setattr__(self, "elements", elements)
+
+    @property
+    def unit_axes(self) -> tuple[UnitAxis, ...]:
+        return self.elements
+
+    @abstractmethod
+    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+        """The value of one site after ``g`` (U,) has acted along the axis."""
+
+    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+        moved: Values = {}
+        for axis in self.elements:
+            moved[axis.site] = self.on_site(axis, moved.get(axis.site, values[axis.site]), g)
+        return moved
+
+    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+        return jnp.zeros(g.shape)
+
+
+@dataclass(frozen=True)
+class Shift(OnElements):
+    r"""A number added to all elements of a unit: w -> w + g.
+
+    A bias before batch normalization: the number of each unit is free. Class logits: one number for all classes,
+    and one per input of the last layer. Orbit conditional: the prior draw for a unit of one element; for Gaussian
+    elements N(m_k, s_k^2)
+
+    .. math:: g \sim N\Big(-\frac{\sum_k (w_k - m_k) / s_k^2}{\sum_k 1 / s_k^2},\ \frac{1}{\sum_k 1 / s_k^2}\Big).
+
+    Log determinant 0. Gauge: the elements of a unit have mean 0.
+
+    :param elements: sites, or (site, axis) pairs; the axis runs over the units.
+
+    >>> import jax.numpy as jnp
+    >>> Shift([("w", 0)]).act({"w": jnp.zeros((2, 3))}, jnp.array([1.0, 2.0]))["w"][:, 0].tolist()
+    [1.0, 2.0]
+    """
+
+    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+        return value + axis.by_element(g, jnp.ndim(value))
+
+    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+        return 3.0 * jax.random.normal(rng_key, (units,))
+
+
+@dataclass(frozen=True)
+class SignFlip(OnElements):
+    """Units with an odd activation: everything that writes to or reads a unit changes its sign.
+
+    Also weights before a normalization together with its gain. Orbit conditional: a unit is flipped with probability
+    p(g theta) / (p(theta) + p(g theta)), one half under a symmetric prior. Gauge: see
+    :func:`~numpyro_bnn.symmetry.canonical`.
+
+    :param elements: (site, axis) pairs; the axis runs over the units.
+
+    >>> import jax.numpy as jnp
+    >>> SignFlip([("w", 0)]).act({"w": jnp.ones(2)}, jnp.array([1.0, -1.0]))["w"].tolist()
+    [1.0, -1.0]
+    """
+
+    continuous: ClassVar[bool] = False
+
+    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+        return value * axis.by_element(g, jnp.ndim(value))
+
+    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+        return jnp.where(jax.random.bernoulli(rng_key, 0.5, (units,)), 1.0, -1.0)
+
+
+@dataclass(frozen=True)
+class Permutation(OnElements):
+    """Hidden units in another order, with everything that writes to or reads them.
+
+    Orbit conditional: a uniform order under an exchangeable prior, which is proposed and otherwise corrected.
+    Hyper-parameters that belong to single units (horseshoe, ARD of the next layer) move along. Gauge: see
+    :func:`~numpyro_bnn.symmetry.canonical`.
+
+    :param elements: (site, axis) pairs; the axis runs over the units.
+
+    >>> import jax.numpy as jnp
+    >>> Permutation([("w", 0)]).act({"w": jnp.array([5.0, 6.0])}, jnp.array([1, 0]))["w"].tolist()
+    [6.0, 5.0]
+    """
+
+    continuous: ClassVar[bool] = False
+
+    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+        return axis.permuted(value, g)
+
+    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+        # Random 32-bit keys: ties, which would favor the old order, have a probability below U^2 2^-33.
+        return jnp.argsort(jax.random.bits(rng_key, (units,)))
