@@ -1,7 +1,7 @@
 """The border to ArviZ: the only module that imports it (and xarray), for both 0.x and 1.x.
 
 ArviZ 0.x keeps results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``; the rest of the package
-calls the functions below and never asks which of the two it holds.
+calls the functions below and does not need to know which of the two it holds.
 """
 
 import os
@@ -14,29 +14,16 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_choice, unknown_name
 
 with warnings.catch_warnings():
     # ArviZ 0.23 announces its coming refactor once a day; version 1, the refactor, is supported here.
     warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
     import arviz as az
 
-__all__ = [
-    "attrs",
-    "dataset",
-    "ess",
-    "group",
-    "group_names",
-    "inference_data",
-    "load",
-    "pareto_smoothed",
-    "rhat",
-    "save",
-]
-
 Variables = Mapping[str, tuple[Sequence[str], ArrayLike]]
 
-# Told apart by number: ArviZ 1.x still has a name `InferenceData`, which only warns.
+# Decided by the version: ArviZ 1.x still has a name `InferenceData`, which only warns.
 _TREE = int(az.__version__.split(".")[0]) >= 1
 
 # ArviZ needs four draws in each chain that it splits.
@@ -48,18 +35,15 @@ _MIN_WEIGHTS = 25
 def rhat(draws: ArrayLike) -> NDArray[np.float64]:
     """Rank-normalized split R-hat of every column of ``draws``, computed by ArviZ.
 
-    A single chain is cut into halves, which are compared as two chains (each is split once more): slower
-    drifts than half the run show, another mode that no chain visits cannot.
+    A single chain is cut into halves, which are compared as two chains (each is split once more). This detects slow
+    drifts, but not a mode that the chain never visits.
 
     :param draws: (C, S, ...) draws by chain.
-    :return: R-hat, shape (...). NaN where a column is constant or not finite, and everywhere when a chain
-        has fewer than 4 draws (8 when there is one chain); infinite, or too large to matter, when every
-        chain stands still at a value of its own.
+    :return: R-hat, shape (...). NaN for a column that is constant or not finite, and for all columns if a chain
+        has fewer than 4 draws (8 for a single chain); infinite or huge if every chain is constant at its own value.
     :raises ValueError: if ``draws`` has no chain and draw axis.
 
     Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*, equations (4) and (14).
-
-    **Example**
 
     >>> import numpy as np
     >>> draws = np.random.default_rng(0).normal(size=(4, 500, 2))
@@ -79,40 +63,31 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
 
     :param draws: (C, S, ...) draws by chain.
     :param kind: ``"bulk"`` (rank-normalized), ``"tail"`` (the smaller of the 5 % and 95 % quantiles') or ``"mean"``.
-    :return: effective draws, shape (...). NaN where a column is constant or not finite, and everywhere when
+    :return: effective draws, shape (...). NaN for a column that is constant or not finite, and for all columns if
         a chain has fewer than 4 draws.
     :raises ValueError: if ``draws`` has no chain and draw axis, or ``kind`` is unknown.
 
     Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*.
-
-    **Example**
 
     >>> import numpy as np
     >>> draws = np.random.default_rng(0).normal(size=(4, 500))
     >>> bool(1500 < ess(draws, "bulk") < 2500)
     True
     """
-    kinds = ("bulk", "tail", "mean")
-    if kind not in kinds:
-        raise unknown_name("ess", "kind", kind, kinds)
+    check_choice("ess", "kind", kind, ("bulk", "tail", "mean"))
     # The quantiles are named because the default differs between the two ArviZ versions.
     options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
     return _by_column(_by_chain("ess", draws), az.ess, method=kind, **options)
 
 
-def pareto_smoothed(
-    log_weights: ArrayLike, relative_efficiency: float = 1.0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pareto-smoothed importance weights and the shape k of their tail, computed by ArviZ.
+def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Pareto-smoothed importance weights of independent draws and the shape k of their tail, computed by ArviZ.
 
-    :param log_weights: (..., S) logarithms of importance ratios, in any unit; ``-inf`` is a weight of 0.
-    :param relative_efficiency: effective draws over draws, 1 for independent ones.
+    :param log_weights: (..., S) logarithms of importance ratios, up to a constant; ``-inf`` is a weight of 0.
     :return: (..., S) logarithms of weights that sum to 1, and k, (...). Weights that are all equal have k = -inf.
         With fewer than 25 draws, NaN or infinite weights, k is NaN and nothing is smoothed.
 
     Reference: Vehtari et al. (2024), *Pareto smoothed importance sampling*.
-
-    **Example**
 
     >>> import numpy as np
     >>> heavy = 3.0 * np.random.default_rng(0).exponential(size=1000)       # weights with tail k = 3
@@ -131,9 +106,9 @@ def pareto_smoothed(
         if np.ptp(row) == 0:
             k[i] = -np.inf
             continue
-        # ArviZ subtracts and sorts: a weight that is zero enters as one too small to tell from it.
+        # ArviZ subtracts and sorts, so a weight of zero is replaced by a negligible one.
         filled = np.where(zero, row[~zero].min() - 1000.0, row)
-        found, k[i] = _smooth(_untied(filled), relative_efficiency)
+        found, k[i] = _smooth(_untied(filled))
         smoothed[i] = np.where(zero, -np.inf, found)
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
@@ -146,14 +121,12 @@ def dataset(
     """Build one group of results.
 
     :param variables: by name, the dimension names and the array, e.g. ``{"w": (("chain", "draw"), w)}``.
-    :param coords: coordinate values by dimension; those of dimensions not in use are ignored, and a
-        dimension without any gets 0, 1, 2, ... as in ArviZ.
+    :param coords: coordinate values by dimension; those of other dimensions are ignored, and a
+        dimension without coordinates gets 0, 1, 2, ... as in ArviZ.
     :param attrs: text or numbers about the group.
     :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a name that is also
         a dimension, dimension names that do not fit the array, or an array that netCDF cannot hold.
     :raises TypeError: for an attribute that is neither text nor number.
-
-    **Example**
 
     >>> import numpy as np
     >>> data = dataset({"w": (("chain", "draw", "unit"), np.zeros((2, 5, 3)))}, {"unit": ["a", "b", "c"]})
@@ -165,12 +138,11 @@ def dataset(
         dim: size for dims, values in arrays.values() for dim, size in zip(dims, values.shape, strict=True)
     }
     for name in sizes.keys() & arrays.keys():
-        raise argument_error(
-            "dataset",
-            "variables",
+        got, instead = (
             f"{name!r} as a variable and as a dimension",
             f"Rename the dimension, e.g. to '{name}_dim'.",
         )
+        raise argument_error("dataset", "variables", got, instead)
     given = coords or {}
     used = {dim: np.asarray(given[dim]) if dim in given else np.arange(size) for dim, size in sizes.items()}
     return xr.Dataset(arrays, coords=used, attrs=_attributes("dataset", attrs))
@@ -184,8 +156,6 @@ def inference_data(groups: Mapping[str, xr.Dataset], attrs: Mapping[str, Any] | 
     :param attrs: text or numbers about the whole.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
     :raises TypeError: for an attribute that is neither text nor number.
-
-    **Example**
 
     >>> import numpy as np
     >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
@@ -203,20 +173,14 @@ def group_names(idata: Any) -> list[str]:
         return list(idata.children)
     if not _TREE and isinstance(idata, az.InferenceData):
         return list(idata.groups())
+    got = f"an object of type {type(idata).__name__}"
     raise argument_error(
-        "group_names",
-        "idata",
-        f"an object of type {type(idata).__name__}",
-        "Pass the result of `to_inference_data` or `load`.",
-        TypeError,
+        "group_names", "idata", got, "Pass the result of `to_inference_data` or `load`.", TypeError
     )
 
 
 def group(idata: Any, name: str) -> xr.Dataset:
-    """The dataset of one group.
-
-    :raises ValueError: if there is no such group; the message names those there are.
-    """
+    """The dataset of one group; the error for an unknown one lists the groups there are."""
     known = group_names(idata)
     if name not in known:
         raise unknown_name("group", "name", name, known)
@@ -225,18 +189,16 @@ def group(idata: Any, name: str) -> xr.Dataset:
 
 
 def attrs(idata: Any) -> dict[str, Any]:
-    """What is written about the whole of ``idata`` (not about one group)."""
+    """Attributes of ``idata`` itself (not of one group)."""
     group_names(idata)
     return dict(idata.attrs)
 
 
 def save(idata: Any, path: str | Path) -> Path:
-    """Write ``idata`` to a netCDF file (HDF5), which either ArviZ reads; an existing file is replaced.
+    """Write results to a netCDF file (HDF5), which ArviZ 0.x and 1.x read; an existing file is replaced.
 
     :return: the path.
     :raises ValueError: if the file cannot be written.
-
-    **Example**
 
     >>> import numpy as np, pathlib, tempfile
     >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
@@ -247,14 +209,10 @@ def save(idata: Any, path: str | Path) -> Path:
     """
     target = Path(path)
     if os.path.isdir(target) or not os.path.isdir(target.parent):
-        raise argument_error(
-            "save",
-            "path",
-            repr(str(target)),
-            "Pass the name of a file (not a folder) in a folder that exists.",
-        )
+        instead = "Pass the name of a file (not a folder) in a folder that exists."
+        raise argument_error("save", "path", repr(str(target)), instead)
     tree = _tree({name: group(idata, name) for name in group_names(idata)}, attrs(idata))
-    # Written beside the target and moved, so that a failure half-way leaves an older file as it was.
+    # Written beside the target and then moved, so that a failure leaves an older file unchanged.
     part = target.with_name(target.name + ".part")
     try:
         tree.to_netcdf(part, engine="h5netcdf")
@@ -268,7 +226,7 @@ def save(idata: Any, path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> Any:
-    """Read what :func:`save` (or ArviZ's ``to_netcdf``) wrote; everything is in memory afterwards.
+    """Read results that :func:`save` (or ArviZ's ``to_netcdf``) wrote, into memory.
 
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
     :raises ValueError: if the file is missing, truncated or not netCDF.
@@ -276,24 +234,22 @@ def load(path: str | Path) -> Any:
     target = Path(path)
     if not os.path.isfile(target):
         raise argument_error(
-            "load", "path", f"{str(target)!r}, where no file is", "Pass a file written by `save`."
+            "load", "path", f"{str(target)!r}, which is not a file", "Pass a file written by `save`."
         )
     try:
         with xr.open_datatree(target, engine="h5netcdf") as tree:
             groups = {name: child.to_dataset().load() for name, child in tree.children.items()}
             return inference_data(groups, {str(name): value for name, value in tree.attrs.items()})
     except (OSError, ImportError) as cause:
-        raise _file_error(
-            "load", target, cause, "The file is truncated or not netCDF-4: save it again."
-        ) from cause
+        instead = "The file is truncated or not netCDF-4: save it again."
+        raise _file_error("load", target, cause, instead) from cause
 
 
 def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(draws, dtype=np.float64)
     if array.ndim < 2 or 0 in array.shape:
-        raise argument_error(
-            call, "draws", f"shape {array.shape}", "Pass draws shaped (C, S, ...), chains first."
-        )
+        instead = "Pass draws shaped (C, S, ...), chains first."
+        raise argument_error(call, "draws", f"shape {array.shape}", instead)
     return array
 
 
@@ -305,7 +261,7 @@ def _by_column(array: NDArray[np.float64], diagnostic: Any, **options: Any) -> N
     defined = np.isfinite(columns).all(axis=(0, 1)) & (np.ptp(columns, axis=(0, 1)) > 0)
     if draws >= _MIN_DRAWS and defined.any():
         data = xr.Dataset({"columns": (("chain", "draw", "column"), columns[:, :, defined])})
-        # Chains that stand still at values of their own divide by a within-chain variance of zero.
+        # Constant chains at different values: ArviZ divides by a within-chain variance of zero.
         with np.errstate(divide="ignore", invalid="ignore"):
             result[defined] = diagnostic(data, **options)["columns"].to_numpy()
     return result.reshape(shape)
@@ -316,47 +272,37 @@ def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     distinct = np.unique(log_weights)
     if len(distinct) == len(log_weights):
         return log_weights
-    # A fit of the tail takes many values at its threshold for an infinite density there.
+    # Many equal values at the threshold of the tail would look like an infinite density there.
     width = np.diff(distinct).min()
     return log_weights + width * np.random.default_rng(0).uniform(-0.5, 0.5, len(log_weights))
 
 
-def _smooth(log_weights: NDArray[np.float64], relative_efficiency: float) -> tuple[Any, float]:
-    """PSIS of one vector; ArviZ 1.x takes log likelihoods, and so with the other sign."""
+def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
+    """PSIS of one vector; ArviZ 1.x takes log likelihoods, so the sign is the opposite."""
     if not _TREE:
-        return az.psislw(log_weights.copy(), relative_efficiency)
+        return az.psislw(log_weights.copy())
     from arviz_stats.base import array_stats
 
     try:
-        return array_stats.psislw(-log_weights, r_eff=relative_efficiency)
-    except ValueError:  # it refuses a tail of equal weights, where ArviZ 0.x smooths nothing
+        return array_stats.psislw(-log_weights)
+    except ValueError:  # it refuses a tail of equal weights; ArviZ 0.x then smooths nothing
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 
 def _variable(name: str, dims: Iterable[str], values: ArrayLike) -> tuple[tuple[str, ...], np.ndarray]:
     """Check one variable of a dataset."""
     array, named = np.asarray(values), tuple(dims)
+    fault = None
     if "/" in name:
-        raise argument_error(
-            "dataset",
-            "variables",
-            f"the name {name!r}",
-            f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}.",
-        )
-    if len(named) != array.ndim:
-        raise argument_error(
-            "dataset",
-            "variables",
-            f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}",
-            "Name every axis once.",
-        )
-    if array.dtype.kind not in "biufUM":
-        raise argument_error(
-            "dataset",
-            "variables",
-            f"{name!r} of dtype {array.dtype}",
-            "netCDF holds real numbers, booleans and text: convert it first, e.g. `.astype('float32')`.",
-        )
+        fault = f"the name {name!r}", f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}."
+    elif len(named) != array.ndim:
+        got = f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}"
+        fault = got, "Name every axis once."
+    elif array.dtype.kind not in "biufUM":
+        instead = "netCDF holds real numbers, booleans and text: convert it first, e.g. `.astype('float32')`."
+        fault = f"{name!r} of dtype {array.dtype}", instead
+    if fault:
+        raise argument_error("dataset", "variables", *fault)
     return named, array
 
 
@@ -369,13 +315,9 @@ def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
         elif isinstance(value, (str, int, float, np.integer, np.floating)):
             checked[name] = value
         else:
-            raise argument_error(
-                call,
-                "attrs",
-                f"{name!r} of type {type(value).__name__}",
-                "netCDF attributes are text or numbers: pass `str(...)` or `json.dumps(...)` of it.",
-                TypeError,
-            )
+            got = f"{name!r} of type {type(value).__name__}"
+            instead = "netCDF attributes are text or numbers: pass `str(...)` or `json.dumps(...)` of it."
+            raise argument_error(call, "attrs", got, instead, TypeError)
     return checked
 
 

@@ -167,7 +167,7 @@ def test_a_truncated_file_is_named(idata, tmp_path, kept):
 
 
 def test_paths_that_cannot_be_used_are_named(idata, tmp_path):
-    with pytest.raises(ValueError, match="where no file is"):
+    with pytest.raises(ValueError, match="which is not a file"):
         _arviz.load(tmp_path / "absent.nc")
     for path in (tmp_path, tmp_path / "absent" / "fit.nc"):
         with pytest.raises(ValueError, match="save: argument `path`"):

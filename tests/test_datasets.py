@@ -1,6 +1,5 @@
 """The data sets: shapes and splits as published, honest scaling, and every damaged file refused with a reason."""
 
-import gzip
 import hashlib
 import os
 import struct
@@ -16,7 +15,6 @@ from numpyro_bnn.datasets import (
     Dataset,
     Scaler,
     load_california,
-    load_idx,
     load_images,
     load_neal,
     load_sklearn,
@@ -185,7 +183,9 @@ def test_bad_arrays_are_refused(changes, message, tmp_path):
 @pytest.mark.parametrize("split", [-1, 2, 0.0, True, "0", None])
 def test_split_outside_range_is_refused(split, tmp_path):
     write_uci(tmp_path)
-    with pytest.raises(ValueError, match=r"argument `split` .* from 0 to 1"):
+    with pytest.raises(
+        ValueError, match=r"argument `split` got .*Pass an integer (from 0 to 1|of at least 0)"
+    ):
         load_uci("yacht", split, tmp_path)
 
 
@@ -412,7 +412,7 @@ def test_diabetes_is_not_scaled_by_its_test_rows():
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, "0.2", None, np.nan, 0.001, 0.999])
 def test_test_fraction_must_leave_rows_on_both_sides(fraction):
-    with pytest.raises(ValueError, match=r"^load_sklearn: argument `test_fraction`"):
+    with pytest.raises((ValueError, TypeError), match=r"^load_sklearn: argument `test_fraction`"):
         load_sklearn("wine", test_fraction=fraction)
 
 
@@ -487,17 +487,14 @@ ORIGINALS = {
 
 
 def as_idx(array):
-    """An IDX file written by hand from the description of the format."""
-    codes = {"u1": 8, "i1": 9, "i2": 11, "i4": 12, "f4": 13, "f8": 14}
-    array = np.asarray(array)
-    kind = array.dtype.str[1:]
-    header = bytes([0, 0, codes[kind], array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    return header + array.astype(">" + kind).tobytes()
+    """The IDX file of an array of bytes."""
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.tobytes()
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_images_are_the_originals(name, data_folder, tmp_path):
+def test_images_are_the_originals(name, data_folder):
     data = load_images(name, data_folder)
     assert (data.x_train.shape, data.x_test.shape) == ((60000, 28, 28, 1), (10000, 28, 28, 1))
     assert (data.x_test.dtype, data.y_train.dtype) == (np.float32, np.int32)
@@ -506,8 +503,6 @@ def test_images_are_the_originals(name, data_folder, tmp_path):
     pixels = np.rint(data.x_test[..., 0] * 255).astype(np.uint8)
     contents = as_idx(pixels), as_idx(data.y_test.astype(np.uint8))
     assert tuple(hashlib.md5(c, usedforsecurity=False).hexdigest() for c in contents) == ORIGINALS[name]
-    (tmp_path / "images").write_bytes(contents[0])
-    np.testing.assert_array_equal(load_idx(tmp_path / "images"), pixels)
 
 
 @pytest.mark.data
@@ -534,54 +529,6 @@ def test_bad_images_are_refused(x, y, message, tmp_path):
     np.savez(tmp_path / "image" / "kmnist_test.npz", x_test=x, y_test=y)
     with pytest.raises(ValueError, match=f"^load_images: argument .*{message}"):
         load_images("kmnist", tmp_path)
-
-
-# ----------------------------------------------------------------------------------------------------- IDX
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-@pytest.mark.parametrize("kind", ["u1", "i1", "i2", "i4", "f4", "f8"])
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), (0, 3)])
-def test_idx_round_trip(kind, shape, packed, tmp_path):
-    array = np.random.default_rng(7).integers(0, 100, shape).astype(kind)
-    array = -array if kind[0] in "if" else array
-    path = tmp_path / "data"  # the content, not the suffix, says whether it is packed
-    path.write_bytes(gzip.compress(as_idx(array)) if packed else as_idx(array))
-    loaded = load_idx(str(path))
-    assert loaded.dtype == np.dtype(kind)
-    assert loaded.dtype.isnative
-    np.testing.assert_array_equal(loaded, array)
-
-
-GOOD = as_idx(np.arange(6, dtype=np.uint8).reshape(2, 3))
-BAD_IDX = {
-    "empty": (b"", "no bytes"),
-    "three bytes": (GOOD[:3], "magic number 00 00 08 "),
-    "magic": (b"\x01" + GOOD[1:], "magic number 01 00 08 02"),
-    "type code": (GOOD[:2] + b"\x0a" + GOOD[3:], "magic number 00 00 0a 02"),
-    "no axes": (GOOD[:3] + b"\0" + GOOD[4:], "magic number 00 00 08 00"),
-    "header cut": (GOOD[:9], "header of 2 axes is cut off after 9 bytes"),
-    "data cut": (GOOD[:-1], r"shape \(2, 3\) takes 6 bytes of data, 5 are there"),
-    "bytes left over": (GOOD + b"\0", "takes 6 bytes of data, 7 are there"),
-    "huge shape": (GOOD[:4] + b"\xff" * 8 + GOOD[12:], "takes 18446744065119617025 bytes"),
-    "gzip cut": (gzip.compress(GOOD)[:-9], "cannot be read"),
-    "gzip garbage": (b"\x1f\x8b" + bytes(range(40)), "cannot be read"),
-    "gzip flipped": (gzip.compress(GOOD)[:-6] + b"\xff" * 6, "cannot be read"),
-    "NaN": (as_idx(np.array([1.0, np.nan])), "1 NaN or infinite"),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), BAD_IDX.values(), ids=BAD_IDX)
-def test_bad_idx_is_refused(content, message, tmp_path):
-    path = tmp_path / "data"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"^load_idx: argument `path` got .*{message}"):
-        load_idx(path)
-
-
-def test_absent_idx_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^load_idx: argument `path` .*absent.*cannot be read"):
-        load_idx(tmp_path / "absent")
 
 
 def test_repr_shows_shapes_not_numbers():

@@ -1,4 +1,4 @@
-"""Figures of classifiers, scales, samplers, orbits and single weights: what their artists hold."""
+"""Figures of classifiers, out-of-distribution scores, relevance and members: what their artists hold."""
 
 import re
 import sys
@@ -7,74 +7,41 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import scipy.stats
+from figure_data import example_classes, example_results
 from matplotlib.colors import to_hex, to_rgb
 
-from numpyro_bnn import _arviz, metrics, nn, plots, symmetry
+from numpyro_bnn import _arviz, metrics, plots
 from numpyro_bnn.plots import _style
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("closed_figures")]
 
 SAMPLE = ("chain", "draw")
-NET = nn.MLP([3, 1], "tanh")
 
 
 @pytest.fixture(scope="module")
 def labeled():
-    return plots.example_classes()
+    return example_classes()
 
 
 @pytest.fixture(scope="module")
 def numbers():
-    return plots.example_results(num_samples=40)
+    return example_results(num_samples=40)
 
 
 @pytest.fixture(scope="module")
 def weights():
-    """Two chains of 60 draws around one network, each draw in an order and with signs of its own; and statistics."""
+    """Two chains of 60 draws of a kernel, its scales by input, and precisions."""
     rng = np.random.default_rng(0)
-    center = {"net.Dense_0.kernel": np.array([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])}
-    center |= {"net.Dense_0.bias": np.array([0.1, 0.2, 0.3]), "net.Dense_1.kernel": np.ones((3, 1))}
-    sign, order = rng.choice([-1.0, 1.0], (2, 60, 3)), rng.permuted(np.tile(np.arange(3), (2, 60, 1)), axis=2)
-    draws = {}
-    for name, value in center.items():
-        noisy = value + 0.05 * rng.normal(size=(2, 60, *value.shape))
-        over_units = -2 if name == "net.Dense_1.kernel" else -1
-        units = np.moveaxis(noisy, over_units, -1)
-        shape = (2, 60, *[1] * (units.ndim - 3), 3)
-        units = np.take_along_axis(units * sign.reshape(shape), order.reshape(shape), -1)
-        draws[name] = np.moveaxis(units, -1, over_units)
-    draws["net.Dense_1.bias"] = rng.normal(size=(2, 60, 1))
-    draws["net.Dense_0.kernel_scale"] = np.exp(rng.normal([0.0, 2.0], 1.0, (2, 60, 2)))
-    draws["tau_precision"] = rng.gamma(2.0, size=(2, 60, 2))
+    draws = {
+        "net.Dense_0.kernel": rng.normal(size=(2, 60, 2, 3)),
+        "net.Dense_0.kernel_scale": np.exp(rng.normal([0.0, 2.0], 1.0, (2, 60, 2))),
+        "tau_precision": rng.gamma(2.0, size=(2, 60, 2)),
+    }
     names = {name: (*SAMPLE, *(f"{name}_{i}" for i in range(v.ndim - 2))) for name, v in draws.items()}
     names["net.Dense_0.kernel"] = (*SAMPLE, "net.Dense_0.kernel_in", "net.Dense_0.kernel_out")
-    stats = {
-        "step_size": np.repeat([[0.1], [0.2]], 60, axis=1),
-        "configurational_temperature": rng.normal(1.5, 0.5, (2, 60)),
-        "energy_variance": np.exp(rng.normal(size=(2, 60))),
-        "orbit_accept_prob": rng.uniform(size=(2, 60, 4)),
-        "n_steps": rng.integers(1, 9, (2, 60)),
-    }
-    stat_names = {k: (*SAMPLE, "symmetry") if v.ndim == 3 else SAMPLE for k, v in stats.items()}
-    return _arviz.inference_data(
-        {
-            "posterior": _arviz.dataset(
-                {name: (names[name], value) for name, value in draws.items()},
-                {"net.Dense_0.kernel_in": ["age", "height"]},
-            ),
-            "sample_stats": _arviz.dataset({name: (stat_names[name], v) for name, v in stats.items()}),
-        },
-        {"temperature": 1.0, "target_energy_variance": 0.01},
-    )
-
-
-def canonical(weights):
-    return symmetry.canonical(weights["posterior"], symmetry.from_network(NET, (2,)))
-
-
-def coordinates(seed=0, chains=3):
-    rng = np.random.default_rng(seed)
-    return {"log ratio": rng.normal(size=(chains, 50, 2)), "log s": rng.normal(size=(chains, 50))}
+    variables = {name: (names[name], value) for name, value in draws.items()}
+    posterior = _arviz.dataset(variables, {"net.Dense_0.kernel_in": ["age", "height"]})
+    return _arviz.inference_data({"posterior": posterior})
 
 
 def values(idata, group, name):
@@ -83,11 +50,6 @@ def values(idata, group, name):
 
 def legend(axis):
     return [text.get_text() for text in axis.get_legend().get_texts()]
-
-
-def lines(axis):
-    """Traces, without the straight lines over the whole width."""
-    return [line.get_ydata() for line in axis.lines if len(line.get_ydata()) > 2]
 
 
 # --- reliability_diagram
@@ -120,7 +82,7 @@ def test_reliability_holds_shares_of_right_labels_and_of_points(labeled):
 
 def test_reliability_of_a_calibrated_classifier_stays_in_its_bands(labeled):
     """At most 1 band in 20 is missed on average, so more than 3 of 10 with probability 1e-3 (binomial)."""
-    axis = plots.reliability_diagram(plots.example_classes(num_points=3000), bins=15)
+    axis = plots.reliability_diagram(example_classes(num_points=3000), bins=15)
     accuracy = axis.lines[-1].get_ydata()
     bounds = np.array([segment[:, 1] for segment in axis.collections[0].get_segments()])
     assert np.sum((accuracy < bounds[:, 0]) | (accuracy > bounds[:, 1])) <= 3
@@ -148,8 +110,8 @@ def test_reliability_of_a_label_with_a_mean():
 
 def test_ood_histograms_hold_the_scores_and_their_auroc(labeled):
     foreign = {
-        "far": plots.example_classes(300, spread=3.0, seed=1),
-        "near": plots.example_classes(200, seed=2),
+        "far": example_classes(300, spread=3.0, seed=1),
+        "near": example_classes(200, seed=2),
     }
     axis = plots.ood_histograms(labeled, foreign, bins=20, name="seen")
     found = {"seen": labeled, **foreign}
@@ -246,112 +208,12 @@ def test_relevance_of_two_variables_side_by_side(weights):
     np.testing.assert_allclose([line.get_ydata().mean() for line in axis.lines], [0.4, 0.6])
 
 
-# --- sampler_traces
-
-
-def test_sampler_traces_draw_what_there_is_with_its_target(weights):
-    axes = plots.sampler_traces(weights)
-    names = ["step_size", "configurational_temperature", "orbit_accept_prob", "energy_variance"]
-    for axis, name in zip(axes, names, strict=True):
-        draws = values(weights, "sample_stats", name)
-        np.testing.assert_allclose(lines(axis), draws.mean(axis=-1) if draws.ndim == 3 else draws)
-        assert len({line.get_color() for line in axis.lines[:2]}) == 2
-    assert axes[0].get_title(loc="left") == "constant, 0.1 to 0.2"
-    heat = values(weights, "sample_stats", "configurational_temperature")
-    error = heat.std() / np.sqrt(_arviz.ess(heat, "mean"))
-    assert axes[1].get_title(loc="left") == f"mean {heat.mean():.3g} ± {error:.1g}, target 1"
-    straight = [line.get_ydata()[0] for line in axes[1].lines[2:]]
-    np.testing.assert_allclose(straight, [1.0, heat.mean()])
-    (band,) = axes[1].patches
-    np.testing.assert_allclose(
-        [band.get_y(), band.get_y() + band.get_height()], [1 - 2 * error, 1 + 2 * error]
-    )
-    assert axes[1].get_ylabel() == "configurational\ntemperature"
-    accepted = values(weights, "sample_stats", "orbit_accept_prob").mean()
-    assert axes[2].get_title(loc="left").startswith(f"mean {accepted:.3g} ± ")
-    assert "target" not in axes[2].get_title(loc="left")
-    assert axes[3].get_yscale() == "log"
-    assert axes[3].get_title(loc="left").endswith("target 0.01")
-    assert axes[-1].get_xlabel() == "draw"
-
-
-def test_sampler_traces_of_chosen_statistics_and_of_a_broken_chain(weights):
-    (axis,) = plots.sampler_traces(weights, "n_steps")
-    np.testing.assert_allclose(lines(axis), values(weights, "sample_stats", "n_steps"))
-    assert axis.get_ylabel() == "n_steps"
-    heat = values(weights, "sample_stats", "configurational_temperature").copy()
-    heat[1, 15:] = np.nan
-    broken = _arviz.inference_data(
-        {"sample_stats": _arviz.dataset({"kinetic_temperature": (SAMPLE, heat)})}, {"temperature": 1.0}
-    )
-    (axis,) = plots.sampler_traces(broken)
-    assert axis.get_title(loc="left") == "38% NaN: a chain diverged"
-
-
-# --- orbit_traces
-
-
-def test_orbit_traces_hold_one_unit_of_every_chain():
-    found = coordinates()
-    axes = plots.orbit_traces(found, unit=1, exact={"log s": (-1.0, 0.0, 1.0)})
-    for axis, (name, draws) in zip(axes, found.items(), strict=True):
-        shown = draws[..., 1] if draws.ndim == 3 else draws
-        np.testing.assert_allclose(lines(axis), shown)
-        rhat, size = float(_arviz.rhat(shown)), float(_arviz.ess(shown))
-        assert axis.get_title(loc="left") == f"{name}: R-hat {rhat:.2f}, ESS {size:.0f}"
-    (band,) = axes[1].patches
-    assert (band.get_y(), band.get_height()) == (-1.0, 2.0)
-    assert not axes[0].patches
-    (named,) = plots.orbit_traces(found, ["log s"], labels={"log s": "log scale"})
-    assert named.get_ylabel() == "log scale"
-    assert named.get_title(loc="left").startswith("R-hat")
-
-
-def test_orbit_traces_take_what_symmetry_gives(weights):
-    scale = symmetry.Rescale([("net/Dense_0.kernel", 1)], [("net/Dense_1.kernel", 0)])
-    axes = plots.orbit_traces(symmetry.orbit_coordinates(weights["posterior"], [scale]), unit=2)
-    inner, outer = (values(weights, "posterior", f"net.Dense_{i}.kernel") for i in (0, 1))
-    norms = np.linalg.norm(inner, axis=2) / np.abs(outer[..., 0])
-    np.testing.assert_allclose(lines(axes[0]), np.log(norms)[..., 2])
-
-
-# --- posterior_functions
-
-
-def test_posterior_functions_hold_draws_of_every_chain(numbers):
-    axis = plots.posterior_functions(numbers, num_draws=3)
-    mean, x = values(numbers, "predictions", "y_mean"), values(numbers, "predictions_constant_data", "x")
-    expected = mean[:, [0, 20, 39]]  # 19.5 rounds to the even one
-    assert len(axis.lines) == 12
-    for place, line in enumerate(axis.lines):
-        np.testing.assert_allclose(line.get_xdata(), x)
-        np.testing.assert_allclose(line.get_ydata(), expected[place % 4, place // 4])
-        assert to_hex(line.get_color()) == _style.CYCLE[place % 4].lower()
-    assert legend(axis) == ["chain 0", "chain 1", "chain 2", "chain 3", "data"]
-    np.testing.assert_allclose(axis.collections[0].get_offsets()[:, 1], values(numbers, "observed_data", "y"))
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "y")
-
-
-def test_posterior_functions_name_members_and_class_probabilities(labeled):
-    groups = {name: _arviz.group(labeled, name) for name in _arviz.group_names(labeled)}
-    members = _arviz.inference_data(groups, {"members_of_warm_start": 1})
-    x = np.random.default_rng(0).permutation(500) / 100
-    axis = plots.posterior_functions(members, x, 1, output=0)
-    assert legend(axis) == ["member 0", "member 1"]
-    assert axis.get_ylabel() == "P(y = 0)"
-    order = np.argsort(x)
-    np.testing.assert_allclose(axis.lines[1].get_xdata(), x[order])
-    np.testing.assert_allclose(
-        axis.lines[1].get_ydata(), values(labeled, "predictions", "y_probs")[1, 0, order, 0]
-    )
-
-
 # --- member_intervals
 
 
 def test_member_intervals_hold_every_chain_in_the_order_of_targets(numbers):
     """Two fits of 4 and 2 chains: 6 intervals at each point, the first four left of the other two."""
-    other = plots.example_results(num_chains=2, num_samples=30, seed=0)
+    other = example_results(num_chains=2, num_samples=30, seed=0)
     axis = plots.member_intervals({"a": numbers, "b": other}, 5, level=0.5)
     y = values(numbers, "predictions_constant_data", "y")
     chosen = np.argsort(y)[[0, 30, 60, 89, 119]]
@@ -380,57 +242,13 @@ def test_member_intervals_of_one_fit_color_its_chains(numbers):
     np.testing.assert_allclose([s[0, 1] for s in axis.collections[-1].get_segments()], np.sort(y[[3, 50, 7]]))
 
 
-# --- canonical_corner
-
-
-def test_corner_holds_draws_above_and_canonical_ones_below(weights):
-    after = canonical(weights)
-    axes = plots.canonical_corner(weights, after, bins=11)
-    before = values(weights, "posterior", "net.Dense_0.kernel")[:, :, 0]
-    moved = after["net.Dense_0.kernel"][:, :, 0]
-    for row in range(3):
-        for column in range(3):
-            axis = axes[row, column]
-            if row == column:
-                for patch, held in zip(axis.patches, (before, moved), strict=True):
-                    counts, _ = np.histogram(held[..., row], patch.get_data().edges)
-                    np.testing.assert_allclose(patch.get_data().values, counts / 120)
-                continue
-            held = before if row < column else moved
-            for chain, dots in enumerate(axis.collections):
-                np.testing.assert_allclose(dots.get_offsets(), held[chain][:, [column, row]])
-                assert to_hex(dots.get_facecolor()[0, :3]) == _style.CYCLE[chain].lower()
-    # The canonical form undoes orders and signs: what is left is the noise of sd 0.05.
-    assert moved.reshape(-1, 3).std(axis=0).max() < 0.08
-    assert before.reshape(-1, 3).std(axis=0).min() > 1.0
-    assert axes[2, 0].get_xlabel() == "net.Dense_0.\nkernel[0, 0]"
-    assert axes[2, 0].get_ylabel() == "net.Dense_0.\nkernel[0, 2]"
-    assert axes[0, 1].get_xlabel() == ""
-
-
-def test_corner_takes_weights_by_name_and_index(weights):
-    chosen = [("net/Dense_1.kernel", (2, 0)), ("net.Dense_0.bias", 1)]
-    axes = plots.canonical_corner(weights, canonical(weights), chosen)
-    assert axes.shape == (2, 2)
-    kernel = values(weights, "posterior", "net.Dense_1.kernel")[..., 2, 0]
-    np.testing.assert_allclose(axes[0, 1].collections[1].get_offsets()[:, 1], kernel[1])
-    assert axes[1, 1].get_xlabel() == "net.Dense_0.\nbias[1]"
-
-
 # --- all of them
 
 FIGURES = {
     "reliability_diagram": (1, lambda f, ax: plots.reliability_diagram(f["labeled"], ax=ax)),
     "ood_histograms": (1, lambda f, ax: plots.ood_histograms(f["labeled"], f["labeled"], ax=ax)),
     "relevance": (1, lambda f, ax: plots.relevance(f["weights"], "tau_precision", ax=ax)),
-    "sampler_traces": (4, lambda f, ax: plots.sampler_traces(f["weights"], ax=ax)),
-    "orbit_traces": (2, lambda f, ax: plots.orbit_traces(coordinates(), ax=ax)),
-    "posterior_functions": (1, lambda f, ax: plots.posterior_functions(f["numbers"], ax=ax)),
     "member_intervals": (1, lambda f, ax: plots.member_intervals(f["numbers"], ax=ax)),
-    "canonical_corner": (
-        9,
-        lambda f, ax: plots.canonical_corner(f["weights"], canonical(f["weights"]), ax=ax),
-    ),
 }
 
 
@@ -475,11 +293,14 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda f: plots.reliability_diagram(f["numbers"]), "`site` got 'y', no class label"),
+        (lambda f: plots.reliability_diagram(f["numbers"]), "`site` got 'y', which is not a class label"),
         (lambda f: plots.reliability_diagram(f["labeled"], bins=0), "`bins` got 0"),
         (lambda f: plots.reliability_diagram(f["weights"]), "`site` got nothing"),
         (lambda f: plots.ood_histograms(f["labeled"], f["labeled"], "entropi"), "Did you mean 'entropy'"),
-        (lambda f: plots.ood_histograms(f["numbers"], f["numbers"], "entropy"), "'y', no class label"),
+        (
+            lambda f: plots.ood_histograms(f["numbers"], f["numbers"], "entropy"),
+            "'y', which is not a class label",
+        ),
         (lambda f: plots.ood_histograms(f["labeled"], {}), "`outside` got {}. Pass at least one"),
         (
             lambda f: plots.ood_histograms(f["labeled"], {"a": np.ones((2, 2))}),
@@ -504,40 +325,12 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
             "`by_chain` got True for 2 variables",
         ),
         (lambda f: plots.relevance(f["labeled"]), "without posterior"),
-        (lambda f: plots.sampler_traces(f["numbers"]), "without sample_stats.*extra_fields"),
-        (lambda f: plots.sampler_traces(f["weights"], ["stepsize"]), "Did you mean 'step_size'"),
-        (lambda f: plots.orbit_traces({}), "`coordinates` got nothing. Pass `symmetry.orbit_coordinates"),
-        (lambda f: plots.orbit_traces(f["numbers"]["posterior"]["w"]), "`coordinates` got a DataArray"),
-        (lambda f: plots.orbit_traces(coordinates(), ["log r"]), "Known: log ratio, log s"),
-        (lambda f: plots.orbit_traces(coordinates(), unit=2), "'log ratio' has 2 units: pass 0..1"),
-        (lambda f: plots.orbit_traces({"a": np.zeros(3)}), r"'a' of shape \(3,\)"),
-        (lambda f: plots.posterior_functions(f["numbers"], num_draws=0), "`num_draws` got 0"),
-        (lambda f: plots.posterior_functions(f["labeled"]), "there are 0 inputs"),
         (lambda f: plots.member_intervals([1]), "`fits` got .*Pass a result"),
         (
-            lambda f: plots.member_intervals({"a": f["numbers"], "b": plots.example_results(5)}),
+            lambda f: plots.member_intervals({"a": f["numbers"], "b": example_results(5)}),
             "numbers of points {'a': 120, 'b': 5}",
         ),
         (lambda f: plots.member_intervals(f["numbers"], [200]), "indices between 0 and 119"),
-        (
-            lambda f: plots.canonical_corner(f["weights"], {"z": np.zeros(3)}),
-            "`canonical` got .*symmetry.canonical",
-        ),
-        (
-            lambda f: plots.canonical_corner(f["numbers"], {"w": np.zeros((1, 2, 13))}),
-            r"'w' of shape \(1, 2, 13\), not",
-        ),
-        (
-            lambda f: plots.canonical_corner(f["numbers"], {"w": values(f["numbers"], "posterior", "w")}),
-            "nothing, and one weight or none changes",
-        ),
-        (
-            lambda f: plots.canonical_corner(
-                f["weights"], canonical(f["weights"]), ["net.Dense_0.kernel", "b"]
-            ),
-            r"has shape \(2, 3\): pass an index with 2 numbers",
-        ),
-        (lambda f: plots.canonical_corner(f["weights"], canonical(f["weights"]), bins=0), "`bins` got 0"),
     ],
 )
 def test_errors_say_what_to_write(call, message, fits):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
 
 import arviz as az
 import jax
@@ -161,17 +160,8 @@ def test_round_trip_through_netcdf(idata, tmp_path):
     assert _arviz.attrs(loaded) == _arviz.attrs(idata)
 
 
-def test_arviz_reads_it(idata, data):
+def test_arviz_reads_it(idata):
     assert "sigma" in az.summary(idata, var_names=["sigma"]).index
-    long = bnn.to_inference_data(
-        sample(bnn_model, data["x"], data["y"], kernel=NUTS, warmup=100, draws=100)
-    )  # a tail is fitted from five distinct draws on
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # a chain this short has large Pareto shapes, and ArviZ says so
-        loo = az.loo(long)
-    assert np.isfinite(float(getattr(loo, "elpd_loo", getattr(loo, "elpd", np.nan))))
 
 
 def test_results_do_not_depend_on_the_chunk(mcmc, data, idata):
@@ -199,7 +189,13 @@ def test_subsampled_plate_is_exported_in_full_and_in_order(data):
     np.testing.assert_array_equal(predictive["f"], predictive["y_mean"])
 
 
-@pytest.mark.parametrize("key", [jax.random.key(4), jax.random.PRNGKey(4)], ids=["typed", "legacy"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(jax.random.key(4), marks=pytest.mark.slow, id="typed"),
+        pytest.param(jax.random.PRNGKey(4), id="legacy"),
+    ],
+)
 def test_both_kinds_of_keys(data, key):
     run = sample(bnn_model, data["x"], data["y"], draws=4, key=key)
     exported = bnn.to_inference_data(run, {"x": data["x_test"]}, rng_key=key)
@@ -241,7 +237,14 @@ def test_classification_exports_probabilities(data):
     assert predictions["y"].dtype.kind == "i"
 
 
-@pytest.mark.parametrize(("outputs", "heteroscedastic"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("outputs", "heteroscedastic"),
+    [
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        (4, True),
+    ],
+)
 def test_regression_heads(data, outputs, heteroscedastic):
     targets = outputs // 2 if heteroscedastic else outputs
     y = data["y"] if targets == 1 else jnp.stack([data["y"]] * targets, axis=-1)
@@ -254,6 +257,7 @@ def test_regression_heads(data, outputs, heteroscedastic):
     assert _arviz.group(exported, "log_likelihood")["y"].shape == (1, 3, N)
 
 
+@pytest.mark.slow
 def test_flax_module_with_our_prior(data):
     flax = pytest.importorskip("flax.linen", reason="extra `flax`")
     from numpyro.contrib.module import random_flax_module
@@ -343,6 +347,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_grow_with_the_draws():
     """One draw makes 16 MB of hidden units; 400 draws at once would take 6.4 GB, their output takes 6.4 MB."""
 

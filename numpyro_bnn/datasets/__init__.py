@@ -1,17 +1,13 @@
 """Real data for demos, tests and benchmarks; the package ships none of it.
 
 Tabular arrays stay float64 (a model casts them to its own dtype), images are float32 (N, H, W, channel)
-in [0, 1], class labels int32. Sets that scikit-learn ships need ``pip install "numpyro_bnn[examples]"``; all
-others are read from a folder, named by ``folder=`` or by the environment variable ``NUMPYRO_BNN_DATA``, laid
-out as ``uci/<file>.npz``, ``california_housing.npz``, ``image/<name>.npz`` and ``extra/neal_fbm.npz``.
+in [0, 1], class labels int32. The sets that scikit-learn ships need ``pip install "numpyro_bnn[examples]"``; all
+others are read from a folder, given as ``folder=`` or by the environment variable ``NUMPYRO_BNN_DATA``, with the
+files ``uci/<file>.npz``, ``california_housing.npz``, ``image/<name>.npz`` and ``extra/neal_fbm.npz``.
 """
 
-from numpyro_bnn.datasets.bundled import load_sklearn
-from numpyro_bnn.datasets.dataset import Dataset
-from numpyro_bnn.datasets.idx import load_idx
-from numpyro_bnn.datasets.images import load_images
-from numpyro_bnn.datasets.scaling import Scaler, standardize
-from numpyro_bnn.datasets.tabular import load_california, load_neal, load_uci
+from numpyro_bnn.datasets.dataset import Dataset, Scaler, standardize
+from numpyro_bnn.datasets.loaders import load_california, load_images, load_neal, load_sklearn, load_uci
 
 __all__ = [
     "Dataset",
@@ -22,5 +18,4 @@ __all__ = [
     "load_california",
     "load_neal",
     "load_images",
-    "load_idx",
 ]

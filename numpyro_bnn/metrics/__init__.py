@@ -4,14 +4,17 @@ Draws are shaped (S, N) or by chain (C, S, N); every score is computed in float6
 every data point and a standard error over data points.
 """
 
-from numpyro_bnn.metrics.classification import accuracy, brier, log_score
-from numpyro_bnn.metrics.convergence import FunctionSpace, function_space
-from numpyro_bnn.metrics.entropy import Uncertainty, uncertainty
-from numpyro_bnn.metrics.logits import relative_logit_variance
-from numpyro_bnn.metrics.ood import Auroc, auroc
-from numpyro_bnn.metrics.regression import Coverage, crps, interval_coverage, lppd, pit, rmse
-from numpyro_bnn.metrics.reliability import Reliability, ece
-from numpyro_bnn.metrics.score import Score
+from numpyro_bnn.metrics._inputs import Score
+from numpyro_bnn.metrics.classification import (
+    accuracy,
+    auroc,
+    brier,
+    ece,
+    log_score,
+    relative_logit_variance,
+    uncertainty,
+)
+from numpyro_bnn.metrics.draws import crps, function_space, interval_coverage, lppd, pit, rmse
 
 __all__ = [
     "lppd",
@@ -28,9 +31,4 @@ __all__ = [
     "relative_logit_variance",
     "function_space",
     "Score",
-    "Coverage",
-    "Reliability",
-    "Auroc",
-    "Uncertainty",
-    "FunctionSpace",
 ]

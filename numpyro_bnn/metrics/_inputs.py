@@ -1,22 +1,46 @@
-"""Checks of what the metrics take, and the shapes they work on."""
+"""What the metrics take and return: checks and shapes of their arguments, and scores with standard errors."""
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn import _checks
-from numpyro_bnn._checks import argument_error
-
-__all__ = ["draws_and_targets", "predictive", "probabilities", "probs_and_labels", "stacked", "vector"]
+from numpyro_bnn._checks import argument_error, check_finite, check_labels, check_rank, check_same_length
 
 # Sums of float16 and bfloat16 probabilities are off by less; a forgotten softmax is off by more.
 _SUM_TOLERANCE = 1e-2
 
 
+class Score(NamedTuple):
+    """A score of predictions, averaged over N data points.
+
+    :param value: the score.
+    :param standard_error: standard error of ``value`` over data points (NaN for one point).
+    :param pointwise: (N,) the score of every data point.
+    """
+
+    value: float
+    standard_error: float
+    pointwise: NDArray[np.float64]
+
+
+def mean_score(pointwise: NDArray[np.float64]) -> Score:
+    """The mean of a pointwise score."""
+    return Score(float(pointwise.mean()), standard_error(pointwise), pointwise)
+
+
+def standard_error(values: NDArray[np.float64]) -> float:
+    """Standard error of the mean of independent values; NaN for one value or infinite ones."""
+    if values.size < 2 or not np.isfinite(values).all():
+        return float("nan")
+    return float(values.std(ddof=1) / np.sqrt(values.size))
+
+
 def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     """Finite numbers, one per data point: (N,)."""
     array = np.asarray(value, dtype=np.float64)
-    _checks.check_rank(call, argument, array, 1, "(N,)")
-    _checks.check_finite(call, argument, array)
+    check_rank(call, argument, array, 1, "(N,)")
+    check_finite(call, argument, array)
     return array
 
 
@@ -24,13 +48,11 @@ def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     """Draws (S, N) or (C, S, N), as (S, N) or (C S, N)."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim not in (2, 3):
-        raise argument_error(
-            call, argument, f"shape {array.shape}", "Pass draws shaped (S, N), or (C, S, N) by chain."
-        )
+        instead = "Pass draws shaped (S, N), or (C, S, N) by chain."
+        raise argument_error(call, argument, f"shape {array.shape}", instead)
     if 0 in array.shape:
-        raise argument_error(
-            call, argument, f"empty data of shape {array.shape}", "Pass at least one draw and row."
-        )
+        got = f"empty data of shape {array.shape}"
+        raise argument_error(call, argument, got, "Pass at least one draw and row.")
     return array.reshape(-1, array.shape[-1])
 
 
@@ -39,8 +61,8 @@ def draws_and_targets(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Finite draws, as (S, N), and the targets (N,) they predict."""
     array, target = stacked(call, "draws", draws), vector(call, "y", y)
-    _checks.check_finite(call, "draws", array)
-    _checks.check_same_length(call, draws=array.T, y=target)
+    check_finite(call, "draws", array)
+    check_same_length(call, draws=array.T, y=target)
     return array, target
 
 
@@ -48,41 +70,27 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
     """Class probabilities (..., N, K) that sum to one; ``ranks`` names the shapes that are allowed."""
     array = np.asarray(probs, dtype=np.float64)
     if array.ndim not in ranks:
-        raise argument_error(
-            call, "probs", f"shape {array.shape}", f"Pass probabilities shaped {' or '.join(ranks.values())}."
-        )
-    _checks.check_finite(call, "probs", array)
+        instead = f"Pass probabilities shaped {' or '.join(ranks.values())}."
+        raise argument_error(call, "probs", f"shape {array.shape}", instead)
+    check_finite(call, "probs", array)
     if array.min() < 0:
-        raise argument_error(
-            call,
-            "probs",
-            f"a negative value ({array.min():.3g})",
-            "Pass probabilities, e.g. softmax(logits).",
-        )
+        got = f"a negative value ({array.min():.3g})"
+        raise argument_error(call, "probs", got, "Pass probabilities, e.g. softmax(logits).")
     totals = array.sum(axis=-1)
     worst = float(totals.flat[np.abs(totals - 1).argmax()])
     if abs(worst - 1) > _SUM_TOLERANCE:
-        raise argument_error(
-            call,
-            "probs",
-            f"rows that do not sum to 1 (one sums to {worst:.4g})",
-            "Normalize over the last axis.",
-        )
+        got = f"rows that do not sum to 1 (one sums to {worst:.4g})"
+        raise argument_error(call, "probs", got, "Normalize over the last axis.")
     return array
-
-
-def predictive(call: str, probs: ArrayLike) -> NDArray[np.float64]:
-    """Predictive probabilities (N, K): draws (S, N, K) or (C, S, N, K) are averaged."""
-    array = probabilities(call, probs, {2: "(N, K)", 3: "(S, N, K)", 4: "(C, S, N, K)"})
-    return array.reshape(-1, *array.shape[-2:]).mean(axis=0)
 
 
 def probs_and_labels(
     call: str, probs: ArrayLike, labels: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Predictive probabilities (N, K) and the labels (N,) in 0..K-1."""
-    array, known = predictive(call, probs), np.asarray(labels)
-    _checks.check_rank(call, "labels", known, 1, "(N,)")
-    _checks.check_same_length(call, probs=array, labels=known)
-    _checks.check_labels(call, "labels", known, array.shape[1])
+    """Predictive probabilities (N, K), averaged over draws, and the labels (N,) in 0..K-1."""
+    array = probabilities(call, probs, {2: "(N, K)", 3: "(S, N, K)", 4: "(C, S, N, K)"})
+    array, known = array.reshape(-1, *array.shape[-2:]).mean(axis=0), np.asarray(labels)
+    check_rank(call, "labels", known, 1, "(N,)")
+    check_same_length(call, probs=array, labels=known)
+    check_labels(call, "labels", known, array.shape[1])
     return array, known.astype(np.int64)

@@ -5,23 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numpyro_bnn._checks import argument_error
-
-__all__ = [
-    "COLUMN",
-    "CYCLE",
-    "DATA",
-    "FUNCTION",
-    "MISSED",
-    "OBSERVATION",
-    "PALE",
-    "axes",
-    "chain_color",
-    "log_ticks",
-    "pyplot",
-    "styled",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,11 +15,11 @@ T = TypeVar("T")
 # Inches of one column of a two-column paper.
 COLUMN = 3.4
 
-# Colors that people with any color vision tell apart (Okabe and Ito, 2008); gray tones differ as well.
+# Colors that can be told apart with any color vision (Okabe and Ito, 2008), also when printed in gray.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 FUNCTION, MISSED = CYCLE[0], CYCLE[1]
 OBSERVATION, DATA = "#808080", "#000000"
-# For what stands behind the figure.
+# For what is drawn in the background.
 PALE = "#E4E4E4"
 
 SETTINGS = {
@@ -65,10 +51,7 @@ def chain_color(chain: int) -> str:
 
 
 def pyplot() -> Any:
-    """Matplotlib's ``pyplot``, imported when a figure is drawn.
-
-    :raises ImportError: that says what to install.
-    """
+    """Matplotlib's ``pyplot``, imported when a figure is drawn; the error says what to install."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as cause:
@@ -91,7 +74,7 @@ def log_ticks(axis: Any) -> None:
 
 
 def styled(function: Callable[P, T]) -> Callable[P, T]:
-    """Draw within the shared settings, and leave Matplotlib's own as they were."""
+    """Draw with the shared settings, and leave Matplotlib's own unchanged."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,18 +89,42 @@ def axes(
     given: Any,
     shape: tuple[int, int] = (1, 1),
     size: Sequence[float] = (COLUMN, 2.4),
-    **options: Any,
 ) -> np.ndarray:
     """The axes to draw on, (rows x columns) as a flat array: the user's, or those of a new figure."""
     count = shape[0] * shape[1]
     if given is None:
-        _, made = pyplot().subplots(
-            *shape, figsize=tuple(size), layout="constrained", squeeze=False, **options
-        )
-        return made.ravel()
+        return pyplot().subplots(*shape, figsize=tuple(size), layout="constrained", squeeze=False)[1].ravel()
     array = np.atleast_1d(np.asarray(given, dtype=object)).ravel()
     if array.size != count:
-        raise argument_error(
-            call, "ax", f"{array.size} axes", f"Pass {count}, e.g. of `plt.subplots{shape}`."
-        )
+        instead = f"Pass {count}, e.g. of `plt.subplots{shape}`."
+        raise argument_error(call, "ax", f"{array.size} axes", instead)
     return array
+
+
+def above(**options: Any) -> dict[str, Any]:
+    """Options of a legend above the axes."""
+    return {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, **options}
+
+
+def offsets(count: int, width: float = 0.6) -> NDArray[np.float64]:
+    """Positions of ``count`` intervals side by side around 0, over at most ``width``."""
+    step = min(width / count, 0.2)
+    return np.asarray(step * (np.arange(count) - 0.5 * (count - 1)), dtype=np.float64)
+
+
+def intervals(
+    axis: Any,
+    places: NDArray[np.float64],
+    draws: NDArray[np.float64],
+    level: float,
+    color: str,
+    label: str,
+    *,
+    along_x: bool = False,
+    dot: float = 2.8,
+) -> None:
+    """Median (a dot of ``dot`` points) and central interval of each column of ``draws`` (S, M) at its place."""
+    low, middle, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], axis=0, method="weibull")
+    (axis.hlines if along_x else axis.vlines)(places, low, high, color=color, linewidth=0.32 * dot)
+    at = (middle, places) if along_x else (places, middle)
+    axis.plot(*at, linestyle="", marker="o", markersize=dot, color=color, label=label)

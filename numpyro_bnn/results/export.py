@@ -1,7 +1,7 @@
-"""``to_inference_data``: from an inference result to ArviZ, in one call and one shape."""
+"""``to_inference_data``: from an inference result to ArviZ, in one call and one layout."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -15,15 +15,19 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn.infinite import GPRegression
-from numpyro_bnn.results.arguments import Arguments, for_prediction
 from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import map_draws, observation_mean, site_trace, training_statistics
+from numpyro_bnn.results.replay import (
+    CALL,
+    Arguments,
+    for_prediction,
+    map_draws,
+    observation_mean,
+    site_trace,
+    training_statistics,
+)
 
-__all__ = ["to_inference_data"]
-
-CALL = "to_inference_data"
 SAMPLE_DIMS = ("chain", "draw")
 
 
@@ -44,43 +48,43 @@ def to_inference_data(
     dims: Mapping[str, Sequence[str]] | None = None,
     attrs: Mapping[str, str | int | float] | None = None,
 ) -> Any:
-    """Export an inference result to ArviZ.
+    """Convert an inference result to ArviZ: posterior, predictions, log likelihood, data, settings.
 
-    Subsampled plates are made full first: every group covers the full data, in order. Names have ``.`` for the
-    ``/`` of a site, because netCDF and DataTree refuse it: ``net/Dense_0.kernel`` is ``net.Dense_0.kernel``.
+    Subsampled plates are made full first: every group covers the full data, in order. Variable names have ``.`` for
+    the ``/`` of a site, because netCDF and DataTree reject it: ``net/Dense_0.kernel`` is ``net.Dense_0.kernel``.
 
     Groups (``y`` stands for the name of each observed site):
 
     - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, by ArviZ's names. For
-      draws of a guide: ``lp`` and ``log_weight``, log p(D, z) / q(z), from which the attributes ``elbo``,
-      ``iw_bound``, their standard errors and ``pareto_k`` come.
+      draws of a guide: ``lp`` and ``log_weight``, log p(D, z) / q(z), and computed from them the attributes ``elbo``,
+      ``iw_bound``, their standard errors and ``pareto_k``.
     - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the mean of the observation;
-      ``y_probs``, class probabilities, for a categorical one) at the training inputs, and the deterministic sites
-      that are functions of arguments (kept out of ``posterior``, which is about parameters).
+      for a categorical one ``y_probs``, class probabilities) at the training inputs, and the deterministic sites
+      that are functions of the inputs (they are not in ``posterior``, which is about parameters).
     - ``log_likelihood``: pointwise, at the training data.
-    - ``predictions``: the same as ``posterior_predictive`` at new inputs, and ``y_log_likelihood`` where new
-      targets are given. Batch normalizations use the statistics of the
-      training data under each draw.
+    - ``predictions``: the same as ``posterior_predictive`` at new inputs, and ``y_log_likelihood`` if new
+      targets are given. Batch normalizations use the statistics of the training data under each draw.
     - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
 
     :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, the result of ``SVI.run`` or ``AutoADF.run``, or a
         :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
     :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
-    :param members: of an MCMC whose kernel has a ``warm_start``: export where each chain ended it, a deep ensemble of
-        one draw per chain, instead of the draws.
+    :param members: for an MCMC whose kernel has a ``warm_start``: export where the warm start of each chain ended, a
+        deep ensemble of one draw per chain, instead of the draws.
     :param guide: the guide of an SVI or ADF result.
     :param args: arguments of the model in an SVI or ADF run; an MCMC knows its own.
-    :param kwargs: keyword arguments of the model in an SVI or ADF run.
+    :param kwargs: its keyword arguments.
     :param num_samples: draws from a guide or a Gaussian process.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
     :param log_likelihood: whether to compute that group, and ``sample_stats`` of a guide.
     :param posterior_predictive: whether to compute that group.
     :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
     :param coords: coordinate values by dimension, e.g. ``{"data": dates}``.
-    :param dims: dimension names by variable, for axes that are no plates.
-    :param attrs: further text or numbers to store.
+    :param dims: dimension names by variable, for axes that are not plates.
+    :param attrs: more text or numbers to store.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
-    :raises ValueError: for a result without run or model, unknown arguments in ``predictions``, NaN, wrong shapes.
+    :raises ValueError: for a result that has not run or has no model, unknown arguments in ``predictions``, NaN, or
+        wrong shapes.
     :raises TypeError: for another kind of result.
 
     >>> import jax, numpyro, numpyro.distributions as dist
@@ -98,45 +102,23 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
+    chosen = (log_likelihood, posterior_predictive)
     if isinstance(result, GPRegression):
-        groups = process_groups(
-            result, predictions, rng_key, num_samples, log_likelihood, posterior_predictive, coords or {}
-        )
+        groups = process_groups(result, predictions, rng_key, num_samples, *chosen, coords or {})
         return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
     else:
-        fit = _fit(result, guide, args, kwargs or {}, draws_key, num_samples, log_likelihood, draws_per_chunk)
+        options = (draws_key, num_samples, log_likelihood, draws_per_chunk)
+        fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
     exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
     new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
-    groups = exporter.training_groups(train_key, log_likelihood, posterior_predictive)
+    groups = exporter.training_groups(train_key, *chosen)
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, set(predictions or {}))
     return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
-
-
-def _fit(
-    result: Any,
-    guide: Any,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
-    num_samples: int,
-    weigh: bool,
-    draws_per_chunk: int | None,
-) -> Fit:
-    """Draw from the guide of a result."""
-    if not hasattr(result, "params"):
-        instead = (
-            "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` with `guide=`."
-        )
-        raise argument_error(CALL, "result", type(result).__name__, instead, TypeError)
-    if guide is None:
-        instead = "An SVI or ADF result needs `guide=` and `args=`: its guide and the model's arguments."
-        raise argument_error(CALL, "guide", None, instead)
-    return from_guide(result, guide, args, kwargs, rng_key, num_samples, weigh, draws_per_chunk)
 
 
 class _Exporter:
@@ -148,42 +130,44 @@ class _Exporter:
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
         self.first = {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
-        self.sites = self._trace(fit.arguments, predict=False)
+        self.sites = self._trace(fit.arguments)
         self._check_parameters()
         self.observed_sites = [
             name
             for name, site in self.sites.items()
-            if site["type"] == "sample" and site["is_observed"] and not _auxiliary(site)
+            if site["type"] == "sample"
+            and site["is_observed"]
+            and not site.get("infer", {}).get("is_auxiliary", False)
         ]
         self.latent = {
             name: value
             for name, value in fit.posterior.items()
             if name in self.sites and self.sites[name]["type"] == "sample"
         }
-        found = dependence(self._watched, fit.arguments.arrays)
+        found = dependence(self._values, fit.arguments.arrays)
         self.observed = set().union(*(found[name] for name in self.observed_sites))
         self.dependent = [
             name for name, site in self.sites.items() if site["type"] == "deterministic" and found[name]
         ]
 
-    # -- the model at one draw -------------------------------------------------------------------------
+    # -- the model at the first draw -------------------------------------------------------------------
 
     def _trace(
-        self, arguments: Arguments, predict: bool, values: Mapping | None = None, seed: int = 0
+        self, arguments: Arguments, predict: bool = False, values: Mapping | None = None, seed: int = 0
     ) -> dict:
         args, kwargs = arguments.call(values)
         return site_trace(self.fit.model, self.first, jax.random.key(seed), args, kwargs, predict)
 
-    def _watched(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def _values(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the observed and deterministic sites as a function of the array arguments."""
-        sites = self._trace(self.fit.arguments, predict=False, values=arrays)
+        sites = self._trace(self.fit.arguments, values=arrays)
         return {
             name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")
         }
 
     def _check_parameters(self) -> None:
-        """Parameter sites must not depend on the key: the values of the run are not known afterwards."""
-        again = self._trace(self.fit.arguments, predict=False, seed=1)
+        """Parameter sites must not depend on the key: their values in the run are not stored."""
+        again = self._trace(self.fit.arguments, seed=1)
         for name, site in self.sites.items():
             if site["type"] not in ("param", "mutable"):
                 continue
@@ -191,29 +175,18 @@ class _Exporter:
                 *(jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again)), strict=True
             )
             if any(isinstance(a, jax.Array) and not np.array_equal(a, b) for a, b in pairs):
-                raise argument_error(
-                    CALL,
-                    "result",
-                    f"a model whose parameter site {name!r} starts at random values",
-                    "MCMC froze them and does not keep them: fix them with `handlers.substitute` before the run.",
-                )
+                got = f"a model whose parameter site {name!r} starts at random values"
+                instead = "MCMC froze them and does not keep them: fix them by `handlers.substitute` before the run."
+                raise argument_error(CALL, "result", got, instead)
 
     # -- groups ----------------------------------------------------------------------------------------
 
     def training_groups(self, rng_key: jax.Array, log_likelihood: bool, predictive: bool) -> dict[str, Any]:
         fit = self.fit
-        posterior = {
-            safe(name): (SAMPLE_DIMS + self._dims(safe(name), value.shape[2:]), value)
-            for name, value in fit.posterior.items()
-            if name not in self.dependent
-        }
-        stats = {
-            name: (SAMPLE_DIMS + self._dims(name, value.shape[2:]), value)
-            for name, value in fit.sample_stats.items()
-        }
-        groups = {"posterior": self._dataset(posterior)}
-        if stats:
-            groups["sample_stats"] = self._dataset(stats)
+        posterior = {safe(name): value for name, value in fit.posterior.items() if name not in self.dependent}
+        groups = {"posterior": self._sampled_parameters(posterior)}
+        if fit.sample_stats:
+            groups["sample_stats"] = self._sampled_parameters(fit.sample_stats)
         call = fit.arguments.call()
 
         def at_draw(draw: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
@@ -223,26 +196,21 @@ class _Exporter:
                 values |= self._predicted(site_trace(fit.model, draw, key, *call, predict=True))
                 values |= self._functions(given)
             if log_likelihood:
-                values |= self._log_likelihood(given, "log_likelihood/")
+                values |= self._log_likelihood(given, prefix="log_likelihood/")
             return values
 
-        if (predictive and (self.observed_sites or self.dependent)) or (
-            log_likelihood and self.observed_sites
-        ):
-            values = self._map(at_draw, rng_key)
-            groups["log_likelihood"] = self._sampled(
-                {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}, self.sites
-            )
-            groups["posterior_predictive"] = self._sampled(
-                {k: v for k, v in values.items() if "/" not in k}, self.sites
-            )
-        groups["observed_data"] = self._dataset(
-            {
-                safe(name): (site_dims(self.sites[name], safe(name), np.shape(value)), np.asarray(value))
-                for name in self.observed_sites
-                for value in [self.sites[name]["value"]]
-            }
-        )
+        wanted = self.observed_sites if log_likelihood else []
+        if wanted or (predictive and (self.observed_sites or self.dependent)):
+            values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
+            density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
+            groups["log_likelihood"] = self._sampled(density, self.sites)
+            predicted = {k: v for k, v in values.items() if "/" not in k}
+            groups["posterior_predictive"] = self._sampled(predicted, self.sites)
+        observed = {}
+        for name in self.observed_sites:
+            value = np.asarray(self.sites[name]["value"])
+            observed[safe(name)] = (site_dims(self.sites[name], safe(name), value.shape), value)
+        groups["observed_data"] = self._dataset(observed)
         groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
         return groups
 
@@ -257,21 +225,19 @@ class _Exporter:
             if scored:
                 with training_statistics(model, draw, key, training):
                     observed = site_trace(model, draw, key, *call, predict=False)
-                values |= self._log_likelihood(observed, "", "_log_likelihood")
+                values |= self._log_likelihood(observed, suffix="_log_likelihood")
             return values
 
         with training_statistics(model, self.first, rng_key, training):
             sites = self._trace(new, predict=True)
+        values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
         arrays = {name: value for name, value in new.arrays.items() if name in given}
         return {
-            "predictions": self._sampled(self._map(at_draw, rng_key), sites),
+            "predictions": self._sampled(values, sites),
             "predictions_constant_data": self._constants(arrays, set(), sites),
         }
 
-    # -- pieces ----------------------------------------------------------------------------------------
-
-    def _map(self, fn: Callable, rng_key: jax.Array) -> dict[str, np.ndarray]:
-        return map_draws(fn, self.latent, rng_key, self.draws_per_chunk)
+    # -- values at one draw ----------------------------------------------------------------------------
 
     def _predicted(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
         values = {}
@@ -287,19 +253,29 @@ class _Exporter:
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
     def _log_likelihood(
-        self, sites: Mapping[str, dict], prefix: str, suffix: str = ""
+        self, sites: Mapping[str, dict], prefix: str = "", suffix: str = ""
     ) -> dict[str, jax.Array]:
         return {
             f"{prefix}{safe(name)}{suffix}": sites[name]["fn"].log_prob(sites[name]["value"])
             for name in self.observed_sites
         }
 
+    # -- datasets --------------------------------------------------------------------------------------
+
+    def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
+        """Dataset of draws (C, S, ...) of parameters or statistics."""
+        return self._dataset(
+            {name: (SAMPLE_DIMS + self._dims(name, v.shape[2:]), v) for name, v in values.items()}
+        )
+
     def _sampled(self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict]) -> Any:
-        """Dataset of values that came from observed or deterministic sites, dimensions by plate."""
+        """Dataset of draws of observed or deterministic sites, dimensions by plate."""
         by_name = {safe(name): site for name, site in sites.items()}
         variables = {}
         for name, value in values.items():
-            site = by_name.get(name) or by_name[_stem(name, by_name)]
+            # A derived variable such as `y_mean` belongs to the longest site name in front of it.
+            stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
+            site = by_name[max(stems, key=len)]
             variables[name] = (SAMPLE_DIMS + site_dims(site, name, value.shape[2:]), value)
         return self._dataset(variables)
 
@@ -309,19 +285,17 @@ class _Exporter:
         variables = {}
         for name, value in arrays.items():
             if name not in left_out:
-                axes = list(self._dims(name, np.shape(value)))
-                axes[0] = plates.get(np.shape(value)[0], axes[0])
-                variables[name] = (tuple(axes), np.asarray(value))
+                first, *others = self._dims(name, np.shape(value))
+                variables[name] = ((plates.get(np.shape(value)[0], first), *others), np.asarray(value))
         return self._dataset(variables)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.dims[name]) if name in self.dims else parameter_dims(name, shape)
 
     def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
-        # A plate may have the name of an argument; ArviZ wants dimensions and variables apart.
-        taken = set(variables)
+        # A plate may have the name of an argument; ArviZ requires different names of dimensions and variables.
         apart = {
-            name: (tuple(f"{dim}_dim" if dim in taken else dim for dim in axes), value)
+            name: (tuple(f"{dim}_dim" if dim in variables else dim for dim in axes), value)
             for name, (axes, value) in variables.items()
         }
         sizes = {dim: n for axes, value in apart.values() for dim, n in zip(axes, value.shape, strict=True)}
@@ -329,16 +303,8 @@ class _Exporter:
         return _arviz.dataset(apart, fitting)
 
 
-def _stem(name: str, sites: Mapping[str, Any]) -> str:
-    """The site a derived variable such as ``y_mean`` belongs to: the longest site name in front of it."""
-    return max((site for site in sites if name.startswith(f"{site}_")), key=len)
-
-
-def _auxiliary(site: Mapping[str, Any]) -> bool:
-    return bool(site.get("infer", {}).get("is_auxiliary", False))
-
-
-def _versions() -> dict[str, str]:
+def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Attributes of the whole: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {
         "created_at": datetime.now(UTC).isoformat(),
@@ -346,8 +312,7 @@ def _versions() -> dict[str, str]:
         "inference_library_version": version("numpyro"),
         "python_version": platform.python_version(),
         **{f"{name}_version": version(name) for name in packages},
+        **settings,
+        "predictive_rng_key": key_text(rng_key),
+        **(more or {}),
     }
-
-
-def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {**_versions(), **settings, "predictive_rng_key": key_text(rng_key), **(more or {})}

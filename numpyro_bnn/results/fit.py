@@ -1,4 +1,4 @@
-"""What an inference result gives to be exported: draws, statistics, the model and its arguments."""
+"""What is exported of an inference result: draws, statistics, the model and its arguments."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +10,12 @@ import numpy as np
 from numpyro import handlers
 from numpyro.infer import MCMC
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn._plates import full_plates
-from numpyro_bnn.results.arguments import Arguments, bind
-from numpyro_bnn.results.replay import map_draws
+from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
 
-__all__ = ["Fit", "from_guide", "from_mcmc", "key_text"]
-
-# Names ArviZ gives to NumPyro's fields.
+# ArviZ's names of NumPyro's fields.
 SAMPLE_STATS = {
     "potential_energy": "lp",
     "adapt_state.step_size": "step_size",
@@ -47,23 +44,26 @@ class Fit:
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
-def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
-    """Read a run :class:`~numpyro.infer.mcmc.MCMC`.
+def key_text(key: jax.Array) -> str:
+    """The numbers of a random key, legacy or typed."""
+    data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return str(np.asarray(data).tolist())
 
-    :param members: read the ends of its warm start in the place of draws.
-    :raises ValueError: if it has not been run, or has no model (a bare potential function).
+
+# ------------------------------------------------------------------------------------------------- MCMC
+
+
+def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
+    """Read an :class:`~numpyro.infer.mcmc.MCMC` that has run.
+
+    :param members: read the final states of its warm start instead of the draws.
+    :raises ValueError: if it has not run, or has no model (only a potential function).
     """
     if mcmc.last_state is None:
-        raise argument_error(
-            "to_inference_data", "result", "an MCMC that has not run", "Call `mcmc.run(...)` first."
-        )
+        raise argument_error(CALL, "result", "an MCMC that has not run", "Call `mcmc.run(...)` first.")
     if mcmc.sampler.model is None:
-        raise argument_error(
-            "to_inference_data",
-            "result",
-            "an MCMC of a potential function",
-            "Pass a kernel made from a model, or use `arviz.from_dict`.",
-        )
+        instead = "Pass a kernel made from a model, or use `arviz.from_dict`."
+        raise argument_error(CALL, "result", "an MCMC of a potential function", instead)
     if members:
         samples, fields = _members(mcmc), {}
     else:
@@ -78,7 +78,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
         "chain_method": getattr(mcmc.chain_method, "__name__", mcmc.chain_method),
         "last_rng_key": key_text(mcmc.last_state.rng_key),
     }
-    # A model that hides its data from the sampler names the one that shows them.
+    # A model that hides its data from the sampler refers to one that contains them.
     model = getattr(mcmc.sampler.model, "predictive_model", mcmc.sampler.model)
     settings |= {"members_of_warm_start": True, "num_samples": 1} if members else _described(mcmc)
     return Fit(
@@ -92,16 +92,38 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
 
 
 def _members(mcmc: MCMC) -> dict[str, np.ndarray]:
-    """Values (C, 1, ...) by site where the chains ended their warm start."""
+    """Values (C, 1, ...) by site at the end of each chain's warm start."""
     if not hasattr(mcmc.sampler, "members"):
-        raise argument_error(
-            "to_inference_data",
-            "members",
-            f"{type(mcmc.sampler).__name__}, a kernel without warm start",
-            "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members.",
-        )
+        got = f"{type(mcmc.sampler).__name__}, a kernel without warm start"
+        instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
+        raise argument_error(CALL, "members", got, instead)
     found = mcmc.sampler.members(mcmc.last_state, mcmc._args, mcmc._kwargs)
     return {name: np.asarray(value)[:, None] for name, value in jax.device_get(found).items()}
+
+
+def _described(mcmc: MCMC) -> dict[str, Any]:
+    """Settings that kernels of :mod:`numpyro_bnn.infer` report, with a warning if a chain diverged."""
+    if not hasattr(mcmc.sampler, "describe"):
+        return {}
+    report = mcmc.sampler.divergence_report(mcmc.last_state)
+    if report:
+        warnings.warn(report, stacklevel=4)
+    return mcmc.sampler.describe(mcmc.last_state)
+
+
+def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    stats = {}
+    for label, value in fields.items():
+        if not isinstance(value, np.ndarray):
+            continue  # a tree of values, e.g. a gradient, is not a statistic of a draw
+        name = SAMPLE_STATS.get(label, label.replace("/", "."))
+        stats[name] = -value if name == "lp" else value
+        if name == "n_steps":
+            stats["tree_depth"] = np.floor(np.log2(value)).astype(int) + 1
+    return stats
+
+
+# ----------------------------------------------------------------------------------------------- guides
 
 
 def from_guide(
@@ -114,36 +136,36 @@ def from_guide(
     weigh: bool = False,
     draws_per_chunk: int | None = None,
 ) -> Fit:
-    """Draw from a fitted guide.
+    """Draw from a fitted guide, in one chain.
 
-    :param result: what ``SVI.run`` or ``AutoADF.run`` returned, or anything else with ``params``.
-    :param guide: a NumPyro ``AutoGuide``.
-    :param args: arguments of the model in the run.
-    :param kwargs: its keyword arguments.
-    :param rng_key: key of the draws.
-    :param num_samples: number of draws, in one chain.
-    :param weigh: also compute their log density and importance weights, and from these ELBO and k-hat.
-    :param draws_per_chunk: draws evaluated at once.
-    :raises ValueError: without draws.
-    :raises TypeError: for a guide that cannot be sampled.
+    :param result: returned by ``SVI.run`` or ``AutoADF.run``, or anything else with ``params``.
+    :param weigh: also compute log densities and importance weights of the draws, and from these ELBO and k-hat.
+    :raises ValueError: for ``num_samples`` below 1.
+    :raises TypeError: for a result without parameters, or a guide that cannot be sampled.
     """
-    if not (hasattr(guide, "sample_posterior") and hasattr(guide, "model")):
-        raise argument_error(
-            "to_inference_data",
-            "guide",
-            type(guide).__name__,
-            "Pass the guide of the result, a NumPyro `AutoGuide` such as `AutoNormal` or `AutoADF`.",
-            TypeError,
-        )
-    if not isinstance(num_samples, int) or num_samples < 1:
-        raise argument_error("to_inference_data", "num_samples", num_samples, "Pass a whole number of draws.")
+    _check_guide(result, guide)
+    num_samples = check_count(CALL, "num_samples", num_samples)
     arguments = bind(guide.model, args, kwargs)
-    params = _all_params(result)
-    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples, **_progress(result)}
+    state = getattr(result, "state", None)
+    params = {**result.params, **(getattr(state, "mutable_state", None) or {})}
+    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples}
+    losses = np.asarray(getattr(result, "losses", []))
+    if losses.ndim == 1 and losses.size:
+        settings |= {"num_steps": losses.size, "final_loss": float(losses[-1])}
+        if (last_key := getattr(state, "rng_key", None)) is not None:
+            settings["last_rng_key"] = key_text(last_key)
     stats: dict[str, np.ndarray] = {}
-    if weigh and check("to_inference_data", guide.model, guide, params, args, kwargs).has_density:
-        draws, stats = _weighted(guide, params, args, kwargs, rng_key, num_samples, draws_per_chunk)
-        settings |= {name: value for name, value in _judged(stats).items() if np.isfinite(value)}
+    if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
+
+        def at_draw(_: Any, key: jax.Array) -> dict[str, jax.Array]:
+            return _weighted(guide, params, args, kwargs, key)
+
+        draws = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk)
+        stats = {name: draws.pop(f"stats:{name}") for name in ("lp", "log_weight")}
+        log_weights = stats["log_weight"][0].astype(np.float64)
+        if log_weights.size > 1 and not np.isnan(log_weights).any():
+            judged = weight_statistics(log_weights)
+            settings |= {name: value for name, value in judged.items() if np.isfinite(value)}
     else:
         set_up(guide, args, kwargs)
         sample = full_plates(guide.sample_posterior)
@@ -158,81 +180,31 @@ def from_guide(
     )
 
 
-def _all_params(result: Any) -> dict[str, Any]:
-    """Values of parameter sites, and of the mutable ones that an SVI carries along."""
-    return {**result.params, **(getattr(getattr(result, "state", None), "mutable_state", None) or {})}
-
-
-def _progress(result: Any) -> dict[str, Any]:
-    """How the run of an SVI went: steps, the last loss and the last key."""
-    losses = np.asarray(getattr(result, "losses", []))
-    if losses.ndim != 1 or not losses.size:
-        return {}
-    key = getattr(getattr(result, "state", None), "rng_key", None)
-    return {
-        "num_steps": losses.size,
-        "final_loss": float(losses[-1]),
-        **({} if key is None else {"last_rng_key": key_text(key)}),
-    }
+def _check_guide(result: Any, guide: Any) -> None:
+    if not hasattr(result, "params"):
+        instead = (
+            "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` with `guide=`."
+        )
+        raise argument_error(CALL, "result", type(result).__name__, instead, TypeError)
+    if guide is None:
+        instead = "An SVI or ADF result needs `guide=` and `args=`: its guide and the model's arguments."
+        raise argument_error(CALL, "guide", None, instead)
+    if not (hasattr(guide, "sample_posterior") and hasattr(guide, "model")):
+        instead = "Pass the guide of the result, a NumPyro `AutoGuide` such as `AutoNormal` or `AutoADF`."
+        raise argument_error(CALL, "guide", type(guide).__name__, instead, TypeError)
 
 
 def _weighted(
-    guide: Any,
-    params: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
-    num_samples: int,
-    draws_per_chunk: int | None,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Draws of the guide (1, S, ...), their log density (of unconstrained values, as in MCMC) and log weights."""
-
-    def at_draw(_: Any, key: jax.Array) -> dict[str, jax.Array]:
-        found = weighted_draw(guide.model, guide, params, args, kwargs, key)
-        values = {
-            f"posterior:{name}": site["value"] for name, site in found.model.items() if _is_variable(site)
-        }
-        return values | {
-            "lp": found.log_joint + log_jacobian(found.model),
-            "log_weight": found.log_joint - found.log_guide,
-        }
-
-    values = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk)
-    stats = {name: values.pop(name) for name in ("lp", "log_weight")}
-    return {name.removeprefix("posterior:"): value for name, value in values.items()}, stats
-
-
-def _judged(stats: Mapping[str, np.ndarray]) -> dict[str, float]:
-    log_weights = stats["log_weight"][0].astype(np.float64)
-    return weight_statistics(log_weights) if log_weights.size > 1 and not np.isnan(log_weights).any() else {}
-
-
-def _is_variable(site: Mapping[str, Any]) -> bool:
-    return site["type"] == "deterministic" or (site["type"] == "sample" and not site["is_observed"])
-
-
-def _described(mcmc: MCMC) -> dict[str, Any]:
-    """What the kernels of :mod:`numpyro_bnn.infer` tell about a run; they say aloud when a chain diverged."""
-    if not hasattr(mcmc.sampler, "describe"):
-        return {}
-    report = mcmc.sampler.divergence_report(mcmc.last_state)
-    if report:
-        warnings.warn(report, stacklevel=4)
-    return mcmc.sampler.describe(mcmc.last_state)
-
-
-def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    stats = {}
-    for label, value in fields.items():
-        if not isinstance(value, np.ndarray):
-            continue  # a tree of values, e.g. a gradient: not a statistic of a draw
-        name = SAMPLE_STATS.get(label, label.replace("/", "."))
-        stats[name] = -value if name == "lp" else value
-        if name == "n_steps":
-            stats["tree_depth"] = np.floor(np.log2(value)).astype(int) + 1
-    return stats
-
-
-def key_text(key: jax.Array) -> str:
-    data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return str(np.asarray(data).tolist())
+    guide: Any, params: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any], key: jax.Array
+) -> dict[str, jax.Array]:
+    """One draw of the guide, its log density (of unconstrained values, as in MCMC) and its log weight."""
+    found = weighted_draw(guide.model, guide, params, args, kwargs, key)
+    values = {
+        name: site["value"]
+        for name, site in found.model.items()
+        if site["type"] == "deterministic" or (site["type"] == "sample" and not site["is_observed"])
+    }
+    return values | {
+        "stats:lp": found.log_joint + log_jacobian(found.model),
+        "stats:log_weight": found.log_joint - found.log_guide,
+    }

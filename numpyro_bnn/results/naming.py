@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["parameter_dims", "safe", "site_dims"]
-
 # Axes of a network parameter, by the last part of its name and its rank.
 PARAMETER_AXES = {
     ("kernel", 2): ("in", "out"),
@@ -42,16 +40,13 @@ def parameter_dims(name: str, shape: Sequence[int]) -> tuple[str, ...]:
 
 
 def site_dims(site: Mapping[str, Any], name: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """Dimensions of a value of a site: plates by their names, the other axes numbered.
-
-    :param site: the message of the site, with its ``cond_indep_stack``.
-    :param shape: shape of the value, without chain and draw.
+    """Dimensions of a value of a site, without chain and draw: plates by their names, the other axes numbered.
 
     >>> from numpyro.primitives import CondIndepStackFrame
     >>> site_dims({"cond_indep_stack": [CondIndepStackFrame("data", -1, 5)]}, "y", (5, 2))
     ('data', 'y_dim_1')
     """
-    # Batch axes stand in front of event axes, the outermost plate (most negative dim) first.
+    # Batch axes come before event axes, the outermost plate (most negative dim) first.
     plates = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
     dims = [f"{name}_dim_{i}" for i in range(len(shape))]
     offset = -plates[0].dim if plates else 0

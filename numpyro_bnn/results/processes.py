@@ -1,5 +1,6 @@
-"""Draws of a Gaussian-process posterior in the groups of every other result."""
+"""Draws of a Gaussian-process posterior, in the same groups as every other result."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,13 +8,12 @@ import jax
 import numpy as np
 from scipy.stats import norm
 
-from numpyro_bnn import _arviz, _checks
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite import GPRegression
+from numpyro_bnn.results.replay import CALL, Arguments, for_prediction
 
-__all__ = ["process_attrs", "process_groups"]
-
-CALL = "to_inference_data"
+SIGNATURE = inspect.signature(lambda x, y=None: None)
 
 
 def process_groups(
@@ -36,35 +36,35 @@ def process_groups(
     >>> list(process_groups(gp, None, jax.random.key(0), 10, True, False, {}))
     ['posterior', 'log_likelihood', 'observed_data', 'constant_data']
     """
-    new = _new_inputs(gp, predictions)
+
+    def group(values: Mapping[str, np.ndarray], *sample: str) -> Any:
+        def dims(name: str, rank: int) -> tuple[str, ...]:
+            return (*sample, "data", *(f"{name}_dim_{i}" for i in range(1, rank - len(sample))))
+
+        return _arviz.dataset({name: (dims(name, v.ndim), v) for name, v in values.items()}, coords)
+
+    new = None if predictions is None else _new_inputs(gp, predictions)
     train_key, new_key = jax.random.split(rng_key)
     at_data = _draws(gp, None, train_key, num_samples)
-    groups = {"posterior": _sampled({"f": at_data["y_mean"]}, coords)}
+    groups = {"posterior": group({"f": at_data["y_mean"]}, "chain", "draw")}
     if log_likelihood:
         density = norm.logpdf(gp.y, at_data["y_mean"], gp.noise_sd)
-        groups["log_likelihood"] = _sampled({"y": density}, coords)
+        groups["log_likelihood"] = group({"y": density}, "chain", "draw")
     if posterior_predictive:
-        groups["posterior_predictive"] = _sampled(at_data, coords)
-    groups["observed_data"] = _constant({"y": gp.y}, coords)
-    groups["constant_data"] = _constant({"x": gp.x}, coords)
+        groups["posterior_predictive"] = group(at_data, "chain", "draw")
+    groups["observed_data"] = group({"y": gp.y})
+    groups["constant_data"] = group({"x": gp.x})
     if new is not None:
         values = _draws(gp, new["x"], new_key, num_samples)
         if "y" in new:
             values["y_log_likelihood"] = norm.logpdf(new["y"], values["y_mean"], gp.noise_sd)
-        groups["predictions"] = _sampled(values, coords)
-        groups["predictions_constant_data"] = _constant(new, coords)
+        groups["predictions"] = group(values, "chain", "draw")
+        groups["predictions_constant_data"] = group(new)
     return groups
 
 
 def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
-    """Algorithm and settings.
-
-    >>> import numpy as np
-    >>> from numpyro_bnn import infinite, nn
-    >>> gp = infinite.gp_regression(nn.Dense(1), np.eye(2), np.ones(2), noise_sd=0.1)
-    >>> process_attrs(gp, 10)["algorithm"]
-    'GPRegression'
-    """
+    """Algorithm and settings."""
     return {
         "algorithm": type(gp).__name__,
         "num_samples": num_samples,
@@ -76,23 +76,12 @@ def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _new_inputs(gp: GPRegression, predictions: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:
-    if predictions is None:
-        return None
-    for name in predictions:
-        if name not in ("x", "y"):
-            raise unknown_name(CALL, "predictions", name, ["x", "y"])
-    if "x" not in predictions:
+def _new_inputs(gp: GPRegression, predictions: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    new = {name: np.asarray(value) for name, value in predictions.items()}
+    for_prediction(Arguments(SIGNATURE, {"x": gp.x, "y": gp.y}), new, {"y"})
+    if "x" not in new:
         instead = 'Write `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", "no value for 'x'", instead)
-    new = {name: np.asarray(value) for name, value in predictions.items()}
-    for name, old in (("x", gp.x), ("y", gp.y)):
-        if name in new:
-            _checks.check_finite(CALL, f"predictions[{name!r}]", new[name])
-            if new[name].shape[1:] != old.shape[1:] or new[name].ndim != old.ndim:
-                instead = f"Pass (M, *{old.shape[1:]}), one row per new point."
-                raise argument_error(CALL, f"predictions[{name!r}]", f"shape {new[name].shape}", instead)
-    _checks.check_same_length(CALL, **new)
     return new
 
 
@@ -102,17 +91,3 @@ def _draws(gp: GPRegression, x: Any, rng_key: jax.Array, num_samples: int) -> di
     f = gp.sample(function_key, x, (1, num_samples))
     noise = np.asarray(jax.random.normal(noise_key, f.shape), f.dtype)
     return {"y": f + gp.noise_sd * noise, "y_mean": f}
-
-
-def _sampled(values: Mapping[str, np.ndarray], coords: Mapping[str, Any]) -> Any:
-    return _arviz.dataset(
-        {k: (("chain", "draw", *_axes(k, v.ndim - 2)), v) for k, v in values.items()}, coords
-    )
-
-
-def _constant(values: Mapping[str, np.ndarray], coords: Mapping[str, Any]) -> Any:
-    return _arviz.dataset({k: (_axes(k, v.ndim), v) for k, v in values.items()}, coords)
-
-
-def _axes(name: str, rank: int) -> tuple[str, ...]:
-    return ("data", *(f"{name}_dim_{i}" for i in range(1, rank)))

@@ -1,6 +1,8 @@
-"""Replaying a model for every posterior draw, in chunks, so that memory does not grow with the draws."""
+"""Calling a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +12,101 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_bnn import _programs
+from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_trace, unobserved
 from numpyro_bnn.networks import record_statistics, use_statistics
 
-__all__ = ["Draws", "map_draws", "observation_mean", "site_trace", "training_statistics"]
+CALL = "to_inference_data"
 
 Draws = Mapping[str, Any]
+
+
+# --------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of one call of a model, by name."""
+
+    signature: inspect.Signature
+    values: Mapping[str, Any]
+
+    def call(self, values: Mapping[str, Any] | None = None) -> tuple[tuple, dict[str, Any]]:
+        """Positional and keyword arguments, some of them replaced by ``values``."""
+        given = {**self.values, **(values or {})}
+        bound = self.signature.bind_partial()
+        known = self.signature.parameters
+        bound.arguments.update({name: value for name, value in given.items() if name in known})
+        rest = {name: value for name, value in given.items() if name not in known}
+        for name, parameter in known.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD and rest:
+                bound.arguments[name] = rest
+        return bound.args, bound.kwargs
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arguments that are arrays with at least one axis."""
+        return {name: value for name, value in self.values.items() if _is_array(value)}
+
+
+def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
+    """Name every argument of a call; those of ``**kwargs`` keep their names."""
+    signature = inspect.signature(model)
+    values: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            values |= value
+        else:
+            values[name] = value
+    return Arguments(signature, values)
+
+
+def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[str]) -> Arguments:
+    """Arguments of a prediction: new values replace the old, and observations without a new value are dropped.
+
+    :param arguments: those of the run.
+    :param new: values by argument name, e.g. ``{"x": x_test, "y": y_test}``.
+    :param observed: names of the arguments that carry observations.
+    :raises ValueError: for an unknown name, NaN, an array of another shape than in the run, mismatched lengths, or an
+        argument with one row per training point and no new value.
+    """
+    for name, value in new.items():
+        if name not in arguments.values:
+            raise unknown_name(CALL, "predictions", name, arguments.values)
+        if _is_array(value):
+            _check_like(name, value, arguments.values[name])
+    arrays = {name: value for name, value in new.items() if _is_array(value)}
+    for length in {np.shape(value)[0] for value in arguments.arrays.values()}:
+        # Arguments of one length in the run are columns of one table, so their new lengths must agree.
+        table = {k: v for k, v in arrays.items() if np.shape(arguments.values[k])[:1] == (length,)}
+        check_same_length(CALL, **table)
+    lengths = {np.shape(arguments.values[name])[0] for name in arrays if _is_array(arguments.values[name])}
+    for name, value in arguments.arrays.items():
+        if name not in arrays and name not in observed and np.shape(value)[0] in lengths:
+            got = f"no value for {name!r}, which has one row per training point"
+            instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
+            raise argument_error(CALL, "predictions", got, instead)
+    parameters = arguments.signature.parameters
+    dropped = {
+        name: None for name in observed - set(new) if name in parameters and parameters[name].default is None
+    }
+    return replace(arguments, values={**arguments.values, **new, **dropped})
+
+
+def _check_like(name: str, value: Any, old: Any) -> None:
+    if np.issubdtype(np.asarray(value).dtype, np.floating):
+        check_finite(CALL, f"predictions[{name!r}]", value)
+    if _is_array(old) and np.shape(value)[1:] != np.shape(old)[1:]:
+        instead = f"Pass (M, *{np.shape(old)[1:]}), one row per new point, as in the run's {np.shape(old)}."
+        raise argument_error(CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and np.ndim(value) > 0
+
+
+# ------------------------------------------------------------------------------------- the model at draws
 
 
 def site_trace(
@@ -28,11 +118,11 @@ def site_trace(
     """
 
     def latent(site: dict[str, Any]) -> Any:
-        # A deterministic site is computed anew: the draw holds its value for the training data.
+        # Deterministic sites are computed again: the draw holds their values for the training data.
         return draw.get(site["name"]) if site["type"] == "sample" else None
 
     inner = unobserved(model) if predict else model
-    # A draw of a chain that diverged is NaN: parameters that are no numbers are no reason to lose the other chains.
+    # Draws of a diverged chain are NaN; validation would raise an error and lose the other chains.
     with numpyro.validation_enabled(False):
         return full_trace(inner, latent, args, kwargs, rng_key)
 
@@ -54,21 +144,17 @@ class Summary(NamedTuple):
 
 
 def observation_mean(fn: dist.Distribution) -> Summary | None:
-    """The function behind an observation: its mean, or its class probabilities (last axis).
-
-    :return: ``None`` for a distribution without a mean.
-    """
+    """Mean of an observation, or its class probabilities (last axis); ``None`` for a distribution without a mean."""
     base = unwrapped(fn, masked=True)
+    shape = fn.batch_shape + fn.event_shape
     if isinstance(base, dist.CategoricalProbs | dist.CategoricalLogits):
-        classes = jnp.arange(base.probs.shape[-1]).reshape(
-            (-1,) + (1,) * len(fn.batch_shape + fn.event_shape)
-        )
+        classes = jnp.arange(base.probs.shape[-1]).reshape((-1,) + (1,) * len(shape))
         return Summary("probs", jnp.moveaxis(jnp.exp(base.log_prob(classes)), 0, -1))
     try:
         mean = fn.mean
     except NotImplementedError:
         return None
-    return Summary("mean", jnp.broadcast_to(mean, fn.batch_shape + fn.event_shape))
+    return Summary("mean", jnp.broadcast_to(mean, shape))
 
 
 def map_draws(
@@ -79,12 +165,12 @@ def map_draws(
 ) -> dict[str, np.ndarray]:
     """Apply ``fn(draw, key)`` to every draw and collect the results in host memory.
 
-    The function is compiled once for a chunk of draws; besides its results, memory is that of one chunk. Each
-    draw has a key of its own, so results do not depend on the chunk.
+    The function is compiled once for a chunk of draws; memory is that of the results and one chunk. Each
+    draw has its own key, so results do not depend on the chunk size.
 
     :param fn: a pure function of one draw and a key.
     :param draws: arrays (C, S, ...).
-    :param rng_key: key from which that of each draw is made.
+    :param rng_key: key that is split into those of the draws.
     :param draws_per_chunk: by default as many as keep working memory near 128 MiB.
     :return: arrays (C, S, ...).
     """

@@ -1,20 +1,16 @@
 """Which inputs matter: the learned scales of automatic relevance determination."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.plots import _intervals, _read, _style
+from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error, check_choice, check_number
+from numpyro_bnn.plots import _read, _style
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["relevance"]
-
-# Ends of names of sites that hold one number for each input.
+# Endings of names of sites with one number for each input.
 LEARNED = ("_scale", "_local", "_precision")
 
 
@@ -28,29 +24,27 @@ def relevance(
     by_chain: bool = False,
     ordered: bool = False,
     xlabel: str | None = None,
-    ax: "Axes | None" = None,
-) -> "Axes":
-    r"""Median and central interval of the scale of each input, on a logarithmic axis.
+    ax: Any = None,
+) -> Any:
+    r"""Relevance of inputs: median and central interval of the scale of each, on a logarithmic axis.
 
     A variable whose name ends in ``precision`` is drawn as the scale :math:`1 / \sqrt{\tau}`.
 
-    :param idata: result of ``to_inference_data`` of a model with one scale for each input, as ``priors.ARD`` or a
-        horseshoe gives.
+    :param idata: result of ``to_inference_data`` of a model with one scale for each input, such as ``priors.ARD`` or
+        a horseshoe.
     :param var_names: one variable (D,) or several of one length, side by side; by default the only one.
     :param level: probability inside the intervals.
     :param names: (D,) names of the inputs; by default the coordinates of the variable, or those of the input axis of
         its kernel, if they are text.
-    :param by_chain: whether each chain has an interval of its own: scales are the last to mix.
-    :param ordered: whether the largest median stands on top, rather than the first input.
+    :param by_chain: whether to draw an interval for each chain: scales are the last to mix.
+    :param ordered: whether to sort by the median, the largest on top, instead of keeping the order of inputs.
     :param xlabel: label with units of the scales.
-    :param ax: axes to draw on; by default those of a new figure, as high as there are inputs.
+    :param ax: axes to draw on; by default those of a new figure, as high as the number of inputs requires.
     :return: the axes; intervals lie along x.
     :raises ValueError: if there is no such variable, or it is not one positive number for each input.
     :raises ImportError: without Matplotlib.
 
     Reference: MacKay (1994); Neal (1996), *Bayesian learning for neural networks*, section 4.3.
-
-    **Example**
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
@@ -64,39 +58,36 @@ def relevance(
     ['age', 'height', 'weight']
     """
     call = "plots.relevance"
-    (level,) = _read.shares(call, "level", [level])
-    data = _read.posterior(call, idata)
+    check_number(call, "level", level, strict=True, below=1.0)
+    if "posterior" not in _arviz.group_names(idata):
+        got = f"the groups {_arviz.group_names(idata)}, without posterior"
+        raise argument_error(call, "idata", got, "Pass what `to_inference_data` returns.")
+    data = _arviz.group(idata, "posterior")
     chosen = _chosen(call, data, var_names)
     if by_chain and len(chosen) > 1:
-        raise argument_error(
-            call, "by_chain", f"True for {len(chosen)} variables", "Pass one in `var_names`."
-        )
+        got = f"True for {len(chosen)} variables"
+        raise argument_error(call, "by_chain", got, "Pass one in `var_names`.")
     draws = {name: _scales(call, data, name) for name in chosen}
     sizes = {name: found.shape[2] for name, found in draws.items()}
     if len(set(sizes.values())) > 1:
         raise argument_error(call, "var_names", f"lengths {sizes}", "Pass variables of one length.")
-    size = sizes[chosen[0]]
+    first, size = draws[chosen[0]], sizes[chosen[0]]
     inputs = _input_names(call, data, chosen[0], names, size)
-    order = np.arange(size)
-    if ordered:
-        order = np.argsort(-np.median(draws[chosen[0]], axis=(0, 1)), kind="stable")
-    first = draws[chosen[0]]
+    order = np.argsort(-np.median(first, axis=(0, 1)), kind="stable") if ordered else np.arange(size)
     groups = {f"chain {c}": values for c, values in enumerate(first)} if by_chain else draws
     places = np.arange(size, dtype=np.float64)
-    room = 0.6 + size * max(0.18, 0.07 * (len(groups) + 1))
-    (axis,) = _style.axes(call, ax, size=(_style.COLUMN, max(1.4, room)))
-    for place, (label, offset) in enumerate(zip(groups, _intervals.offsets(len(groups)), strict=True)):
-        values = groups[label].reshape(-1, size)[:, order]
-        _intervals.upright(axis, places + offset, values, level, _style.chain_color(place), label, lying=True)
+    height = max(1.4, 0.6 + size * max(0.18, 0.07 * (len(groups) + 1)))
+    (axis,) = _style.axes(call, ax, size=(_style.COLUMN, height))
+    for place, (label, offset) in enumerate(zip(groups, _style.offsets(len(groups)), strict=True)):
+        values, color = groups[label].reshape(-1, size)[:, order], _style.chain_color(place)
+        _style.intervals(axis, places + offset, values, level, color, label, along_x=True)
     _style.log_ticks(axis.xaxis)
     axis.set_yticks(places, [inputs[i] for i in order])
     axis.set_ylim(size - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
     axis.set_xlabel(xlabel or f"scale, median and {100 * level:g} % interval")
     if len(groups) > 1:
-        axis.legend(
-            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4 if by_chain else 1, borderaxespad=0.2
-        )
+        axis.legend(**_style.above(ncols=4 if by_chain else 1))
     else:
         axis.set_title(chosen[0], loc="left")
     return axis
@@ -105,20 +96,19 @@ def relevance(
 def _chosen(call: str, data: Any, var_names: str | Sequence[str] | None) -> list[str]:
     known = [str(name) for name in data.data_vars]
     if var_names is None:
-        usable = [name for name in known if name.endswith(LEARNED) and data[name].ndim == 3]
+        vectors = [name for name in known if data[name].ndim == 3]
+        usable = [name for name in vectors if name.endswith(LEARNED)]
         if len(usable) != 1:
-            vectors = [name for name in known if data[name].ndim == 3]
             got = f"nothing, and {len(usable)} variables end in {' or '.join(LEARNED)} with one axis"
             raise argument_error(call, "var_names", got, f"Name one of {usable or vectors}.")
         return usable
     chosen = [var_names] if isinstance(var_names, str) else [str(name) for name in var_names]
     if not chosen:
         raise argument_error(call, "var_names", "nothing", f"Name one of {known}.")
-    # Sites have a "/" where variables of results have a dot.
+    # Variables of results have a dot for the "/" of a site.
     found = [name if name in known else name.replace("/", ".") for name in chosen]
     for name in found:
-        if name not in known:
-            raise unknown_name(call, "var_names", name, known)
+        check_choice(call, "var_names", name, known)
     return found
 
 
@@ -136,8 +126,8 @@ def _scales(call: str, data: Any, name: str) -> NDArray[np.float64]:
 def _input_names(call: str, data: Any, variable: str, names: Sequence[str] | None, size: int) -> list[str]:
     if names is not None:
         if len(names) != size:
-            got = f"{len(names)} names"
-            raise argument_error(call, "names", got, f"Pass one for each of {size} inputs.")
+            instead = f"Pass one for each of {size} inputs."
+            raise argument_error(call, "names", f"{len(names)} names", instead)
         return [str(name) for name in names]
     kernel = variable.rsplit("_", 1)[0]
     for axis in (data[variable].dims[-1], f"{kernel}_in", f"{kernel}_base_in"):

@@ -1,26 +1,23 @@
-"""Scores of predictive draws for real-valued targets (``lppd`` for any likelihood)."""
+"""Scores of predictive draws for real-valued targets (``lppd`` for any likelihood), and convergence of draws."""
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn import _checks
-from numpyro_bnn._checks import argument_error
-from numpyro_bnn.metrics._inputs import draws_and_targets, stacked, vector
-from numpyro_bnn.metrics.score import Score, mean_score, standard_error
-
-__all__ = ["Coverage", "crps", "interval_coverage", "lppd", "pit", "rmse"]
+from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
+from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, stacked, standard_error, vector
 
 
 class Coverage(NamedTuple):
-    """How often central intervals hold the target.
+    """Coverage of central intervals.
 
     :param coverage: share of the N targets inside.
     :param standard_error: binomial standard error that calibrated intervals would have,
         :math:`\\sqrt{q(1-q)/N}` at level :math:`q`.
     :param mean_width: mean width of the intervals, in units of y.
-    :param level: the level asked for.
+    :param level: the requested level.
     :param inside: (N,) whether each target is inside.
     """
 
@@ -31,6 +28,30 @@ class Coverage(NamedTuple):
     inside: NDArray[np.bool_]
 
 
+class FunctionSpace(NamedTuple):
+    """Convergence of predictions, one value per input (and output).
+
+    :param rhat: (N, ...) rank-normalized split R-hat.
+    :param ess_bulk: (N, ...) bulk effective sample size.
+    :param ess_tail: (N, ...) tail effective sample size.
+    """
+
+    rhat: NDArray[np.float64]
+    ess_bulk: NDArray[np.float64]
+    ess_tail: NDArray[np.float64]
+
+    @property
+    def max_rhat(self) -> float:
+        """Largest R-hat over inputs, undefined ones left out (NaN if all are undefined)."""
+        return max(self.rhat[np.isfinite(self.rhat) | np.isposinf(self.rhat)].flat, default=float("nan"))
+
+    @property
+    def min_ess(self) -> float:
+        """Smallest effective sample size over inputs, bulk or tail (NaN if all are undefined)."""
+        both = np.concatenate([self.ess_bulk.ravel(), self.ess_tail.ravel()])
+        return min(both[~np.isnan(both)].flat, default=float("nan"))
+
+
 def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
     r"""Root mean squared error of point predictions, :math:`\sqrt{\frac1N \sum_n (\hat y_n - y_n)^2}`.
 
@@ -39,13 +60,11 @@ def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
     :return: the error in units of y, its standard error (delta method), and the absolute errors (N,).
     :raises ValueError: for other ranks, unequal lengths, NaN or infinity.
 
-    **Example**
-
     >>> rmse([0.0, 0.0], [3.0, -3.0]).value
     3.0
     """
     mean, target = vector("rmse", "predictions", predictions), vector("rmse", "y", y)
-    _checks.check_same_length("rmse", predictions=mean, y=target)
+    check_same_length("rmse", predictions=mean, y=target)
     errors = np.abs(mean - target)
     value = float(np.sqrt(np.mean(errors**2)))
     error = standard_error(errors**2) / (2 * value) if value > 0 else 0.0
@@ -58,15 +77,13 @@ def lppd(log_likelihood: ArrayLike) -> Score:
     .. math:: \frac1N \sum_n \log \frac1S \sum_s p(y_n \mid \theta_s)
 
     The mean over points; multiply by N for the sum that model comparison uses. On training data it
-    flatters the model: score test data, or use ``arviz.loo``.
+    is too optimistic: score test data, or use ``arviz.loo``.
 
     :param log_likelihood: (S, N) or (C, S, N) log densities; minus infinity is allowed.
     :return: the mean over points, its standard error, and the value at every point (N,).
     :raises ValueError: for other ranks, empty data, NaN or plus infinity.
 
     Reference: Gelman, Hwang and Vehtari (2014), *Understanding predictive information criteria*, equation (5).
-
-    **Example**
 
     >>> import numpy as np
     >>> round(float(np.exp(lppd(np.log([[0.2], [0.4]])).value)), 6)
@@ -76,12 +93,9 @@ def lppd(log_likelihood: ArrayLike) -> Score:
     bad = np.isnan(array) | np.isposinf(array)
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise argument_error(
-            "lppd",
-            "log_likelihood",
-            f"{int(bad.sum())} NaN or plus infinite values (the first at draw and point {first})",
-            "A diverged chain gives such values: look at its draws first.",
-        )
+        got = f"{int(bad.sum())} NaN or plus infinite values (the first at draw and point {first})"
+        instead = "A diverged chain gives such values: look at its draws first."
+        raise argument_error("lppd", "log_likelihood", got, instead)
     top = array.max(axis=0)
     shift = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore"):
@@ -89,7 +103,7 @@ def lppd(log_likelihood: ArrayLike) -> Score:
 
 
 def crps(draws: ArrayLike, y: ArrayLike) -> Score:
-    r"""Continuous ranked probability score, by the estimator that is unbiased for any number of draws.
+    r"""Continuous ranked probability score of predictive draws, unbiased for any number of draws.
 
     .. math:: \frac1S \sum_s |x_s - y| - \frac{1}{2 S (S - 1)} \sum_{s, t} |x_s - x_t|
 
@@ -105,17 +119,14 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
     Reference: Ferro (2014), *Fair scores for ensemble forecasts*;
     Gneiting and Raftery (2007), *Strictly proper scoring rules*, equation (21).
 
-    **Example**
-
     >>> crps([[0.0], [2.0]], [1.0]).value
     0.0
     """
     array, target = draws_and_targets("crps", draws, y)
     size = array.shape[0]
     if size < 2:
-        raise argument_error(
-            "crps", "draws", "one draw", "Pass at least two; for one, use the absolute error."
-        )
+        instead = "Pass at least two; for one, use the absolute error."
+        raise argument_error("crps", "draws", "one draw", instead)
     # Centered at the target, so that a large offset costs no digits.
     errors = np.sort(array - target, axis=0)
     weights = 2.0 * np.arange(1, size + 1) - size - 1
@@ -124,20 +135,19 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
 
 
 def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Coverage:
-    """How often the central interval of the draws holds the target.
+    """Coverage of central predictive intervals: how often they contain the target, and how wide they are.
 
-    The bounds are order statistics at rank (S + 1) p, interpolated: of S draws exchangeable with y they
-    hold y with probability ``level``, where the more common rank (S - 1) p + 1 gives intervals that are
-    too narrow. At most (S - 1) / (S + 1) can be reached; beyond, the bounds are the extreme draws.
+    The bounds are order statistics at rank (S + 1) p, interpolated. If the S draws are exchangeable with y they
+    contain y with probability ``level``; the more common rank (S - 1) p + 1 gives intervals that are
+    too narrow. A level above (S - 1) / (S + 1) cannot be reached: the bounds are then the extreme draws.
 
     :param draws: (S, N) or (C, S, N) draws of y (of the observation, not of its mean).
     :param y: (N,) targets.
     :param level: probability inside, between 0 and 1.
+    :return: a :class:`Coverage`.
     :raises ValueError: for other ranks, unequal lengths, a level outside (0, 1), NaN or infinity.
 
     Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*, definition 6.
-
-    **Example**
 
     >>> import numpy as np
     >>> draws = np.random.default_rng(0).normal(size=(999, 3))
@@ -145,10 +155,7 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     [True, True, False]
     """
     array, target = draws_and_targets("interval_coverage", draws, y)
-    if not 0 < level < 1:
-        raise argument_error(
-            "interval_coverage", "level", level, "Pass a probability between 0 and 1, e.g. 0.9."
-        )
+    check_number("interval_coverage", "level", level, strict=True, below=1.0)
     tail = (1 - level) / 2
     low, high = np.quantile(array, [tail, 1 - tail], axis=0, method="weibull")
     inside = (low <= target) & (target <= high)
@@ -157,7 +164,7 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
 
 
 def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArray[np.float64]:
-    r"""Probability integral transform of every target, randomized: uniform if y is exchangeable with its draws.
+    r"""Randomized probability integral transform (PIT) of every target: uniform if predictions are calibrated.
 
     .. math:: (\#\{x_s < y\} + (1 + \#\{x_s = y\})\, u) / (S + 1), \quad u \sim U(0, 1)
 
@@ -171,8 +178,6 @@ def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArr
 
     Reference: Czado, Gneiting and Held (2009), *Predictive model assessment for count data*.
 
-    **Example**
-
     >>> import numpy as np
     >>> value = pit([[1.0], [2.0], [4.0]], [3.0], rng=0)
     >>> bool(0.5 <= value[0] <= 0.75)
@@ -182,3 +187,31 @@ def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArr
     below, ties = (array < target).sum(axis=0), (array == target).sum(axis=0)
     uniform = np.random.default_rng(rng).random(target.size)
     return (below + (1 + ties) * uniform) / (array.shape[0] + 1)
+
+
+def function_space(draws: ArrayLike) -> FunctionSpace:
+    """R-hat and effective sample sizes of predictions: convergence of the function, whatever the weights do.
+
+    Weights that differ by a symmetry of the network, such as two exchanged hidden units, give the same function.
+    Chains in different copies of a mode therefore look unmixed by their weights, and mixed here.
+
+    :param draws: (C, S, N, ...) draws of predictions, chains first, e.g. ``idata.predictions["y_mean"].values``.
+    :return: a :class:`FunctionSpace`; NaN if a prediction never changes. With one chain, R-hat compares its halves.
+    :raises ValueError: for fewer than three axes, NaN or infinity (a diverged chain).
+
+    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*; for functions
+    Izmailov et al. (2021), *What are Bayesian neural network posteriors really like?*
+
+    >>> import numpy as np
+    >>> draws = np.random.default_rng(0).normal(size=(4, 250, 3))
+    >>> draws[0, :, 2] += 3.0
+    >>> result = function_space(draws)
+    >>> (result.rhat < 1.05).tolist(), bool(result.max_rhat > 1.1)
+    ([True, True, False], True)
+    """
+    array = np.asarray(draws, dtype=np.float64)
+    if array.ndim < 3:
+        instead = "Pass predictions shaped (C, S, N, ...), chains first."
+        raise argument_error("function_space", "draws", f"shape {array.shape}", instead)
+    check_finite("function_space", "draws", array)
+    return FunctionSpace(_arviz.rhat(array), _arviz.ess(array, "bulk"), _arviz.ess(array, "tail"))

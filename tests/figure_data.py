@@ -1,4 +1,4 @@
-"""Results to try figures with, of which it is known what they should show; nothing is fitted."""
+"""Results for tests of figures: it is known what they should show, and nothing is fitted."""
 
 from typing import Any
 
@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
-
-__all__ = ["example_classes", "example_results"]
 
 SIGMA = 0.15
 SAMPLE = ("chain", "draw", "data")
@@ -20,17 +18,6 @@ def example_results(num_points: int = 120, num_chains: int = 4, num_samples: int
 
     Gaussian bumps :math:`\phi`, 60 training points with a gap between -0.5 and 0.7, independent draws of the
     exact posterior, and ``num_points`` test points with targets.
-
-    :param num_points: test points N.
-    :param num_chains: chains C.
-    :param num_samples: draws S of a chain.
-    :param seed: seed of data and draws.
-    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
-
-    **Example**
-
-    >>> sorted(example_results()["predictions"].data_vars)
-    ['y', 'y_mean']
     """
     rng = np.random.default_rng(seed)
     centers = np.linspace(-3.0, 3.0, 13)
@@ -60,17 +47,6 @@ def example_classes(num_points: int = 500, num_classes: int = 3, spread: float =
 
     Labels are drawn with the logits :math:`l_0`, which no draw knows; :math:`l_1, ..., l_S` are the draws, in two
     chains of 100.
-
-    :param num_points: test points N.
-    :param num_classes: classes K.
-    :param spread: :math:`\sigma`, how far the draws disagree; take more of it for foreign points.
-    :param seed: seed of everything.
-    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
-
-    **Example**
-
-    >>> dict(example_classes()["predictions"]["y_probs"].sizes)
-    {'chain': 2, 'draw': 100, 'data': 500, 'y_probs_dim_1': 3}
     """
     rng = np.random.default_rng(seed)
     middle = 2.0 * rng.normal(size=(num_points, num_classes))
