@@ -21,7 +21,7 @@ from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import flat_normal
 from numpyro_bnn.symmetry.gig import log_gig
-from numpyro_bnn.symmetry.prior import CONDITIONED
+from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 CLOSE = 1e-3  # tolerance of an exponent measured in float32
 
