@@ -119,6 +119,7 @@ class HMC(Dynamics):
     jitter: float = 0.1
 
     exact = True
+    rows = 2
 
     def __post_init__(self) -> None:
         call = "sgmcmc.HMC"
@@ -127,10 +128,6 @@ class HMC(Dynamics):
         check_number(call, "jitter", self.jitter, below=1.0)
         if self.momentum_decay > 1:
             raise argument_error(call, "momentum_decay", self.momentum_decay, "Pass a share in [0, 1].")
-
-    @property
-    def rows(self) -> int:
-        return 2
 
     @property
     def evaluations(self) -> int:
