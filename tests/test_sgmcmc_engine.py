@@ -143,7 +143,14 @@ def test_run_equals_single_steps_and_resumes(name, sampler):
     assert int(statistics.num_gradients) == 160 * GRADIENTS_PER_STEP.get(name, 1) + renewals
 
 
-@pytest.mark.parametrize(("name", "num_steps"), [("SGLD", 131), ("SGLD", 150), ("GGMC", 131)])
+@pytest.mark.parametrize(
+    ("name", "num_steps"),
+    [
+        ("SGLD", 131),
+        pytest.param("SGLD", 150, marks=pytest.mark.slow),
+        pytest.param("GGMC", 131, marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_of_a_run_are_those_of_its_steps(name, num_steps):
     """Three blocks, the last of which is shorter if 3 does not divide the number of steps."""
     sampler = SAMPLERS[name]

@@ -58,7 +58,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("batch_size", [6, 5])
+@pytest.mark.parametrize("batch_size", [5, pytest.param(6, marks=pytest.mark.slow)])
 def test_average_over_an_epoch_is_the_full_gradient(name, batch_size):
     """The prior part is unscaled: were it scaled, or the likelihood not, the averages would differ."""
     stream = Epochs(N, batch_size)
@@ -74,7 +74,7 @@ def test_average_over_an_epoch_is_the_full_gradient(name, batch_size):
     assert gradients.std(0).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["control variates", "SVRG"])
+@pytest.mark.parametrize("name", ["control variates", pytest.param("SVRG", marks=pytest.mark.slow)])
 def test_variance_falls_towards_the_center(name):
     sampler = build(ESTIMATORS[name](WithReplacement(N, B)), Overdamped(), schedule=0.1)
     plain = build(ESTIMATORS["minibatch"](WithReplacement(N, B)), Overdamped(), schedule=0.1)
@@ -233,7 +233,7 @@ def test_cycles_collect_from_their_exact_phase(explore):
     "schedule",
     [
         pytest.param(polynomial(0.1), marks=pytest.mark.slow),
-        cyclical(0.1, 30, 3),
+        pytest.param(cyclical(0.1, 30, 3), marks=pytest.mark.slow),
         optax.exponential_decay(0.1, 5, 0.5),
         pytest.param(lambda t: 0.1 / (1 + t), marks=pytest.mark.slow),
     ],

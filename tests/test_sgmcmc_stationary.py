@@ -136,6 +136,7 @@ def kernel_of(name, h, rate, variance, temperature, spread):
             )
         ),
     ],
+    ids=lambda value: str(value) if isinstance(value, float) else type(value).__name__,
 )
 def test_underdamped_has_the_theoretical_moments(dynamics, variance, temperature):
     name, eps = type(dynamics).__name__, 0.64
@@ -332,6 +333,7 @@ def test_rmsprop_frozen_is_right_and_running_is_not(running, low, high):
     assert preconditioner.biased == running
 
 
+@slow
 def test_frozen_rmsprop_is_exact_under_mala():
     def one(key):
         sampler = build(Full(quartic), MALA(), RMSProp(decay=0.9, damping=0.3), schedule=0.8)

@@ -193,7 +193,7 @@ class NoseHoover(_Underdamped):
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = super().init(context, position, draw)
-        return Thermostat(*start, jnp.asarray(self.friction, position.dtype))
+        return Thermostat(start.momentum, start.gradient, jnp.asarray(self.friction, position.dtype))
 
     def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature

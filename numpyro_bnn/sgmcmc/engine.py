@@ -298,11 +298,13 @@ class Sampler:
         momentum = self.dynamics.momentum(move.memory)
         kinetic = None if momentum is None else squared_norm(momentum) / size
         seen = (kinetic, virial / size, move.accept_prob)
-        means = jax.tree.map(lambda mean, x: mean + weight * (x - mean), statistics[1:4], seen)
+        kinetic, virial, accept = jax.tree.map(
+            lambda mean, x: mean + weight * (x - mean), statistics[1:4], seen
+        )
         energy = statistics.energy_variance
         if move.energy_error is not None and energy is not None:
             energy = energy + weight * (jnp.square(move.energy_error) / size - energy)
-        return Statistics(count, *means, statistics.num_gradients + spent, energy)
+        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent, energy)
 
 
 def build(

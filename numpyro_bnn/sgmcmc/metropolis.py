@@ -229,12 +229,11 @@ class GGMC(Dynamics):
 
     def check(self, gradient: Gradient) -> None:
         if not (gradient.markov and gradient.stream.independent):
-            raise argument_error(
-                "sgmcmc.GGMC",
-                "gradient",
-                f"{type(gradient).__name__} on {type(gradient.stream).__name__}",
-                "Its minibatches depend on the past of the chain: sample with replacement, without SVRG.",
+            got = f"{type(gradient).__name__} on {type(gradient.stream).__name__}"
+            instead = (
+                "Its minibatches depend on the past of the chain: sample with replacement, without SVRG."
             )
+            raise argument_error("sgmcmc.GGMC", "gradient", got, instead)
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
         start = jnp.sqrt(context.temperature) * draw.noise[0]

@@ -188,6 +188,7 @@ class WithReplacement:
     :raises ValueError: unless 1 <= B <= N < 2^31.
 
     >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc.streams import seeds
     >>> WithReplacement(10**6, 4).draw(seeds(jax.random.key(0), 1)[0], jnp.uint32(0)).shape
     (4,)
     """
@@ -218,6 +219,7 @@ class Epochs:
     :raises ValueError: unless 1 <= B <= N < 2^31 and lcm(N, B) < 2^32.
 
     >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc.streams import seeds
     >>> stream, words = Epochs(6, 3), seeds(jax.random.key(0), 1)[0]
     >>> sorted(int(i) for step in range(2) for i in stream.draw(words, jnp.uint32(step)))
     [0, 1, 2, 3, 4, 5]
@@ -231,12 +233,8 @@ class Epochs:
         call = "sgmcmc.Epochs"
         _check_sizes(call, self.num_data, self.batch_size)
         if math.lcm(self.num_data, self.batch_size) >= 2**32:
-            raise argument_error(
-                call,
-                "batch_size",
-                self.batch_size,
-                f"For num_data = {self.num_data} pass a divisor of it, or sample with replacement.",
-            )
+            instead = f"For num_data = {self.num_data} pass a divisor of it, or sample with replacement."
+            raise argument_error(call, "batch_size", self.batch_size, instead)
 
     def draw(self, words: Array, step: Array) -> Array:
         # After `period` blocks the epochs start at a block's edge again; counting from there avoids overflow.
