@@ -193,19 +193,6 @@ KERNELS: dict[str, KernelRow] = {
         ),
         microcanonical=True,
     ),
-    "AdjustedMCLMC": KernelRow(
-        # A chosen step size would amplify the rounding errors in which a vectorized chain differs from a single one.
-        partial(
-            infer.AdjustedMCLMC,
-            step_size=0.05,
-            decoherence_length=0.2,
-            momentum_decay=0.5,
-            max_steps=20,
-            **_SHORT,
-        ),
-        exact=True,
-        microcanonical=True,
-    ),
 }
 
 

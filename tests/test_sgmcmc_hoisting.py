@@ -1,4 +1,4 @@
-"""The part of a minibatch potential that is evaluated ahead of the steps."""
+"""The part of a minibatch potential that is hoisted out of the steps."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.sgmcmc.hoisting import separate
+from numpyro_bnn.sgmcmc.gradients import separate
 
 pytestmark = pytest.mark.core
 

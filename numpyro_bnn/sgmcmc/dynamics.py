@@ -66,11 +66,11 @@ class _Underdamped(Dynamics):
     def __post_init__(self) -> None:
         check_number(f"sgmcmc.{type(self).__name__}", "friction", self.friction, infinite=True)
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Momentum:
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
         return Momentum(start, context.evaluate(position, draw.batch).gradient)
 
-    def momentum(self, memory: Momentum) -> Array:
+    def momentum(self, memory: Any) -> Array:
         return memory.momentum
 
     def _kick(self, context: StepContext, momentum: Array, gradient: Array) -> Array:
@@ -161,7 +161,7 @@ class Thermostat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NoseHoover(Dynamics):
+class NoseHoover(_Underdamped):
     r"""Stochastic-gradient Nosé-Hoover thermostat (SGNHT): its friction adapts to the unknown gradient noise.
 
     The equations of Ding et al. (2014), with r'r the squared norm,
@@ -185,31 +185,27 @@ class NoseHoover(Dynamics):
     1
     """
 
-    friction: float
     mass: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("sgmcmc.NoseHoover", "friction", self.friction)
         check_number("sgmcmc.NoseHoover", "mass", self.mass, strict=True)
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Thermostat:
-        start = jnp.sqrt(context.temperature) * draw.noise[0]
-        gradient = context.evaluate(position, draw.batch).gradient
-        return Thermostat(start, gradient, jnp.asarray(self.friction, position.dtype))
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
+        start = super().init(context, position, draw)
+        return Thermostat(start.momentum, start.gradient, jnp.asarray(self.friction, position.dtype))
 
-    def step(
-        self, context: StepContext, position: Array, memory: Thermostat, draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature
         half, size = 0.5 * h, position.shape[0]
-        kicked = memory.momentum - half * context.transpose(context.adaptation, memory.gradient)
+        kicked = self._kick(context, memory.momentum, memory.gradient)
         xi = memory.friction + half / self.mass * (squared_norm(kicked) / size - temperature)
         decay = jnp.exp(-xi * h)
         fresh = decay * kicked + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
         xi = xi + half / self.mass * (squared_norm(fresh) / size - temperature)
         position = position + half * context.root(context.adaptation, kicked + fresh)
         seen = context.evaluate(position, draw.batch)
-        last = fresh - half * context.transpose(context.adaptation, seen.gradient)
+        last = self._kick(context, fresh, seen.gradient)
         return StepResult(position, Thermostat(last, seen.gradient, xi), seen)
 
     def _variance(self, xi: Array, h: Array) -> Array:
@@ -218,9 +214,6 @@ class NoseHoover(Dynamics):
         safe = jnp.where(small, 1.0, xi)
         exact = -jnp.expm1(-2.0 * safe * h) / safe
         return self.friction * jnp.where(small, 2.0 * h * (1.0 - xi * h), exact)
-
-    def momentum(self, memory: Thermostat) -> Array:
-        return memory.momentum
 
 
 # --------------------------------------------------------------------------------------------- microcanonical

@@ -12,6 +12,7 @@ from jax import lax
 from numpyro_bnn._checks import argument_error, check_count, check_number
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
+    Array,
     Dynamics,
     Evaluation,
     Gradient,
@@ -34,12 +35,12 @@ _BLOCK_BYTES = 2**21
 class Seeds(NamedTuple):
     """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the start, gradient noise probes."""
 
-    noise: jax.Array
-    batch: jax.Array
-    uniform: jax.Array
-    start: jax.Array
-    start_batch: jax.Array
-    probe: jax.Array
+    noise: Array
+    batch: Array
+    uniform: Array
+    start: Array
+    start_batch: Array
+    probe: Array
 
 
 class Statistics(NamedTuple):
@@ -53,12 +54,12 @@ class Statistics(NamedTuple):
     :param energy_variance: mean of the squared energy error of a step, divided by P; None if not reported.
     """
 
-    num_steps: jax.Array
-    kinetic_temperature: jax.Array | None
-    configurational_temperature: jax.Array
-    accept_prob: jax.Array | None
-    num_gradients: jax.Array
-    energy_variance: jax.Array | None = None
+    num_steps: Array
+    kinetic_temperature: Array | None
+    configurational_temperature: Array
+    accept_prob: Array | None
+    num_gradients: Array
+    energy_variance: Array | None = None
 
 
 class State(NamedTuple):
@@ -75,18 +76,18 @@ class State(NamedTuple):
     :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there.
     """
 
-    position: jax.Array
-    step: jax.Array
-    num_warmup: jax.Array
+    position: Array
+    step: Array
+    num_warmup: Array
     seeds: Seeds
     memory: Any
     estimator: Any
     adaptation: Any
     statistics: Statistics
-    first_divergence: jax.Array
+    first_divergence: Array
 
 
-def fresh_seeds(rng_key: jax.Array) -> Seeds:
+def fresh_seeds(rng_key: Array) -> Seeds:
     """Derive the seeds of a chain from one key; ``state._replace(seeds=...)`` gives new randomness."""
     return Seeds(*streams.seeds(rng_key, len(Seeds._fields)))
 
@@ -114,7 +115,7 @@ class Sampler:
     schedule: Schedule
     temperature: Schedule
 
-    def init(self, position: jax.Array, rng_key: jax.Array, num_warmup: int = 0) -> State:
+    def init(self, position: Array, rng_key: Array, num_warmup: int = 0) -> State:
         """Start a chain.
 
         :param position: floating vector (P,).
@@ -139,7 +140,7 @@ class Sampler:
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
 
-    def refresh(self, state: State, recenter: bool | jax.Array = False) -> State:
+    def refresh(self, state: State, recenter: bool | Array = False) -> State:
         """Recompute what the state caches of the target, after its position or the target has changed.
 
         :param recenter: move the center of control variates to the position instead of keeping it.
@@ -172,15 +173,16 @@ class Sampler:
             steps = state.step + lax.iota(jnp.int32, size)
             draw = partial(jax.vmap(self._draw, (None, 0, None)), state.seeds, steps, state.position)
             # The condition is always true; without it the compiler would hash each index again for every use.
-            draws = lax.cond(
-                state.step >= 0, draw, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(draw))
-            )
+            blank = partial(jax.tree.map, jnp.zeros_like, jax.eval_shape(draw))
+            draws = lax.cond(state.step >= 0, draw, blank)
             draws = draws._replace(batch=prepare(draws.batch))
             # The last block may be shorter; if it is not, a constant bound compiles to a cheaper loop.
             bound = size if num_blocks * size == num_steps else jnp.minimum(size, num_steps - block * size)
-            return lax.fori_loop(
-                0, bound, lambda i, s: sampler._advance(s, jax.tree.map(lambda x: x[i], draws)), state
-            )
+
+            def advance(i, state):
+                return sampler._advance(state, jax.tree.map(lambda x: x[i], draws))
+
+            return lax.fori_loop(0, bound, advance, state)
 
         return lax.fori_loop(0, num_blocks, run_block, state)
 
@@ -196,7 +198,7 @@ class Sampler:
             prepare = jax.vmap(prepare)
         return prepare, replace(self, gradient=gradient), row_bytes
 
-    def gradient_noise(self, state: State, num_batches: int = 8) -> jax.Array:
+    def gradient_noise(self, state: State, num_batches: int = 8) -> Array:
         """Estimate the variance of the gradient estimate at the current position.
 
         :param num_batches: number of minibatches, at least 2, independent of those of the chain.
@@ -210,7 +212,7 @@ class Sampler:
 
         return jnp.var(lax.map(one, lax.iota(jnp.int32, num_batches)), axis=0, ddof=1)
 
-    def _check_start(self, position: jax.Array, num_warmup: Any) -> jax.Array:
+    def _check_start(self, position: Array, num_warmup: Any) -> Array:
         call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
         if position.ndim != 1 or position.shape[0] == 0:
             instead = "Pass one flat vector (P,): see `ravel_pytree`."
@@ -219,12 +221,14 @@ class Sampler:
             got = f"dtype {position.dtype}"
             raise argument_error(call, "position", got, "Pass floating numbers.", TypeError)
         if isinstance(num_warmup, int):
-            least = int(self.preconditioner.adapts)  # such a preconditioner learns during warm-up
-            check_count(call, "num_warmup", num_warmup, minimum=least)
+            check_count(call, "num_warmup", num_warmup, minimum=0)
+            if num_warmup == 0 and self.preconditioner.adapts:
+                instead = "The preconditioner learns during warm-up: pass some steps."
+                raise argument_error(call, "num_warmup", num_warmup, instead)
         return position
 
     def _start_memory(
-        self, position: jax.Array, step: jax.Array, seeds: Seeds, estimator: Any, adaptation: Any
+        self, position: Array, step: Array, seeds: Seeds, estimator: Any, adaptation: Any
     ) -> Any:
         """Return the memory of a dynamics that starts at a position: momenta drawn, gradients evaluated."""
         draw = StepRandomness(
@@ -235,7 +239,7 @@ class Sampler:
         context = self._context(estimator, adaptation, step, jnp.asarray(False), position.dtype)
         return self.dynamics.init(context, position, draw)
 
-    def _draw(self, seeds: Seeds, step: jax.Array, position: jax.Array) -> StepRandomness:
+    def _draw(self, seeds: Seeds, step: Array, position: Array) -> StepRandomness:
         """Make all random numbers of one step."""
         rows, batches, size = self.dynamics.rows, self.dynamics.batches, position.shape[0]
         flat = streams.normal(seeds.noise, step, rows * size, position.dtype)
@@ -245,18 +249,16 @@ class Sampler:
         else:
             counters = step * batches + lax.iota(jnp.int32, batches)
             batch = jax.vmap(stream.draw, (None, 0))(seeds.batch, counters)
-        return StepRandomness(
-            flat.reshape(rows, size), batch, streams.uniform(seeds.uniform, step, position.dtype)
-        )
+        uniform = streams.uniform(seeds.uniform, step, position.dtype)
+        return StepRandomness(flat.reshape(rows, size), batch, uniform)
 
     def _context(
-        self, estimator: Any, adaptation: Any, step: jax.Array, warming: jax.Array, dtype: Any
+        self, estimator: Any, adaptation: Any, step: Array, warming: Array, dtype: Any
     ) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)
-            return Evaluation(
-                position, potential, gradient, self.preconditioner.update(adaptation, gradient, warming)
-            )
+            learned = self.preconditioner.update(adaptation, gradient, warming)
+            return Evaluation(position, potential, gradient, learned)
 
         return StepContext(
             evaluate,
@@ -290,9 +292,7 @@ class Sampler:
         first_divergence = jnp.where(newly, step, state.first_divergence)
         return state._replace(step=step + 1, first_divergence=first_divergence, **select(finite, new, old))
 
-    def _count(
-        self, statistics: Statistics, move: StepResult, virial: jax.Array, spent: jax.Array
-    ) -> Statistics:
+    def _count(self, statistics: Statistics, move: StepResult, virial: Array, spent: Array) -> Statistics:
         count, size = statistics.num_steps + 1, move.position.shape[0]
         weight = 1.0 / count.astype(virial.dtype)
         momentum = self.dynamics.momentum(move.memory)
@@ -313,7 +313,7 @@ def build(
     preconditioner: Preconditioner | None = None,
     *,
     schedule: Schedule | float,
-    temperature: Callable[[jax.Array], Any] | float = 1.0,
+    temperature: Callable[[Array], Any] | float = 1.0,
 ) -> Sampler:
     """Put an MCMC sampler together from its parts.
 

@@ -112,12 +112,8 @@ class ControlVariates(Gradient):
     def init(self, position: Array) -> Center:
         center = position if self.center is None else jnp.asarray(self.center, position.dtype)
         if center.shape != position.shape:
-            raise argument_error(
-                "sgmcmc.ControlVariates",
-                "center",
-                f"shape {center.shape}",
-                f"Pass a flat vector like the position, {position.shape}.",
-            )
+            instead = f"Pass a flat vector like the position, {position.shape}."
+            raise argument_error("sgmcmc.ControlVariates", "center", f"shape {center.shape}", instead)
         return self._center_at(center)
 
     def __call__(self, state: Center, position: Array, batch: Any) -> tuple[Array, Array]:

@@ -129,8 +129,8 @@ class Preconditioner:
         raise NotImplementedError
 
     def transpose(self, state: Any, v: Array) -> Array:
-        """Return L' v."""
-        raise NotImplementedError
+        """Return L' v; by default L is symmetric."""
+        return self.root(state, v)
 
     def whiten(self, state: Any, v: Array) -> Array:
         """Return L^-1 v."""

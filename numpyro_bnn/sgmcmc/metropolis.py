@@ -119,6 +119,7 @@ class HMC(Dynamics):
     jitter: float = 0.1
 
     exact = True
+    rows = 2
 
     def __post_init__(self) -> None:
         call = "sgmcmc.HMC"
@@ -127,10 +128,6 @@ class HMC(Dynamics):
         check_number(call, "jitter", self.jitter, below=1.0)
         if self.momentum_decay > 1:
             raise argument_error(call, "momentum_decay", self.momentum_decay, "Pass a share in [0, 1].")
-
-    @property
-    def rows(self) -> int:
-        return 2
 
     @property
     def evaluations(self) -> int:
@@ -232,12 +229,11 @@ class GGMC(Dynamics):
 
     def check(self, gradient: Gradient) -> None:
         if not (gradient.markov and gradient.stream.independent):
-            raise argument_error(
-                "sgmcmc.GGMC",
-                "gradient",
-                f"{type(gradient).__name__} on {type(gradient.stream).__name__}",
-                "Its minibatches depend on the past of the chain: sample with replacement, without SVRG.",
+            got = f"{type(gradient).__name__} on {type(gradient.stream).__name__}"
+            instead = (
+                "Its minibatches depend on the past of the chain: sample with replacement, without SVRG."
             )
+            raise argument_error("sgmcmc.GGMC", "gradient", got, instead)
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
         start = jnp.sqrt(context.temperature) * draw.noise[0]

@@ -24,9 +24,6 @@ class Identity(Preconditioner):
     def root(self, state: Any, v: Array) -> Array:
         return v
 
-    def transpose(self, state: Any, v: Array) -> Array:
-        return v
-
     def whiten(self, state: Any, v: Array) -> Array:
         return v
 
@@ -65,9 +62,6 @@ class Diagonal(Preconditioner):
         return jnp.sqrt(values)
 
     def root(self, state: Array, v: Array) -> Array:
-        return state * v
-
-    def transpose(self, state: Array, v: Array) -> Array:
         return state * v
 
     def whiten(self, state: Array, v: Array) -> Array:
@@ -222,9 +216,6 @@ class RMSProp(Preconditioner):
 
     def root(self, state: RMSPropState, v: Array) -> Array:
         return v / jnp.sqrt(self.damping + jnp.sqrt(state.mean_square))
-
-    def transpose(self, state: RMSPropState, v: Array) -> Array:
-        return self.root(state, v)
 
     def whiten(self, state: RMSPropState, v: Array) -> Array:
         return v * jnp.sqrt(self.damping + jnp.sqrt(state.mean_square))

@@ -109,10 +109,6 @@ class cyclical:
         """L = ceil(K / M)."""
         return math.ceil(self.num_steps / self.num_cycles)
 
-    def phase(self, step: Any) -> Any:
-        """Return r in [0, 1)."""
-        return (step % self.cycle_length) / self.cycle_length
-
     def collects(self, step: Any) -> Any:
         """Return whether the step belongs to the sampling part of its cycle."""
         # Counted in whole steps: a float32 phase may round below `explore`.
@@ -123,7 +119,8 @@ class cyclical:
         return jnp.where(self.collects(step), 1.0, 0.0)
 
     def __call__(self, step: Any) -> Any:
-        return 0.5 * self.initial * (jnp.cos(jnp.pi * self.phase(step)) + 1.0)
+        phase = (step % self.cycle_length) / self.cycle_length
+        return 0.5 * self.initial * (jnp.cos(jnp.pi * phase) + 1.0)
 
 
 def as_schedule(call: str, argument: str, value: Any, *, strict: bool) -> Schedule:

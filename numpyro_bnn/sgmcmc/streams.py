@@ -66,12 +66,6 @@ def threefry(words: Array, first: Array, second: Array) -> tuple[Array, Array]:
     return left, right
 
 
-def typed_key(words: Array, step: Array) -> Array:
-    """Return the typed JAX key of one step."""
-    pair = jnp.stack(threefry(words, jnp.uint32(0), step.astype(jnp.uint32)))
-    return jax.random.wrap_key_data(pair, impl="threefry2x32")
-
-
 def uniform(words: Array, step: Array, dtype: jnp.dtype) -> Array:
     """Draw one uniform number in (0, 1] for a step; never 0, so that its logarithm is finite."""
     bits, _ = threefry(words, jnp.uint32(0), step.astype(jnp.uint32))
@@ -147,7 +141,7 @@ def multiply_high(a: Array, b: Array) -> Array:
     return a_high * b_high + (cross >> shift) + (other >> shift)
 
 
-# ------------------------------------------------------------------------------------------- minibatches
+# minibatches
 
 # Each round spends one bit per element: 2^64 paths lead to fewer than 2^31 places.
 _ROUNDS = 64
@@ -179,9 +173,7 @@ def _check_sizes(call: str, num_data: Any, batch_size: Any) -> None:
 class FullData:
     """The stream of a full-data gradient: no indices."""
 
-    @property
-    def independent(self) -> bool:
-        return True
+    independent = True
 
     def draw(self, words: Array, step: Array) -> tuple[()]:
         return ()
@@ -196,19 +188,17 @@ class WithReplacement:
     :raises ValueError: unless 1 <= B <= N < 2^31.
 
     >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc.streams import seeds
     >>> WithReplacement(10**6, 4).draw(seeds(jax.random.key(0), 1)[0], jnp.uint32(0)).shape
     (4,)
     """
 
     num_data: int
     batch_size: int
+    independent = True
 
     def __post_init__(self) -> None:
         _check_sizes("sgmcmc.WithReplacement", self.num_data, self.batch_size)
-
-    @property
-    def independent(self) -> bool:
-        return True
 
     def draw(self, words: Array, step: Array) -> Array:
         bits = threefry(words, lax.iota(jnp.uint32, self.batch_size), step.astype(jnp.uint32))
@@ -229,6 +219,7 @@ class Epochs:
     :raises ValueError: unless 1 <= B <= N < 2^31 and lcm(N, B) < 2^32.
 
     >>> import jax, jax.numpy as jnp
+    >>> from numpyro_bnn.sgmcmc.streams import seeds
     >>> stream, words = Epochs(6, 3), seeds(jax.random.key(0), 1)[0]
     >>> sorted(int(i) for step in range(2) for i in stream.draw(words, jnp.uint32(step)))
     [0, 1, 2, 3, 4, 5]
@@ -236,21 +227,14 @@ class Epochs:
 
     num_data: int
     batch_size: int
+    independent = False
 
     def __post_init__(self) -> None:
         call = "sgmcmc.Epochs"
         _check_sizes(call, self.num_data, self.batch_size)
         if math.lcm(self.num_data, self.batch_size) >= 2**32:
-            raise argument_error(
-                call,
-                "batch_size",
-                self.batch_size,
-                f"For num_data = {self.num_data} pass a divisor of it, or sample with replacement.",
-            )
-
-    @property
-    def independent(self) -> bool:
-        return False
+            instead = f"For num_data = {self.num_data} pass a divisor of it, or sample with replacement."
+            raise argument_error(call, "batch_size", self.batch_size, instead)
 
     def draw(self, words: Array, step: Array) -> Array:
         # After `period` blocks the epochs start at a block's edge again; counting from there avoids overflow.
@@ -300,12 +284,11 @@ def _hash_bit(x: Array, salt: Array) -> Array:
 class Keys:
     """A fresh typed key per step, for potentials that are random themselves."""
 
-    @property
-    def independent(self) -> bool:
-        return True
+    independent = True
 
     def draw(self, words: Array, step: Array) -> Array:
-        return typed_key(words, step)
+        pair = jnp.stack(threefry(words, jnp.uint32(0), step.astype(jnp.uint32)))
+        return jax.random.wrap_key_data(pair, impl="threefry2x32")
 
 
 @dataclass(frozen=True)
