@@ -142,6 +142,14 @@ def read(
     linear = LinearModel(model, LinearStructure(shapes, ()), others, args, kwargs)
     linear.structure = linear.structure._replace(data=_data(call, traced, linear, sites))
     _check_linear(call, linear)
+    for name in linear.structure.data:
+        if not traced[name]["is_observed"]:
+            raise argument_error(
+                call,
+                "sites",
+                f"{sites}, on which the latent site {name!r} depends",
+                f"Only data may depend on them: name {name!r} as well.",
+            )
     return linear.structure
 
 
@@ -184,12 +192,6 @@ def _data(
                 )
     if not below:
         raise refused(sites, "No observed normal site depends on them: is the data passed to the model?")
-    for name in below:
-        if not traced[name]["is_observed"]:
-            raise refused(
-                f"{sites}, on which the latent site {name!r} depends",
-                f"Only data may depend on them: name {name!r} as well.",
-            )
     return below
 
 
