@@ -2,8 +2,8 @@
 
 Priors, networks and data of the examples of Radford Neal's software for flexible Bayesian modeling. Each group of
 weights has a precision of its own; on cdata each input has one (automatic relevance determination), and the
-posterior finds out that two of the four inputs say nothing. The tables are read from a data folder; without one
-small sets of the same kind are made up.
+posterior finds that two of the four inputs are irrelevant. The tables are read from a data folder; without one,
+small sets of the same kind are simulated.
 
     python -m examples.neal --data FOLDER
     python -m examples.neal --help
@@ -21,15 +21,15 @@ import numpy as np
 
 from examples.shared import at_least, writable_folder
 
-# What Neal's software prints for networks on the same training and test cases (bout.net and cout.net of his
-# ex-netgp): average log probability of the test targets and share of wrong guesses, each with its standard error.
+# The output of Neal's software for networks on the same training and test cases (bout.net and cout.net of his
+# ex-netgp): average log probability of the test targets and error rate, each with its standard error.
 NEAL = {"bdata": ((-0.237, 0.017), (0.104, 0.0097)), "cdata": ((-0.472, 0.023), (0.198, 0.0126))}
 KERNEL = "net/Dense_0.kernel"
 GRID = np.stack(np.meshgrid(np.linspace(-3.2, 3.2, 41), np.linspace(-3.2, 3.2, 41)), -1)
 
 
 class Fit(NamedTuple):
-    """Finished chains, draws (C, S, ...) of the scales 1 / sqrt(precision) by site, and what is reported."""
+    """Finished chains, draws (C, S, ...) of the scales 1 / sqrt(precision) by site, and the report."""
 
     mcmc: Any
     scales: dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""Neal's regression `rdata`: a posterior of two modes, both visited by every chain.
+"""Neal's regression `rdata`: a posterior with two modes, both visited by every chain.
 
 A network 1-8-1 with hierarchical priors. On the left, where there are no data, it may fall or turn up; plain NUTS
 stays where it starts. Here the output layer and the precisions of the hidden layer are integrated out, and hidden

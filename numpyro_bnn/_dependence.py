@@ -1,12 +1,10 @@
-"""What a program computes from what: read from its jaxpr, without running it."""
+"""Which outputs of a program depend on which inputs: read from its jaxpr, without running it."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
-
-__all__ = ["dependence", "indexed_lengths", "needed_equations", "program_dependence", "pruned"]
 
 # Operations after which an index is still an index.
 ADDRESSING = {
@@ -43,11 +41,11 @@ def dependence(
 def program_dependence(
     closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
 ) -> dict[Any, set]:
-    """:func:`dependence` of a program that has been read already.
+    """:func:`dependence` of a program that has been traced.
 
     :param closed: its jaxpr.
     :param shapes: the tree of its outputs.
-    :param arguments: what it was read with.
+    :param arguments: the arguments it was traced with.
 
     >>> import jax.numpy as jnp
     >>> read = jax.make_jaxpr(lambda a: {"t": 2 * a["y"]}, return_shape=True)
@@ -77,7 +75,7 @@ def needed_equations(
     """The equations that some variables of a jaxpr are computed from, in order, and which of their outputs are used.
 
     :param wanted: variables; literals among them need nothing.
-    :param known: variables whose values are there already.
+    :param known: variables whose values are known.
 
     >>> import jax.numpy as jnp
     >>> jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x)))(1.0).jaxpr
@@ -94,10 +92,9 @@ def needed_equations(
 
 
 def pruned(fn: Callable, *arguments: Any) -> Callable:
-    """The program of ``fn`` with only the equations its outputs need, for arguments of these shapes.
+    """The program of ``fn`` with only the equations that its outputs need, for arguments of these shapes.
 
-    A compiler would drop the others as well; without them there is less to trace, lower and compile wherever the
-    program is used.
+    A compiler would drop the others too; without them there is less to trace and lower wherever the program is used.
 
     :param fn: a pure function of trees of arrays.
     :param arguments: example values.
@@ -115,9 +112,9 @@ def pruned(fn: Callable, *arguments: Any) -> Callable:
 
 
 def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
-    """Lengths of the axes that ``fn`` indexes with its argument, shifted or reshaped or not.
+    """Lengths of the axes that ``fn`` indexes with its argument, also after shifts and reshapes.
 
-    What is looked up with the argument counts as data: of ``effect[group[i]]`` only ``group`` is reported.
+    A value found with the argument is data, not an index: of ``effect[group[i]]`` only ``group`` is reported.
 
     :param fn: a function of one integer array.
     :param indices: an example.
@@ -133,7 +130,7 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
 
 
 def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
-    """Spread marks through a jaxpr, collect axes gathered with marked indices; returns the marked outputs."""
+    """Spread marks through a jaxpr, collect axes gathered with marked indices; return the marked outputs."""
     made_by: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         made_by.update(dict.fromkeys(equation.outvars, equation))

@@ -1,4 +1,4 @@
-"""Programs compiled once for a call of a model: its arrays are inputs, everything else is part of the program."""
+"""Programs compiled once per call of a model: its arrays are inputs, all other arguments are constants."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,9 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._checks import argument_error
 
-__all__ = ["CACHE_SIZE", "Signature", "draws_per_chunk", "map_keys", "refuse_tracers", "signature"]
-
-# Programs that are kept for a further call. Few: each keeps its guide alive, and with it the guide's data.
+# Programs kept for later calls: few, since each keeps its guide alive, and with it the guide's data.
 CACHE_SIZE = 8
 
 # Working memory of one chunk of draws; large enough to amortize its launch, small beside any result.
@@ -22,7 +20,7 @@ _ARRAY = object()
 
 
 class Signature:
-    """What is fixed in a call: the structure of its arguments and all that is no array. Usable as a cache key.
+    """The fixed part of a call: the structure of its arguments and all leaves that are not arrays. A cache key.
 
     :param tree: structure of ``(args, kwargs)``.
     :param leaves: the leaves, with a placeholder for each array.
@@ -31,7 +29,7 @@ class Signature:
     def __init__(self, tree: Any, leaves: tuple) -> None:
         self.tree = tree
         self.leaves = leaves
-        # 1, 1.0 and True are equal, and yet not the same argument; what has no hash is known by its identity.
+        # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
         self._key = (tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in leaves))
 
     def __hash__(self) -> int:
@@ -48,7 +46,7 @@ class Signature:
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Signature, list]:
-    """Take the arguments of a call apart into what is fixed and its arrays.
+    """Split the arguments of a call into the fixed part and the arrays.
 
     >>> fixed, arrays = signature((np.zeros(3),), {"batch_size": 2})
     >>> fixed.call(arrays)[1], len(arrays)
@@ -66,7 +64,7 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
-    """Draws whose intermediate values fit in the memory of a chunk, if none of them were ever freed.
+    """Number of draws whose intermediate values fit in the memory of a chunk, even if none were freed.
 
     >>> draws_per_chunk(lambda x: x + 1.0, np.zeros(2**20, np.float32))
     32

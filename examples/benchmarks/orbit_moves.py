@@ -1,8 +1,9 @@
-"""Cost of moves along symmetries, beside the transitions of the kernels that they accompany.
+"""Cost of moves along symmetries, relative to the transitions of the kernels that they accompany.
 
-A 13-50-1 network on 10,000 rows, non-centered, ReLU and batch-norm tanh. One sweep of the moves, all symmetries and
-of each by itself, without and with the refresh of the inner kernel; a NUTS transition; an SGLD step with minibatches.
-All in one process and in turn, so that load on the machine hits all alike; medians and minima. Writes JSON.
+A 13-50-1 network on 10,000 rows, non-centered, ReLU and batch-norm tanh. Timed are one sweep of the moves, for all
+symmetries and for each alone, without and with the refresh of the inner kernel; a NUTS transition; and an SGLD step
+with minibatches. They take turns in one process, so that load on the machine affects all of them; the report gives
+medians and minima. Writes JSON.
 
     python -m examples.benchmarks.orbit_moves --output output/orbit_moves.json
 """

@@ -135,12 +135,7 @@ def _integrate(
 
 
 def log_marginal(model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
-    r"""Log density of the data with the linear sites integrated out.
-
-    For weights 1, :math:`\log N(y; f, A D A^\top + S)`; in general the log integral over u of
-    :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`.
-
-    :param jacobian: (N, P) the linear map A.
+    r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`, A the (N, P) ``jacobian``.
 
     >>> import numpyro.distributions as dist
     >>> ones = jnp.ones(1)
@@ -163,12 +158,8 @@ def sample(rng_key: jax.Array, model: LinearGaussian, jacobian: jax.Array) -> ja
     """(P,) innovations drawn from their exact conditional given the data.
 
     With P <= N from their normal distribution in P dimensions; otherwise in N dimensions, by shifting a draw of the
-    prior to where it meets the data, which rounds in units of the prior sd: in single precision that should be below
-    10^6 posterior sds.
-
-    :param jacobian: (N, P) the linear map A.
-
-    Reference: Bhattacharya, Chakraborty & Mallick (2016), algorithm 1, for P > N.
+    prior to where it meets the data (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1). That rounds in units of
+    the prior sd: in single precision it should be below 10^6 posterior sds.
 
     >>> ones = jnp.ones(1)
     >>> model = LinearGaussian(ones, ones, ones, 0 * ones, 1e-4 * ones, ones)

@@ -23,11 +23,7 @@ INNOVATIONS = " innovations"  # cannot be the name of a site
 
 
 class LinearStructure(NamedTuple):
-    """The roles of the sites of a model that is linear in some of them.
-
-    :param shapes: of the linear sites, by name, in the order of the model.
-    :param data: normal sites whose means depend on the linear sites.
-    """
+    """Shapes of the linear sites, in the order of the model, and the data whose means depend on them."""
 
     shapes: dict[str, tuple[int, ...]]
     data: tuple[str, ...]
@@ -58,10 +54,7 @@ class LinearModel:
     Prior means may themselves be linear in other linear sites, as in a hierarchy of locations; innovations are
     independent all the same.
 
-    :param model: a NumPyro model.
-    :param values: of all its other latent sites.
-    :param args: positional arguments of the model.
-    :param kwargs: its keyword arguments.
+    :param values: of all other latent sites.
     """
 
     def __init__(
@@ -123,12 +116,7 @@ class LinearModel:
 def read(
     call: str, model: Callable, sites: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]
 ) -> LinearStructure:
-    """Find out where the linear sites enter a model.
-
-    :param call: the name that errors give.
-    :param model: a NumPyro model whose ``kwargs`` hold no values of sites.
-    :param sites: names of the linear sites.
-    :raises ValueError: where the model is not normal or not linear, with the site at fault.
+    """Find out where the linear sites enter a model; errors, in the name of ``call``, give the site at fault.
 
     >>> import numpyro
     >>> def model():
@@ -154,6 +142,14 @@ def read(
     linear = LinearModel(model, LinearStructure(shapes, ()), others, args, kwargs)
     linear.structure = linear.structure._replace(data=_data(call, traced, linear, sites))
     _check_linear(call, linear)
+    for name in linear.structure.data:
+        if not traced[name]["is_observed"]:
+            raise argument_error(
+                call,
+                "sites",
+                f"{sites}, on which the latent site {name!r} depends",
+                f"Only data may depend on them: name {name!r} as well.",
+            )
     return linear.structure
 
 
@@ -196,12 +192,6 @@ def _data(
                 )
     if not below:
         raise refused(sites, "No observed normal site depends on them: is the data passed to the model?")
-    for name in below:
-        if not traced[name]["is_observed"]:
-            raise refused(
-                f"{sites}, on which the latent site {name!r} depends",
-                f"Only data may depend on them: name {name!r} as well.",
-            )
     return below
 
 
@@ -286,12 +276,7 @@ def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
 
 
 def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """Value, mean, sd and weight of every element of a normal site, flat.
-
-    >>> site = {"fn": dist.Normal(1.0, 2.0).expand([2]), "value": jnp.zeros(2), "scale": None}
-    >>> [part.tolist() for part in flat_normal(site)]
-    [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
-    """
+    """Value, mean, sd and weight of every element of a normal site, flat."""
     loc, scale = _normal(site)
     value = jnp.broadcast_to(site["value"], loc.shape)
     dtype = jnp.result_type(float)

@@ -27,22 +27,14 @@ CLOSE = 1e-3  # tolerance of an exponent measured in float32
 
 
 class PrecisionGibbsState(NamedTuple):
-    """State of :class:`PrecisionGibbs`.
-
-    :param z: constrained values of its sites.
-    :param rng_key: the key of the next sweep.
-    """
+    """State of :class:`PrecisionGibbs`: constrained values of its sites, and the key of the next sweep."""
 
     z: dict[str, jax.Array]
     rng_key: jax.Array
 
 
 def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values that other blocks of a ``Gibbs`` hold, and the keyword arguments of the model.
-
-    >>> held_values({"y": 1.0, "_gibbs_sites": {"w": 2.0}})
-    ({'w': 2.0}, {'y': 1.0})
-    """
+    """Values that other blocks of a ``Gibbs`` hold, and the keyword arguments of the model."""
     kwargs = dict(model_kwargs or {})
     return dict(kwargs.pop(CONDITIONED, {})), kwargs
 
@@ -201,7 +193,6 @@ class PrecisionGibbs(MCMCKernel):
 class ScaledSite(NamedTuple):
     """A normal site whose sd is proportional to a power of elements of a scale site.
 
-    :param name: of the normal site.
     :param owner: for each of its elements, flat, the flat index of the element of the scale site that scales it.
     :param follows: whether any element of the scale site does.
     """
@@ -214,9 +205,7 @@ class ScaledSite(NamedTuple):
 class ConjugateSite(NamedTuple):
     """A scale site whose conditional is generalized inverse Gaussian.
 
-    :param name: of the site.
     :param power: the sd of its children is proportional to value^power: -1/2 a precision, 1/2 a variance, 1 an sd.
-    :param children: the normal sites that it scales.
     """
 
     name: str
@@ -232,22 +221,6 @@ class GIG(NamedTuple):
     b: Any
 
 
-def _gamma(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
-    return GIG(fn.concentration, 2 * fn.rate, 0.0)
-
-
-def _exponential(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
-    return GIG(1.0, 2 * fn.rate, 0.0)
-
-
-def _inverse_gamma(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
-    return GIG(-fn.concentration, 0.0, 2 * fn.rate)
-
-
-def _half_normal(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
-    return GIG(0.5, fn.scale**-2, 0.0)
-
-
 def _half_cauchy(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
     """t = s^2 is InverseGamma(1/2, r) given r ~ Gamma(1/2, rate = A^2); r is drawn afresh given t each time."""
     rate = random.exponential(rng_key, jnp.shape(t), t.dtype) / (fn.scale**-2 + 1 / t)
@@ -256,11 +229,11 @@ def _half_cauchy(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
 
 # (distribution, whether t is the square of the value) -> prior of t; a new hyper-prior is a new row.
 PRIORS: Mapping[tuple[type, bool], Callable[[Any, jax.Array, jax.Array], GIG]] = {
-    (dist.Gamma, False): _gamma,
-    (dist.Chi2, False): _gamma,
-    (dist.Exponential, False): _exponential,
-    (dist.InverseGamma, False): _inverse_gamma,
-    (dist.HalfNormal, True): _half_normal,
+    (dist.Gamma, False): lambda fn, t, rng_key: GIG(fn.concentration, 2 * fn.rate, 0.0),
+    (dist.Chi2, False): lambda fn, t, rng_key: GIG(fn.concentration, 2 * fn.rate, 0.0),
+    (dist.Exponential, False): lambda fn, t, rng_key: GIG(1.0, 2 * fn.rate, 0.0),
+    (dist.InverseGamma, False): lambda fn, t, rng_key: GIG(-fn.concentration, 0.0, 2 * fn.rate),
+    (dist.HalfNormal, True): lambda fn, t, rng_key: GIG(0.5, fn.scale**-2, 0.0),
     (dist.HalfCauchy, True): _half_cauchy,
 }
 POWERS = (-0.5, 0.5, -1.0, 1.0)

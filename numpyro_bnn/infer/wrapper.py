@@ -190,11 +190,7 @@ class Wrapper(MCMCKernel):
 def with_constrained(
     kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
 ) -> Any:
-    """Return ``state`` with constrained values ``moved`` of some of its sites; its caches become stale.
-
-    :param kernel: a kernel with unconstrained values, or a ``Gibbs`` whose blocks hold them.
-    :param prior: distributions of the sites, whose supports say how to unconstrain.
-    """
+    """Return ``state`` with constrained values ``moved`` of some sites, of given priors; its caches become stale."""
     return with_values(kernel, state, _as_held(kernel, moved, prior))
 
 
