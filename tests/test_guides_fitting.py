@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_bnn._plates import draw_indices, random_indices
 from numpyro_bnn._programs import signature
-from numpyro_bnn.guides import checkpoints, fit, fitting
+from numpyro_bnn.guides import fit, fitting
 
 X = jax.random.normal(jax.random.key(0), (50, 2))
 Y = X @ jnp.array([1.0, -2.0]) + 0.5 * jax.random.normal(jax.random.key(1), (50,))
@@ -327,8 +327,8 @@ def test_a_failed_run_leaves_its_last_finite_state(key, tmp_path):
 def test_bfloat16_survives(tmp_path, key):
     svi = make(optax.adam(0.02, mu_dtype=jnp.bfloat16))
     state = svi.update(svi.init(key, X, Y), X, Y)[0]
-    checkpoints.save(tmp_path / "a.npz", svi, state, np.zeros(1))
-    back, _ = checkpoints.load(tmp_path / "a.npz", svi, state)
+    fitting.save_checkpoint(tmp_path / "a.npz", svi, state, np.zeros(1))
+    back, _ = fitting.load_checkpoint(tmp_path / "a.npz", svi, state)
     assert same(back, state)
     assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(back))
 

@@ -288,7 +288,7 @@ class AutoBlocks(AutoNormal):
         self._check_called("quantiles")
         q = jnp.asarray(quantiles, float).reshape(-1)
         found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
-        mixing = [name for name in found if not _is_elementwise(self._transforms[name])]
+        mixing = [name for name in found if _elementwise(self._transforms[name]).domain.event_dim > 0]
         sites = {n: _monotone(self._transforms[n], v) for n, v in found.items() if n not in mixing}
         if mixing:
             draws = self._sites(self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,))
@@ -390,11 +390,6 @@ def _elementwise(transform: Any) -> Any:
 def is_identity(transform: Any) -> bool:
     """Whether a transform, in ``to_event`` or not, changes nothing."""
     return isinstance(_elementwise(transform), IdentityTransform)
-
-
-def _is_elementwise(transform: Any) -> bool:
-    base = _elementwise(transform)
-    return base.domain.event_dim == 0 and base.codomain.event_dim == 0
 
 
 def _monotone(transform: Any, values: jax.Array) -> jax.Array:

@@ -137,16 +137,7 @@ AutoContinuous.register(AutoCoupling)
 
 
 class Blockwise(Transform):
-    """Transform consecutive parts of (..., D) independently; log det is the sum of theirs.
-
-    :param transforms: of vectors.
-    :param sizes: lengths of the parts.
-
-    >>> from numpyro.distributions.transforms import PermuteTransform
-    >>> whole = Blockwise([PermuteTransform(jnp.array([1, 0]))] * 2, [2, 2])
-    >>> whole(jnp.arange(4.0)).tolist()
-    [1.0, 0.0, 3.0, 2.0]
-    """
+    """Transform consecutive parts of (..., D), of lengths ``sizes``, independently; log det is the sum of theirs."""
 
     domain = constraints.real_vector
     codomain = constraints.real_vector

@@ -1,7 +1,10 @@
 """Running SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
 
+import json
+import os
 import time
 import warnings
+import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,12 +23,13 @@ from numpyro.infer.svi import SVIRunResult
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signature
-from numpyro_bnn.guides import checkpoints
 
 CALL = "guides.fit"
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # intended duration of a chunk, which is how long an interruption waits
+CHECKPOINT_FORMAT = 1
+DAMAGE = (OSError, KeyError, EOFError, zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError)
 WINDOW = 1000  # losses in the running mean of the progress bar
 
 
@@ -84,7 +88,7 @@ def fit(
         raise argument_error(CALL, "svi", type(svi).__name__, "Pass a `numpyro.infer.SVI`.", TypeError)
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
-    path = None if checkpoint is None else checkpoints.check_path(checkpoint)
+    path = None if checkpoint is None else _check_path(checkpoint)
     instead = "It runs on the host: inside `jit` or `vmap` scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
     state, losses = _start(svi, rng_key, args, kwargs, init_state, init_params, path)
@@ -189,7 +193,7 @@ class _Run:
 
     def _write(self) -> None:
         if self.path is not None and self.count > self.written:
-            checkpoints.save(self.path, self.svi, self.state, self.losses)
+            save_checkpoint(self.path, self.svi, self.state, self.losses)
             self.written = self.count
 
     def _failure(self, loss: np.floating) -> str:
@@ -223,7 +227,7 @@ def _start(
             first = svi.init(rng_key, *args, init_params=init_params, **kwargs)
         state = first if state is None else state
     if path is not None and path.exists():
-        return checkpoints.load(path, svi, state)
+        return load_checkpoint(path, svi, state)
     # Without weak types, which a step would lose, the steps are compiled once and not twice.
     strong = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
     return strong, np.zeros(0, jnp.result_type(float))
@@ -259,3 +263,102 @@ def _next_pace(pace: int, seconds: float) -> int:
     """Steps of the next chunk, so that it takes about ``CHUNK_SECONDS``."""
     wanted = pace * CHUNK_SECONDS / max(seconds, 1e-9)
     return int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))
+
+
+# -- checkpoints: the state of SVI and its losses, as plain arrays -------------------------------------
+
+
+def _check_path(path: str | Path) -> Path:
+    """Refuse a path that cannot be a file, before any work."""
+    target = Path(path)
+    if target.is_dir() or not target.resolve().parent.is_dir():
+        instead = "Pass the name of a file (not a folder) in a folder that exists."
+        raise argument_error(CALL, "checkpoint", repr(str(target)), instead)
+    return target
+
+
+def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray) -> None:
+    """Write state and losses as an npz file, which is replaced in one step, so that it is always complete."""
+    arrays: dict[str, Any] = {f"leaf_{i}": _raw(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    described = np.frombuffer(json.dumps(_described(svi, state)).encode(), np.uint8)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            np.savez(file, described=described, losses=losses, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
+    """Read state and losses; ``like`` is a state of the same SVI, for its structure.
+
+    :raises ValueError: for any other file, or a checkpoint of another model, guide or optimizer than ``svi``'s.
+    """
+    damaged = "It is damaged, or was not written by `fit`: delete it, or pass another path."
+    if not zipfile.is_zipfile(path):
+        raise argument_error(CALL, "checkpoint", f"{str(path)!r}, which is not an npz file", damaged)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            described = json.loads(bytes(file["described"]))
+            expected = _described(svi, like)
+            if described != expected:
+                difference = _difference(described, expected)
+                instead = "Pass the path of a new file, or the model, guide and optimizer that wrote it."
+                raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
+            template, structure = jax.tree.flatten(like)
+            leaves = [_restored(file[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
+            return jax.tree.unflatten(structure, leaves), file["losses"]
+    except DAMAGE as cause:
+        raise argument_error(CALL, "checkpoint", f"{str(path)!r} ({cause})", damaged) from cause
+
+
+def _described(svi: SVI, state: Any) -> dict[str, Any]:
+    """Names, shapes and dtypes, by which a file is matched with an SVI."""
+    params = svi.optim.get_params(state.optim_state)
+    return {
+        "format": CHECKPOINT_FORMAT,
+        "parameters": {str(name): _kind(leaf) for name, leaf in _named(params)},
+        "state": {name: _kind(leaf) for name, leaf in _named(state)},
+    }
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The first entry that differs, in words."""
+    if found.get("format") != expected["format"]:
+        return f"a file of format {found.get('format')} where {expected['format']} is read"
+    for part in ("parameters", "state"):
+        one, other = found[part], expected[part]
+        for name in [*other, *one]:
+            if one.get(name) != other.get(name):
+                here, there = one.get(name, "no such entry"), other.get(name, "none")
+                return f"in which {part.removesuffix('s')} {name} is {here}; this run has {there}"
+    return "which differs in the order of its entries"
+
+
+def _raw(leaf: Any) -> np.ndarray:
+    """A leaf as an array that npz can hold: keys by their data, bfloat16 and its like by their bits."""
+    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+
+
+def _restored(array: np.ndarray, leaf: Any) -> jax.Array:
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+    # A copy: on the CPU, JAX may otherwise go on working in memory that NumPy owns.
+    return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -106,7 +106,6 @@ def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
 def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
     """Initial scale of a site in unconstrained space; the first sd of a guide is a fraction of it.
 
-    :param site: of a trace.
     :param local: each data point has its own value, so that the axes of the site are not inputs of a layer.
     :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 for all others.
     """
@@ -120,10 +119,7 @@ def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
 
 
 def check_init_scale(call: str, init_scale: Any) -> None:
-    """Refuse anything but a positive number, or a mapping from patterns to positive numbers or arrays.
-
-    :raises ValueError: for such a value.
-    """
+    """Refuse anything but a positive number, or a mapping from patterns to positive numbers or arrays."""
     values = list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]
     for value in values:
         numeric = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(value, bool)
@@ -139,8 +135,6 @@ def initial_scales(
 
     :param init_scale: a number that multiplies the spreads, or standard deviations by pattern; a site that matches
         no pattern gets 0.1 times its spread.
-    :param spreads: :func:`initial_spread` by site.
-    :param shapes: unconstrained shapes by site.
     :raises ValueError: for a pattern that matches no site, and an array that does not fit its site.
     """
     by_pattern = init_scale if isinstance(init_scale, Mapping) else {}
