@@ -172,6 +172,7 @@ def standard_deviations(net, shape, prior):
     return {name: jnp.asarray(prior(name, dims).scale) for name, dims in net.param_shapes(shape).items()}
 
 
+@pytest.mark.slow
 def test_ensemble_of_wide_networks():
     """300 networks of width 512, 200 steps: means within 6 standard errors plus what the width leaves."""
     x, y, new = np.array([[-1.0], [0.2], [0.9]]), np.array([1.0, -0.5, 0.3]), np.array([[-0.4], [1.5]])
@@ -232,6 +233,7 @@ def kernels_before_and_after(width, networks, x, y):
         yield empirical_ntk(net, start, x, prior=PRIOR), empirical_ntk(net, trained(start), x, prior=PRIOR)
 
 
+@pytest.mark.slow
 def test_finite_kernels_approach_the_limit_and_move_less():
     """The squared distance of a drawn network's kernel is c / width; its change in training falls with the width."""
     x = jnp.array([[1.0, 0.2], [-0.5, 0.8], [0.3, -1.0]])

@@ -160,8 +160,6 @@ def dense(layer: Dense, context: Context, state: State) -> Units:
 def _first_dense(layer: Dense, context: Context, state: Inputs) -> Units:
     """s^2 x1 . x2 / D + b^2; the variances may differ by input."""
     x1, x2 = state
-    if x1.ndim != 2:
-        raise _unsupported(layer, context, "Put `nn.Flatten()` in front: kernels are those of inputs (N, D).")
     context.need_normal("kernel", "The number of inputs is finite")
     weight, bias = context.weight("kernel"), context.bias(layer.use_bias)
     if jnp.ndim(weight):
