@@ -20,7 +20,7 @@ Statistics = Mapping[str, BatchStatistics]
 
 
 class RandomNetwork:
-    """A network whose parameters are values of sample sites; what :func:`random_network` returns.
+    """A network whose parameters are values of sample sites, made by :func:`random_network`.
 
     :ivar name: prefix of its sites.
     :ivar net: the specification.

@@ -237,7 +237,6 @@ def test_import_changes_nothing_global_and_needs_no_optional_package():
 EXAMPLE_ELSEWHERE = {
     "networks.RandomNetwork": "networks.random_network",
     "nn.ForwardContext": "nn.Layer",
-    "priors.NonCentered": "priors.noncenter",
     "results.load": "results.save",
 }
 

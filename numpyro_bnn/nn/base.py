@@ -30,8 +30,8 @@ class ForwardContext:
     """What a layer sees during one forward pass: its own parameters, its path, and batch statistics.
 
     ``context["kernel"]`` is the layer's own parameter of that name. ``given`` holds statistics to normalize with
-    (prediction); if it is ``None`` every batch normalization uses its own batch and records what it used in ``seen``,
-    the only thing that a pass writes to.
+    (prediction); if it is ``None`` every batch normalization uses those of its own batch and records them in
+    ``seen``, the only thing that a pass writes to.
     """
 
     params: Params

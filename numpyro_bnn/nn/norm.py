@@ -1,4 +1,4 @@
-"""Normalization layers, exactly invariant to the scale of what feeds them."""
+"""Normalization layers, exactly invariant to the scale of their inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class BatchNorm(_Norm):
     """Normalize every feature (or channel) with mean and variance over the batch (and the image).
 
     y = scale * (x - mean) / sd + bias, without an additive epsilon: the layer is exactly invariant to the
-    scale of what feeds it, and constant features give ``bias``.
+    scale of its inputs, and constant features give ``bias``.
 
     There is no running average. While sampling, the statistics are those of the batch the layer is given. For
     prediction they are recomputed from the training data for each draw (``net.statistics``;

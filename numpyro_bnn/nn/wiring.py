@@ -57,7 +57,7 @@ class Segment:
     flipped_with: list[int] = field(default_factory=list)
 
     def absorb(self, other: "Segment") -> None:
-        """Take over what the other segment says: the units are summed, so what holds must hold for both."""
+        """Join with another segment whose units are added to these: a property must hold for both."""
         for name in ("writers", "readers", "norms", "gains", "before", "flipped_with"):
             getattr(self, name).extend(getattr(other, name))
         for name in ("homogeneous", "odd", "linear", "pointwise"):
@@ -74,7 +74,7 @@ class Feature(NamedTuple):
 
 
 class Wiring:
-    """Record of a symbolic pass through a network, to which every layer adds what it does with its features.
+    """Record of a symbolic pass through a network: every layer adds how its parameters meet the features.
 
     Made by :meth:`numpyro_bnn.nn.Layer.wiring`.
 
@@ -106,7 +106,7 @@ class Wiring:
         """Numbers of all segments, merged ones once."""
         return [i for i, same in enumerate(self._same) if i == same]
 
-    # -- what layers call ------------------------------------------------------------------------------
+    # -- called by layers ------------------------------------------------------------------------------
 
     def begin(self, units: int, *writers: Wire, bound: bool = False) -> Feature:
         """Begin a segment that ``writers`` write to."""

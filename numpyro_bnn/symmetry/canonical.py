@@ -135,7 +135,7 @@ def _alone(axes: tuple[UnitAxis, ...]) -> tuple[UnitAxis, ...]:
 
 
 def _first_pass(groups: Sequence[_Group], points: Points, target: Points) -> Points:
-    """Match layer by layer, each by what earlier layers have settled: independent of where the draws start."""
+    """Match layer by layer, each by sites that later layers leave alone: the start of the draws does not matter."""
     for group, later in _with_later(groups):
         points, _ = _match(group, points, target, _free(group.axes, later))
     return points

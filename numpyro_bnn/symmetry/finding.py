@@ -74,7 +74,7 @@ def _driving(site: str, latent: set[str]) -> list[tuple[str, float]]:
 def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool = False) -> list[Symmetry]:
     """Find the symmetries of a network from its layers.
 
-    - :class:`Scale` and :class:`Shift` of what feeds a normalization,
+    - :class:`Scale` and :class:`Shift` of the weights before a normalization,
     - :class:`Rescale` of positively homogeneous units, through convolutions, pooling and residual streams,
     - :class:`SignFlip` of units with odd activations, and of a normalized unit with its gain,
     - :class:`Permutation` of hidden units,

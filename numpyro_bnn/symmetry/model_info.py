@@ -207,8 +207,8 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
 def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     """Let the hyper-parameters of single units move with the units.
 
-    A site of per-unit hyper-parameters is found by what it drives: its first entry changes the prior of the first
-    slice of a weight site and of no other.
+    A site of per-unit hyper-parameters is found by its effect: its first entry changes the prior of the first slice
+    of a weight site and of no other.
     """
     values, axes = info.draws[0], list(symmetry.unit_axes)
     units = symmetry.units(values)
