@@ -1,4 +1,4 @@
-"""A NumPyro model as a minibatch potential."""
+"""A NumPyro model as a potential that kernels evaluate on minibatches."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,11 +14,19 @@ from numpyro.infer.util import initialize_model, transform_fn, unconstrain_fn
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
-from numpyro_bnn.infer.inspection import check_indices, check_latent_sites, subsampled, trace_of
-from numpyro_bnn.infer.plates import KEY, Plate, first_batch, on_batch, only_rows
+from numpyro_bnn.infer.model_checks import (
+    KEY,
+    Plate,
+    check_indices,
+    check_latent_sites,
+    first_batch,
+    observed_log_density,
+    on_batch,
+    only_rows,
+    subsampled,
+    trace_of,
+)
 from numpyro_bnn.sgmcmc import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
-
-__all__ = ["MINIBATCHES", "Target", "bind", "given_values", "stream_of"]
 
 # Sources of minibatch indices by name: a new one is a row here.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
@@ -33,9 +41,9 @@ class Target(NamedTuple):
     :param potential: ``potential(args, kwargs, batch) -> (z -> U~)``; with ``batch="full"`` U on all the data.
     :param postprocess: ``postprocess(args, kwargs) -> (z -> constrained values and deterministic sites)``.
     :param constrain: the same without deterministic sites, and without running the model where it can.
-    :param rows: sizes of the plates that observations lie in and no latent site does.
-    :param log_likelihood: ``log_likelihood(args, kwargs, rows) -> (z -> log density of the observations in rows)``.
     :param unconstrain: ``unconstrain(args, kwargs) -> (constrained values -> z)``.
+    :param rows: sizes of the plates that contain observations and no latent site.
+    :param log_likelihood: ``log_likelihood(args, kwargs, rows) -> (z -> log density of the observations in rows)``.
     """
 
     plates: Mapping[str, Plate]
@@ -48,6 +56,11 @@ class Target(NamedTuple):
     rows: Mapping[str, int]
     log_likelihood: Callable
 
+    @property
+    def subsampled(self) -> bool:
+        """Whether gradients are noisy."""
+        return bool(self.plates or self.stochastic)
+
 
 def bind(
     call: str,
@@ -57,7 +70,7 @@ def bind(
     args: tuple,
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Target, dict[str, jax.Array]]:
-    """Inspect a model, refuse what would be silently wrong, and find initial values.
+    """Read a model, refuse what would be silently wrong, and find initial values.
 
     :param call: name of the kernel, for error messages.
     :param rng_key: one key, or a batch of them for vectorized chains.
@@ -66,7 +79,7 @@ def bind(
         plate whose indices are not used or reach beyond the data.
     """
     kwargs = dict(kwargs or {})
-    # Parallel chains start inside a compiled program; what a kernel keeps must not belong to it.
+    # Parallel chains start inside a compiled program, whose tracers a kernel must not keep.
     with jax.ensure_compile_time_eval():
         traced, stochastic = trace_of(model, 0, args, kwargs)
         fixed = {name: site["value"] for name, site in traced.items() if site["type"] in ("param", "mutable")}
@@ -77,28 +90,30 @@ def bind(
     check_latent_sites(call, traced, plates)
     if plates:
         check_indices(call, model, traced, plates, args, kwargs)
-    batched = on_batch(model, plates)
     with jax.debug_key_reuse(False):  # NumPyro's search for initial values draws twice with one key
         info = initialize_model(
             rng_key,
-            batched,
+            on_batch(model, plates),
             init_strategy=init_strategy,
             dynamic_args=True,
             model_args=args,
             model_kwargs=kwargs,
         )
-    hidden = _hidden(traced, plates)
+    of_one_minibatch = {
+        name
+        for name, site in traced.items()
+        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
+    }
+    supports = {name: traced[name]["fn"].support for name in info.param_info.z}
 
     def potential(args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
         return info.potential_fn(*args, _batch=batch, **(kwargs or {}))
 
     def postprocess(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        # One fixed minibatch: constrained values do not depend on it, and what does is left out.
+        # Any minibatch will do: constrained values do not depend on it, and sites that do are left out.
         batch = first_batch(plates) | ({KEY: random.key(0)} if stochastic else {})
-        constrained = info.postprocess_fn(*args, _batch=batch, **(kwargs or {}))
-        return lambda z: {name: value for name, value in constrained(z).items() if name not in hidden}
-
-    supports = {name: traced[name]["fn"].support for name in info.param_info.z}
+        values = info.postprocess_fn(*args, _batch=batch, **(kwargs or {}))
+        return lambda z: {name: value for name, value in values(z).items() if name not in of_one_minibatch}
 
     def constrain(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         if any(_computed(support) for support in supports.values()):
@@ -108,26 +123,31 @@ def bind(
     def unconstrain(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         return partial(unconstrain_fn, full_plates(model), args, kwargs or {})
 
-    size, rows = _num_data(traced, plates), _rows(traced)
-    seen = partial(_log_likelihood, model, constrain)
-    target = Target(plates, stochastic, size, potential, postprocess, constrain, unconstrain, rows, seen)
+    target = Target(
+        plates,
+        stochastic,
+        _num_data(traced, plates),
+        potential,
+        postprocess,
+        constrain,
+        unconstrain,
+        _rows(traced),
+        partial(_log_likelihood, model, constrain),
+    )
     return target, info.param_info.z
 
 
-def _hidden(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> set[str]:
-    """Deterministic sites that are about one minibatch."""
-    return {
-        name
-        for name, site in traced.items()
-        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
-    }
-
-
 def _num_data(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> int:
-    sizes = [p.size for p in plates.values()] or [
-        s["args"][0] for s in traced.values() if s["type"] == "plate"
-    ]
-    return max(sizes, default=1)
+    all_sizes = [site["args"][0] for site in traced.values() if site["type"] == "plate"]
+    return max([plate.size for plate in plates.values()] or all_sizes, default=1)
+
+
+def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
+    inside: dict[bool, set[str]] = {True: set(), False: set()}
+    for site in traced.values():
+        if site["type"] == "sample":
+            inside[site["is_observed"]] |= {frame.name for frame in site["cond_indep_stack"]}
+    return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False])}
 
 
 def _log_likelihood(
@@ -135,19 +155,11 @@ def _log_likelihood(
 ) -> Callable:
     def total(z: dict[str, jax.Array]) -> jax.Array:
         placed = handlers.substitute(only_rows(model, rows), constrain(args, kwargs)(z))
-        sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {})).values()
-        seen = [site for site in sites if site["type"] == "sample" and site["is_observed"]]
-        return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in seen), jnp.zeros(()))
+        return observed_log_density(
+            handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {}))
+        )
 
     return total
-
-
-def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
-    sample = [site for site in traced.values() if site["type"] == "sample"]
-    inside: dict[bool, set[str]] = {True: set(), False: set()}
-    for site in sample:
-        inside[site["is_observed"]] |= {frame.name for frame in site["cond_indep_stack"]}
-    return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False])}
 
 
 def _computed(support: Any) -> bool:
@@ -158,10 +170,10 @@ def _computed(support: Any) -> bool:
 def given_values(
     call: str, target: Target, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> dict[str, jax.Array]:
-    """Initial values that a user gives, checked.
+    """Check initial values that a user gives.
 
     :param z: initial values found by :func:`bind`.
-    :param given: values in their place.
+    :param given: values to use instead.
     :raises ValueError: for other sites or shapes.
     """
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
@@ -174,8 +186,8 @@ def given_values(
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 
-def stream_of(call: str, target: Target, minibatches: str) -> Stream:
-    """Source of the minibatches of a model: indices of every subsampled plate, and a key where it needs one."""
+def stream_of(target: Target, minibatches: str) -> Stream:
+    """Source of the minibatches of a model: indices of every subsampled plate, and a key if the model needs one."""
     streams: dict[str, Any] = {
         name: MINIBATCHES[minibatches](plate.size, plate.batch_size) for name, plate in target.plates.items()
     }
