@@ -1,4 +1,4 @@
-"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations drawn instead of given."""
+"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations drawn anew."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,8 +37,8 @@ class full_plates(Messenger):
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
     """B distinct random indices below N, each of them with probability B/N, at a cost of O(B).
 
-    Stratified: the indices lie on a circle that is turned at random, cut into B runs, and one index is drawn from each
-    run. Sums over them are unbiased, and never vary more than with replacement.
+    Stratified: indices lie on a circle that is turned at random and cut into B runs, and one index is drawn from each.
+    Sums over them are unbiased, and never vary more than with replacement.
 
     :param size: N.
     :param subsample_size: B.

@@ -154,7 +154,6 @@ KERNELS: dict[str, KernelRow] = {
             step_size=1e-3,
             num_steps=3,
             momentum_decay=0.5,
-            preconditioner="prior",
             **_SHORT,
         ),
         momentum=True,
@@ -170,19 +169,6 @@ KERNELS: dict[str, KernelRow] = {
             energy_variance=(0.1, 0.01),
             steps_per_draw=12,
         ),
-        microcanonical=True,
-    ),
-    "AdjustedMCLMC": KernelRow(
-        # A chosen step size would amplify the rounding errors in which a vectorized chain differs from a single one.
-        partial(
-            infer.AdjustedMCLMC,
-            step_size=0.05,
-            decoherence_length=0.2,
-            momentum_decay=0.5,
-            max_steps=20,
-            **_SHORT,
-        ),
-        exact=True,
         microcanonical=True,
     ),
 }

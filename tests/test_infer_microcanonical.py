@@ -1,4 +1,4 @@
-"""Warm-up of the microcanonical kernels, their honesty, and warm-started ensembles."""
+"""Warm-up of the microcanonical kernel, the bias it reports, and warm-started ensembles."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from numpyro.infer import MCMC, NUTS
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn
-from numpyro_bnn.infer.adaptation import Averaging, Stages, autocorrelation_time
+from numpyro_bnn.infer.tuning import Stages, autocorrelation_time
 from numpyro_bnn.infer.warm_start import held_out_rows
 
 SCALES = np.exp(np.linspace(-1.5, 1.5, 40)).astype(np.float32)
@@ -99,17 +99,6 @@ def test_the_bias_falls_with_the_target():
     assert abs(order - 1 / 3) < 4 * spread + 0.02
 
 
-def test_the_adjusted_kernel_meets_its_acceptance_and_has_no_bias():
-    mcmc = run(infer.AdjustedMCLMC(gaussian, target_accept_prob=0.9), 300, 500, chains=8)
-    accept = np.asarray(mcmc.get_extra_fields()["accept_prob"])
-    assert abs(accept.mean() - 0.9) < 0.05
-    squares = mean_squares(mcmc)
-    error = squares.std(ddof=1) / len(squares) ** 0.5
-    assert abs(squares.mean() - 1) < 5.4 * error  # t distribution of 7 degrees of freedom: failure rate 1e-3
-    assert error < 0.01
-    np.testing.assert_allclose(mcmc.last_state.decoherence_length, 80**0.5, rtol=0.35)
-
-
 def test_fixed_values_stay():
     kernel = infer.MCLMC(gaussian, 0.3, decoherence_length=4.0, preconditioner=None, steps_per_draw=5)
     state = run(kernel, 60, 5, chains=2).last_state
@@ -160,18 +149,6 @@ def test_stages_and_records_of_short_and_long_warm_ups():
     assert Stages.of(2, 4) == (2, 2, 3, 3, 4, 4)
     long = Stages.of(0, 10_000)
     assert (long.stride, long.records) == (12, 250)
-
-
-def test_dual_averaging_finds_the_step_size_of_its_target():
-    """An acceptance of exp(-eps^2) with noise: 0.8 at eps = 0.472."""
-
-    def update(state, noise):
-        accept = jnp.exp(-jnp.exp(2 * state.value)) + 0.1 * noise
-        return state.update(0.8 - accept), None
-
-    noise = jax.random.normal(jax.random.key(0), (500,))
-    state = lax.scan(update, Averaging.at(jnp.float32(3.0)), noise)[0]
-    np.testing.assert_allclose(np.exp(state.average), (-np.log(0.8)) ** 0.5, rtol=0.05)
 
 
 # -- minibatches ------------------------------------------------------------------------------------

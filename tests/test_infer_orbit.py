@@ -93,7 +93,7 @@ def unconstrained(model, sites, z):
 
 
 def with_z(state, z):
-    if isinstance(state, infer.OrbitState):
+    if isinstance(state, infer.orbit.OrbitState):
         return state._replace(base=with_z(state.base, z))
     return state._replace(z=z)
 
@@ -154,18 +154,9 @@ def test_moves_leave_the_posterior_invariant(name):
     assert_calibrated(geweke(infer.OrbitMoves(kernel, symmetry.find(model, X, Y))))
 
 
-def adjusted_mclmc(model):
-    return infer.AdjustedMCLMC(model, 0.8, decoherence_length=1.6, steps_per_draw=1, warm_start=0.0)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [partial(infer.MALA, step_size=0.02, steps_per_draw=3, warm_start=0.0), adjusted_mclmc],
-    ids=["MALA", "AdjustedMCLMC"],
-)
-def test_moves_around_an_exact_kernel_of_ours_leave_the_posterior_invariant(make):
+def test_moves_around_an_exact_kernel_of_ours_leave_the_posterior_invariant():
     model = MODELS["ReLU, non-centered"]
-    kernel = make(model)
+    kernel = infer.MALA(model, step_size=0.02, steps_per_draw=3, warm_start=0.0)
     assert_calibrated(geweke(infer.OrbitMoves(kernel, symmetry.find(model, X, Y))))
 
 
@@ -173,7 +164,7 @@ def test_moves_around_an_exact_kernel_of_ours_leave_the_posterior_invariant(make
 def test_quotient_sampling_leaves_the_posterior_invariant(name):
     model = MODELS[name]
     free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
-    assert_calibrated(geweke(adjusted_mclmc(free) if name == "BN, centered" else hmc(free)))
+    assert_calibrated(geweke(hmc(free)))
 
 
 @dataclass(frozen=True)

@@ -156,18 +156,6 @@ LINEAR = {
         lambda t: infer.GGMC(regression, 2e-4, num_steps=3, temperature=t, steps_per_draw=20, warm_start=0.0),
         lambda t, steps: t * np.linalg.inv(HESSIAN)[None],
     ),
-    "AdjustedMCLMC": (
-        lambda t: infer.AdjustedMCLMC(
-            regression,
-            0.16 * t**0.5,
-            decoherence_length=0.3 * t**0.5,
-            preconditioner=None,
-            temperature=t,
-            steps_per_draw=8,
-            warm_start=0.0,
-        ),
-        lambda t, steps: t * np.linalg.inv(HESSIAN)[None],
-    ),
 }
 
 
@@ -440,19 +428,8 @@ def location_scale(y, batch_size=None):
             None,
         ),
         (infer.GGMC(location_scale, 4e-3, num_steps=3, steps_per_draw=30, warm_start=0.0), 10),
-        (
-            infer.AdjustedMCLMC(
-                location_scale,
-                0.3,
-                decoherence_length=0.6,
-                momentum_decay=0.4,
-                steps_per_draw=8,
-                warm_start=0.0,
-            ),
-            None,
-        ),
     ],
-    ids=["MALA", "GHMC", "GGMC", "AdjustedMCLMC"],
+    ids=["MALA", "GHMC", "GGMC"],
 )
 def test_simulation_based_calibration(kernel, batch_size):
     """Ranks of prior draws among 15 posterior draws, 1000 data sets; chi-squared tests at 1e-4 each (two sites)."""

@@ -125,7 +125,7 @@ def network(prior):
 
 def inner_kernels():
     centered, other = network(priors.GammaPrecision(centered=True)), network(priors.Normal())
-    sites = infer.conjugate_sites(centered, X, Y)
+    sites = infer.precision_gibbs.conjugate_sites(centered, X, Y)
     return {
         "NUTS": NUTS(other, max_tree_depth=3),
         "Gibbs": Gibbs([(infer.PrecisionGibbs(centered), sites), (hmc(centered, 0.5), None)]),

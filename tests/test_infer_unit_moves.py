@@ -123,7 +123,8 @@ def test_around_gibbs_and_symmetry_moves_and_in_results():
     """The axis may be negative; moves around a Gibbs, and around moves; the statistic is exported."""
     model = models.regression(nn.MLP([3, 1], "tanh"), priors.GammaPrecision(1.0, 3.0, centered=True))
     y = X[:, 0] ** 2
-    inner = Gibbs([(infer.PrecisionGibbs(model), infer.conjugate_sites(model, X, y)), (NUTS(model), None)])
+    sites = infer.precision_gibbs.conjugate_sites(model, X, y)
+    inner = Gibbs([(infer.PrecisionGibbs(model), sites), (NUTS(model), None)])
     units = {"net/Dense_0.kernel": -1, "net/Dense_0.bias": -1, "net/Dense_1.kernel": -2}
     kernel = infer.UnitMoves(
         infer.OrbitMoves(inner, symmetry.from_network(nn.MLP([3, 1], "tanh"), (1,))), units, num_moves=5

@@ -47,8 +47,8 @@ def loop(step: Callable, state: Any, times: int) -> Callable:
 
 
 def subset(
-    kernel: infer.OrbitMoves, state: infer.OrbitState, chosen: list[int]
-) -> tuple[infer.OrbitMoves, infer.OrbitState]:
+    kernel: infer.OrbitMoves, state: infer.orbit.OrbitState, chosen: list[int]
+) -> tuple[infer.OrbitMoves, infer.orbit.OrbitState]:
     """The same kernel and state with some of the symmetries."""
     kernel = copy.copy(kernel)
     kernel._plans = tuple(kernel._plans[i] for i in chosen)
@@ -57,7 +57,7 @@ def subset(
     return kernel, state._replace(**few)
 
 
-def sweeps(kernel: infer.OrbitMoves, state: infer.OrbitState, call: tuple, times: int) -> Calls:
+def sweeps(kernel: infer.OrbitMoves, state: infer.orbit.OrbitState, call: tuple, times: int) -> Calls:
     """Moves without refresh: of all symmetries, of the continuous ones, and of each."""
     numbers = range(len(kernel._symmetries))
     continuous = [i for i in numbers if kernel._symmetries[i].continuous]
@@ -72,15 +72,15 @@ def sweeps(kernel: infer.OrbitMoves, state: infer.OrbitState, call: tuple, times
 
 
 def refreshed(kernel: infer.OrbitMoves, call: tuple) -> Callable:
-    def step(state: infer.OrbitState, key: jax.Array) -> infer.OrbitState:
+    def step(state: infer.orbit.OrbitState, key: jax.Array) -> infer.orbit.OrbitState:
         return kernel.refresh(kernel._transition(state, key, call, {}), call, {})
 
     return step
 
 
 def with_inner(
-    kernel: infer.OrbitMoves, state: infer.OrbitState, inner: Any, call: tuple
-) -> tuple[infer.OrbitMoves, infer.OrbitState]:
+    kernel: infer.OrbitMoves, state: infer.orbit.OrbitState, inner: Any, call: tuple
+) -> tuple[infer.OrbitMoves, infer.orbit.OrbitState]:
     """The same moves around another kernel of the same model; what was decided about them holds for any."""
     kernel = copy.copy(kernel)
     kernel._kernel = inner
@@ -88,7 +88,7 @@ def with_inner(
 
 
 def nuts_calls(
-    kernel: infer.OrbitMoves, state: infer.OrbitState, data: tuple, args: argparse.Namespace
+    kernel: infer.OrbitMoves, state: infer.orbit.OrbitState, data: tuple, args: argparse.Namespace
 ) -> tuple[Calls, float]:
     """Transitions, and all kinds of sweeps; leapfrog steps of a transition."""
     transition = loop(lambda base, _: kernel.kernel.sample(base, data, {}), state.base, args.transitions)
@@ -99,7 +99,7 @@ def nuts_calls(
 
 
 def sgld_calls(
-    kernel: infer.OrbitMoves, state: infer.OrbitState, data: tuple, args: argparse.Namespace
+    kernel: infer.OrbitMoves, state: infer.orbit.OrbitState, data: tuple, args: argparse.Namespace
 ) -> Calls:
     calls = {}
     for batch in args.batches:

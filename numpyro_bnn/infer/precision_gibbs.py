@@ -66,7 +66,7 @@ class PrecisionGibbs(Block):
                 "infer.PrecisionGibbs",
                 "sites",
                 f"{name!r}: {reason}",
-                "Give it the names of `infer.conjugate_sites(model, ...)`; other sites to another block of `Gibbs`.",
+                "Give it the names that `conjugate_sites(model, ...)` lists; other sites to another block of `Gibbs`.",
             )
         self._plan = tuple(found[name] for name in names)
         return names
