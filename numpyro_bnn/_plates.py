@@ -37,7 +37,7 @@ class full_plates(Messenger):
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
     """B distinct random indices below N, each of them with probability B/N, at a cost of O(B).
 
-    Stratified: indices lie on a circle that is turned at random and cut into B runs, and one index is drawn from each.
+    Stratified: indices lie on a circle that is turned at random and cut into B runs, and each run gives one index.
     Sums over them are unbiased, and never vary more than with replacement.
 
     :param size: N.

@@ -66,7 +66,7 @@ class PrecisionGibbs(Block):
                 "infer.PrecisionGibbs",
                 "sites",
                 f"{name!r}: {reason}",
-                "Give it the names that `conjugate_sites(model, ...)` lists; other sites to another block of `Gibbs`.",
+                "Give it the names that `conjugate_sites(model, ...)` lists, and other sites to another block.",
             )
         self._plan = tuple(found[name] for name in names)
         return names
