@@ -487,7 +487,11 @@ def test_hierarchical_hmc(tmp_path):
     report = run("examples.benchmarks.hierarchical_hmc", "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"] == report["rows"]
     assert [row["way"] for row in report["rows"]] == ["long", "persistent"]
-    assert page.read_text().count("Gibbs, long trajectories") == page.read_text().count("persistent momentum") == 1
+    assert (
+        page.read_text().count("Gibbs, long trajectories")
+        == page.read_text().count("persistent momentum")
+        == 1
+    )
     # Four trajectories per draw of one leapfrog, and the gradient at their start.
     assert report["rows"][1]["gradients"] == 2 * 8 * 4 * 2
     for row in report["rows"]:

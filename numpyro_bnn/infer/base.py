@@ -18,10 +18,10 @@ from numpyro.util import is_prng_key
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn._keys import split
-from numpyro_bnn.infer.chain import Chain, Policy, SGMCMCState, adapt_nothing, run_steps
+from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
-from numpyro_bnn.infer.tuning import steered_by_acceptance, temperature_band
+from numpyro_bnn.infer.tuning import temperature_band
 from numpyro_bnn.infer.warm_start import check_held_out, warm_start_of
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
@@ -167,16 +167,16 @@ class SGMCMCKernel(MCMCKernel):
         """Everything that the chains of a run need of this kernel."""
         given = self._step_size
         length = round(self._warm_start.share * num_warmup)
-        adapt: Callable[..., SGMCMCState] = adapt_nothing
+        tuner, steps = Tuner(), self._steps_per_draw
         if given is None and self.target_accept_prob is not None:
-            adapt = partial(_steer, self.target_accept_prob, length, num_warmup)
+            tuner = AcceptanceTuner(self.target_accept_prob, length, num_warmup)
         return Policy(
             target=target,
             warm_start=self._warm_start,
             num_warmup=num_warmup,
             warm_start_length=length,
             optimizer_steps=self._warm_start.steps_of(length, self.optimizer_steps()) if length else 0,
-            engine_warmup=(num_warmup - length) * self._steps_per_draw,
+            engine_warmup=(num_warmup - length) * steps,
             scales_from_gradients=is_named(self._preconditioner, "warm_start"),
             step_size=1.0 if given is None or callable(given) else given,
             chooses_step_size=given is None,
@@ -185,8 +185,8 @@ class SGMCMCKernel(MCMCKernel):
             choose_step_size=self.choose_step_size,
             stable_step_size=self.stable_step_size,
             sampler=partial(self.sampler, target),
-            run=partial(run_steps, self._steps_per_draw),
-            adapt=adapt,
+            run=lambda sampler, engine, i: sampler.run(engine, steps),
+            tuner=tuner,
         )
 
     def sampler(
@@ -222,14 +222,8 @@ class SGMCMCKernel(MCMCKernel):
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        fields = [
-            "z",
-            "diverging",
-            "step_size",
-            "configurational_temperature",
-            "gradient_noise",
-            "num_gradients",
-        ]
+        fields = ["z", "diverging", "step_size", "configurational_temperature", "gradient_noise"]
+        fields.append("num_gradients")
         dynamics = self.dynamics(lambda z: z, 1.0)
         if dynamics.reports_energy:
             fields += ["energy_variance", "decoherence_length"]
@@ -376,21 +370,6 @@ class SGMCMCKernel(MCMCKernel):
 
 def _constant(step: Any) -> float:
     return 1.0
-
-
-def _steer(
-    accept_prob: float,
-    begin: int,
-    end: int,
-    before: SGMCMCState,
-    after: SGMCMCState,
-    sampler: sgmcmc.Sampler,
-    i: jax.Array,
-) -> SGMCMCState:
-    """Change the step size of an exact kernel after transition ``i``, until its warm-up ends."""
-    seen: Any = after.accept_prob
-    step_size = steered_by_acceptance(after.base_step_size, seen, accept_prob, i, begin, end)
-    return after._replace(base_step_size=step_size)
 
 
 def listed(by_chain: jax.Array) -> str:

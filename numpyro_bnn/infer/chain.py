@@ -54,26 +54,47 @@ class SGMCMCState(NamedTuple):
     rng_key: jax.Array
 
 
-def run_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-    """The steps of a transition: the same number in each."""
-    return sampler.run(engine, num_steps)
+class Tuner:
+    """What adapts in warm-up, besides a step size that is chosen from curvature and noise: here nothing."""
+
+    def start(self, position: jax.Array, step_size: jax.Array) -> Any:
+        """What :meth:`adapt` remembers, at the start of a chain."""
+        return ()
+
+    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
+        return engine
+
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        """Change a chain after transition ``i``; ``before`` is its state before it, with caches renewed."""
+        return after
 
 
-def remember_nothing(position: jax.Array, step_size: jax.Array) -> tuple[()]:
-    """The memory of a kernel that does not tune."""
-    return ()
+@dataclass(frozen=True)
+class AcceptanceTuner(Tuner):
+    """Bring the acceptance to its target in warm-up, by Robbins-Monro steps on log eps.
 
+    It starts anew in the middle, and forgets what it learned on the way to the typical set.
 
-def keep_preconditioner(sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-    """Leave the preconditioner to the engine."""
-    return engine
+    :param accept_prob: the target.
+    :param begin: first transition that samples.
+    :param end: first transition after warm-up.
+    """
 
+    accept_prob: float
+    begin: int
+    end: int
 
-def adapt_nothing(
-    before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
-) -> SGMCMCState:
-    """Leave a chain as it is after a transition."""
-    return after
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        seen, middle = jnp.asarray(after.accept_prob), (self.begin + self.end) // 2
+        age = jnp.where(i < middle, jnp.maximum(i - self.begin, 0), i - middle) + 1
+        gain = 2.0 * age.astype(seen.dtype) ** -0.6
+        adapted = after.base_step_size * jnp.exp(gain * (seen - self.accept_prob))
+        return after._replace(base_step_size=jnp.where(i < self.end, adapted, after.base_step_size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +110,13 @@ class Policy:
     :param scales_from_gradients: whether the squared gradients of the warm start make the preconditioner.
     :param step_size: base step size at the start, which ``schedule`` multiplies.
     :param chooses_step_size: whether the step size is chosen in warm-up.
-    :param steers_step_size: whether the chosen step size is a first guess, which ``adapt`` changes.
+    :param steers_step_size: whether the chosen step size is a first guess, which the tuner changes.
     :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
     :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
     :param stable_step_size: ``stable_step_size(curvature, noise)``: the largest for traveling to the typical set.
     :param sampler: ``sampler(z, base_step_size, args, kwargs)`` puts the engine together.
     :param run: ``run(sampler, engine, i)``: the steps of transition ``i``.
-    :param start_tuning: ``start_tuning(position, step_size)``: what ``adapt`` remembers, at the start.
-    :param precondition: ``precondition(sampler, engine, i)`` sets the preconditioner where noise is measured.
-    :param adapt: ``adapt(before, after, sampler, i)`` changes a chain after transition ``i``.
+    :param tuner: what else adapts.
     """
 
     target: Target
@@ -115,9 +134,7 @@ class Policy:
     stable_step_size: Callable[[jax.Array, jax.Array], jax.Array]
     sampler: Callable[..., sgmcmc.Sampler]
     run: Callable[[sgmcmc.Sampler, sgmcmc.State, jax.Array], sgmcmc.State]
-    start_tuning: Callable[[jax.Array, jax.Array], Any] = remember_nothing
-    precondition: Callable[[sgmcmc.Sampler, sgmcmc.State, jax.Array], sgmcmc.State] = keep_preconditioner
-    adapt: Callable[..., SGMCMCState] = adapt_nothing
+    tuner: Tuner
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,23 +155,17 @@ class Chain:
         policy, position = self.policy, ravel_pytree(z)[0]
         base = jnp.asarray(policy.step_size, position.dtype)
         engine = self._sampler(z, base).init(position, rng_key, policy.engine_warmup)
-        zero = jnp.zeros((), position.dtype)
         return SGMCMCState(
             z=z,
             step_size=jnp.asarray(base * policy.schedule(engine.step), position.dtype),
-            configurational_temperature=zero,
-            kinetic_temperature=engine.statistics.kinetic_temperature,
-            gradient_noise=zero,
+            **_statistics(engine),
+            gradient_noise=jnp.zeros((), position.dtype),
             num_gradients=jnp.int32(0),
-            accept_prob=engine.statistics.accept_prob,
-            energy_variance=engine.statistics.energy_variance,
-            decoherence_length=getattr(engine.memory, "length", None),
-            diverging=jnp.asarray(False),
             i=jnp.int32(0),
             base_step_size=base,
             engine=engine,
             optimizer=policy.warm_start.start(position) if policy.warm_start_length else (),
-            tuning=policy.start_tuning(position, base),
+            tuning=policy.tuner.start(position, base),
             rng_key=rng_key,
         )
 
@@ -189,23 +200,16 @@ class Chain:
         state = lax.cond(due, lambda s: self._measure(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
         engine = policy.run(sampler, sgmcmc.reset_statistics(state.engine), i)
-        return policy.adapt(state, self._collect(state, engine, sampler), sampler, i)
+        return policy.tuner.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
-        statistics = engine.statistics
-        diverging = engine.first_divergence >= 0
-        position = jnp.where(diverging, jnp.nan, engine.position)
+        position = jnp.where(engine.first_divergence >= 0, jnp.nan, engine.position)
         return state._replace(
             z=ravel_pytree(state.z)[1](position),
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
-            configurational_temperature=statistics.configurational_temperature,
-            kinetic_temperature=statistics.kinetic_temperature,
-            num_gradients=state.num_gradients + statistics.num_gradients,
-            accept_prob=statistics.accept_prob,
-            energy_variance=statistics.energy_variance,
-            decoherence_length=getattr(engine.memory, "length", None),
-            diverging=diverging,
+            num_gradients=state.num_gradients + engine.statistics.num_gradients,
             engine=engine,
+            **_statistics(engine),
         )
 
     def _measure(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
@@ -217,7 +221,7 @@ class Chain:
         policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
         warm = policy.warm_start_length
         # Control variates are centered at the end of the warm start and stay there.
-        engine = policy.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
+        engine = policy.tuner.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
         noise = gradient_noise(sampler, engine)
         state = state._replace(engine=engine, gradient_noise=noise.mean)
         if not policy.chooses_step_size:
@@ -270,6 +274,19 @@ class Chain:
         better = score > old.score
         position = jnp.where(better, new.position, old.position)
         return Member(new.optimizer, position, jnp.where(better, score, old.score).astype(old.score.dtype))
+
+
+def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
+    """Fields of a state that the engine reports."""
+    seen = engine.statistics
+    return {
+        "configurational_temperature": seen.configurational_temperature,
+        "kinetic_temperature": seen.kinetic_temperature,
+        "accept_prob": seen.accept_prob,
+        "energy_variance": seen.energy_variance,
+        "decoherence_length": getattr(engine.memory, "length", None),
+        "diverging": engine.first_divergence >= 0,
+    }
 
 
 def _seeds(state: SGMCMCState) -> sgmcmc.Seeds:

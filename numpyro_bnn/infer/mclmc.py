@@ -14,7 +14,7 @@ from jax import lax
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infer.base import SGMCMCKernel, listed
-from numpyro_bnn.infer.chain import Policy, SGMCMCState, keep_preconditioner
+from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.infer.tuning import (
@@ -163,17 +163,15 @@ class MCLMC(SGMCMCKernel):
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
         policy = super().make_policy(target, num_warmup)
-        precondition = keep_preconditioner
-        if is_named(self._preconditioner, "gradient_noise"):
-            if not target.subsampled:
-                raise argument_error(
-                    self._call,
-                    "preconditioner",
-                    "'gradient_noise'",
-                    "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'variance'.",
-                )
-            precondition = partial(_even_noise, num_warmup)
-        tuner = Tuner(
+        evens_noise = is_named(self._preconditioner, "gradient_noise")
+        if evens_noise and not target.subsampled:
+            raise argument_error(
+                self._call,
+                "preconditioner",
+                "'gradient_noise'",
+                "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'variance'.",
+            )
+        tuner = EnergyTuner(
             stages=Stages.of(policy.warm_start_length, num_warmup),
             num_warmup=num_warmup,
             steps_per_draw=self._steps_per_draw,
@@ -181,15 +179,10 @@ class MCLMC(SGMCMCKernel):
             steers_step_size=policy.chooses_step_size,
             sets_length=self._length is None,
             sets_scales=is_named(self._preconditioner, "variance"),
+            evens_noise=evens_noise,
         )
-        return replace(
-            policy,
-            steers_step_size=True,
-            run=partial(_measure_some_steps, self._steps_per_draw),
-            start_tuning=tuner.start,
-            precondition=precondition,
-            adapt=tuner.adapt,
-        )
+        run = partial(_measure_some_steps, self._steps_per_draw)
+        return replace(policy, steers_step_size=True, run=run, tuner=tuner)
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """Attributes of a run.
@@ -226,14 +219,6 @@ def _measure_some_steps(
     return quiet.run(engine, num_steps - measured)
 
 
-def _even_noise(num_warmup: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-    """Set the preconditioner to one over the root of the gradient noise, until warm-up ends."""
-    noise = sampler.gradient_noise(engine, NOISE_BATCHES)
-    scale = -0.5 * jnp.log(noise + LEAST_NOISE * jnp.mean(noise))
-    adaptation = jnp.exp(scale - jnp.mean(scale)).astype(engine.position.dtype)
-    return engine._replace(adaptation=jnp.where(i < num_warmup, adaptation, engine.adaptation))
-
-
 # -- warm-up ---------------------------------------------------------------------------------------------
 
 
@@ -257,7 +242,7 @@ class Tuning(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tuner:
+class EnergyTuner(Tuner):
     """How step size, decoherence length and preconditioner are found in warm-up.
 
     :param stages: what is adapted when.
@@ -267,6 +252,7 @@ class Tuner:
     :param steers_step_size: whether the step size is adapted.
     :param sets_length: whether the decoherence length is.
     :param sets_scales: whether the preconditioner is made of the variances of the draws.
+    :param evens_noise: whether it is made of the gradient noise.
     """
 
     stages: Stages
@@ -276,12 +262,20 @@ class Tuner:
     steers_step_size: bool
     sets_length: bool
     sets_scales: bool
+    evens_noise: bool
 
     def start(self, position: jax.Array, step_size: jax.Array) -> Tuning:
-        """The memory of a chain at its start."""
         zeros, zero = jnp.zeros_like(position), jnp.zeros((), position.dtype)
         record = jnp.zeros((max(self.stages.records, 1), min(position.size, RECORDED)), position.dtype)
         return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero)
+
+    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        if not self.evens_noise:
+            return engine
+        noise = sampler.gradient_noise(engine, NOISE_BATCHES)
+        scale = -0.5 * jnp.log(noise + LEAST_NOISE * jnp.mean(noise))
+        adaptation = jnp.exp(scale - jnp.mean(scale)).astype(engine.position.dtype)
+        return engine._replace(adaptation=jnp.where(i < self.num_warmup, adaptation, engine.adaptation))
 
     def adapt(
         self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array

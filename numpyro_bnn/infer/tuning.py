@@ -79,20 +79,6 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     return Noise(eigenvalues[-1], total / mean.size, total / jnp.maximum(jnp.vdot(mean, mean), tiny))
 
 
-def steered_by_acceptance(
-    step_size: jax.Array, accept_prob: jax.Array, target: float, i: jax.Array, begin: int, end: int
-) -> jax.Array:
-    """Bring the acceptance to its target in the transitions from ``begin`` to ``end`` (Robbins-Monro on log eps).
-
-    It starts anew in the middle, and forgets what it learned on the way to the typical set.
-    """
-    middle = (begin + end) // 2
-    age = jnp.where(i < middle, jnp.maximum(i - begin, 0), i - middle) + 1
-    gain = 2.0 * age.astype(accept_prob.dtype) ** -0.6
-    adapted = step_size * jnp.exp(gain * (accept_prob - target))
-    return jnp.where(i < end, adapted, step_size)
-
-
 def temperature_band(
     num_parameters: int, temperature: float = 1.0, level: float = 0.95
 ) -> tuple[float, float]:
