@@ -132,7 +132,7 @@ LINEAR = {
     ),
     "CyclicalSGLD": (
         lambda t: infer.CyclicalSGLD(regression, 2 * EPS, temperature=t, **CYCLE),
-        lambda t, steps: overdamped(sgmcmc.cyclical(2 * EPS, 120, 1), t, steps[-1])[steps - 1],
+        lambda t, steps: overdamped(sgmcmc.schedules.cyclical(2 * EPS, 120, 1), t, steps[-1])[steps - 1],
     ),
     "PSGLD": (
         lambda t: infer.PSGLD(regression, EPS, temperature=t, preconditioner=DIAGONAL, **FIXED),
@@ -376,7 +376,7 @@ def test_cyclical_keeps_draws_of_the_sampling_phase_only():
     length, kept, explore = 21, 3, 0.4
     kernel = infer.CyclicalSGLD(regression, EPS, cycle_length=length, draws_per_cycle=kept, explore=explore)
     _, state, steps = run(kernel, 2, warmup, 9 - warmup)
-    schedule = sgmcmc.cyclical(EPS, 3 * length, 3, explore)
+    schedule = sgmcmc.schedules.cyclical(EPS, 3 * length, 3, explore)
     np.testing.assert_array_equal(steps[:, 0], [13, 17, 21, 34, 38, 42, 55, 59, 63][warmup:])
     assert all(schedule.collects(step - 1) for step in steps.ravel())
     assert (state.num_gradients == 63).all()  # those of exploration were spent too

@@ -36,7 +36,7 @@ class SGMCMCKernel(MCMCKernel):
     Parameters of every kernel:
 
     :param model: a NumPyro model. A plate with ``subsample_size`` is the minibatch; without one all data are used.
-    :param step_size: eps > 0, or a callable step -> eps (:mod:`numpyro_bnn.infer.schedules`, or an optax schedule),
+    :param step_size: eps > 0, or a callable step -> eps (:mod:`numpyro_bnn.sgmcmc.schedules`, or an optax schedule),
         where steps count from the end of the warm start; ``None`` chooses it in warm-up from curvature and gradient
         noise.
     :param steps_per_draw: steps per transition of ``MCMC``.
@@ -45,7 +45,7 @@ class SGMCMCKernel(MCMCKernel):
     :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
     :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
         squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
-        :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
+        :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
     :param warm_start: share of the warm-up spent on optimization, in [0, 1), 0 for none; or a
         :class:`~numpyro_bnn.infer.WarmStart` with more options.
     :param optimizer: optax transformation of the warm start; by default that of ``WarmStart``.
@@ -123,7 +123,7 @@ class SGMCMCKernel(MCMCKernel):
     # -- what a kernel chooses -------------------------------------------------------------------------
 
     @abstractmethod
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         """How the position moves; ``step_size`` is the eps of the first step."""
 
     @property
@@ -131,9 +131,11 @@ class SGMCMCKernel(MCMCKernel):
         """The factor of the base step size, as a function of the step of the engine."""
         return self._step_size if callable(self._step_size) else _constant
 
-    def estimator(self, target: Target, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
+    def estimator(
+        self, target: Target, potential: Callable, full: Callable, stream: Any
+    ) -> sgmcmc.interfaces.Gradient:
         """The gradient estimator."""
-        if isinstance(stream, sgmcmc.FullData):
+        if not target.subsampled:
             return sgmcmc.Full(lambda position: potential(position, {}))
         if self._gradient == "control_variates":
             return sgmcmc.ControlVariates(potential, full, stream)
@@ -227,7 +229,7 @@ class SGMCMCKernel(MCMCKernel):
         dynamics = self.dynamics(lambda z: z, 1.0)
         if dynamics.reports_energy:
             fields += ["energy_variance", "decoherence_length"]
-        if type(dynamics).momentum is not sgmcmc.Dynamics.momentum:
+        if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
             fields.append("kinetic_temperature")
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
 

@@ -199,7 +199,7 @@ class Chain:
         due = jnp.any(i == jnp.array(sorted(times)))
         state = lax.cond(due, lambda s: self._measure(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
-        engine = policy.run(sampler, sgmcmc.reset_statistics(state.engine), i)
+        engine = policy.run(sampler, sgmcmc.engine.reset_statistics(state.engine), i)
         return policy.tuner.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
@@ -248,7 +248,7 @@ class Chain:
             sampler, state.engine, warm.transformation, old.optimizer, state.i * steps, steps
         )
         if policy.scales_from_gradients:
-            values = sgmcmc.from_squared_gradients(squares, target.num_data).values
+            values = sgmcmc.preconditioners.from_squared_gradients(squares, target.num_data).values
             # Only the shape of G comes from the gradients; its size is left to the step size.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
         member = Member(memory, engine.position, old.score)
@@ -289,6 +289,6 @@ def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
     }
 
 
-def _seeds(state: SGMCMCState) -> sgmcmc.Seeds:
+def _seeds(state: SGMCMCState) -> sgmcmc.engine.Seeds:
     # The key is used at every transition, but always with other step numbers.
-    return sgmcmc.fresh_seeds(jax.random.clone(state.rng_key))
+    return sgmcmc.engine.fresh_seeds(jax.random.clone(state.rng_key))

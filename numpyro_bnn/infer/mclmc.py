@@ -147,7 +147,7 @@ class MCLMC(SGMCMCKernel):
         last = 4 * tolerated**3 / (1 + tolerated) ** 2
         return EARLY * last, last
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(self._length, self._integrator)
 
     def sampler(

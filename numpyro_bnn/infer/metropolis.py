@@ -28,7 +28,9 @@ class _AllDataKernel(SGMCMCKernel):
             )
         super()._check_arguments()
 
-    def estimator(self, target: Target, potential: Callable, full: Callable, stream: Any) -> sgmcmc.Gradient:
+    def estimator(
+        self, target: Target, potential: Callable, full: Callable, stream: Any
+    ) -> sgmcmc.interfaces.Gradient:
         return sgmcmc.Full(full)
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
@@ -58,7 +60,7 @@ class MALA(_AllDataKernel):
     ) -> None:
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.MALA()
 
 
@@ -105,7 +107,7 @@ class GHMC(_AllDataKernel):
         super()._check_arguments()
         self.dynamics(lambda z: z, 1.0)  # checks its numbers
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
 
     def optimizer_steps(self) -> int:
@@ -164,7 +166,7 @@ class GGMC(SGMCMCKernel):
         check_momentum_decay(self._call, self._momentum_decay)
         self.dynamics(lambda z: z, 1.0)  # checks the number of steps
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.GGMC(full_potential, self._num_steps, friction_of(self._momentum_decay, step_size))
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:

@@ -93,7 +93,7 @@ class SGHMC(_WithMomentum):
         self._splitting = splitting
         super().__init__(model, step_size, **options)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return SPLITTINGS[self._splitting](friction_of(self._momentum_decay, step_size))
 
 
@@ -127,7 +127,7 @@ class SGNHT(_WithMomentum):
                 "Pass a value below 1: a thermostat needs a momentum to measure.",
             )
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.sgmcmc import Blocks, Dense, Diagonal, Identity, Preconditioner, RMSProp
+from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp
+from numpyro_bnn.sgmcmc.interfaces import Preconditioner
+from numpyro_bnn.sgmcmc.preconditioners import Blocks, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start")
 # Diagonals that start at ones and are set later: by the warm start, or by kernels that know these names.
@@ -29,7 +31,7 @@ def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> 
 
     :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of numbers and arrays by site
         (unconstrained shape: scalar, diagonal of its size, or dense matrix; sites left out get 1), or a
-        :class:`~numpyro_bnn.sgmcmc.Preconditioner`.
+        :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
     :param z: unconstrained values by site; the flat position holds them in the order of their names.
     :param num_data: N, for RMSProp.
     :raises ValueError: for an unknown name or site, or a shape that does not fit.

@@ -24,7 +24,7 @@ class SGLD(SGMCMCKernel):
     with g~ the gradient of the log posterior estimated on a minibatch of the model's own subsampled plate: the prior
     unscaled, the likelihood times N / B. With a constant step size the posterior variance comes out too large by
     about the share (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a
-    schedule that falls to 0 (:func:`~numpyro_bnn.infer.schedules.polynomial`) the bias falls too.
+    schedule that falls to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias falls too.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -44,7 +44,7 @@ class SGLD(SGMCMCKernel):
     True
     """
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.Dynamics:
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Overdamped()
 
 
@@ -129,7 +129,7 @@ class CyclicalSGLD(SGLD):
         self.cycle_length = cycle_length
         self.draws_per_cycle = draws_per_cycle
         self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
-        self._cycle = sgmcmc.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
+        self._cycle = sgmcmc.schedules.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
         options["warm_start"] = 0.0  # the first half of a cycle explores as no descent would
         super().__init__(model, step_size, steps_per_draw=self.steps_per_draw, **options)
 
@@ -166,5 +166,5 @@ def _explore_first(
 def _forget_means(engine: sgmcmc.State) -> sgmcmc.State:
     """Statistics describe the sampling phase, but the gradients of the exploration were spent."""
     spent = engine.statistics.num_gradients
-    engine = sgmcmc.reset_statistics(engine)
+    engine = sgmcmc.engine.reset_statistics(engine)
     return engine._replace(statistics=engine.statistics._replace(num_gradients=spent))

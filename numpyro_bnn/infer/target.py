@@ -26,7 +26,7 @@ from numpyro_bnn.infer.model_checks import (
     subsampled,
     trace_of,
 )
-from numpyro_bnn.sgmcmc import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
+from numpyro_bnn.sgmcmc.minibatches import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name: a new one is a row here.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}

@@ -14,6 +14,7 @@ from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_count, check_number
 from numpyro_bnn.infer.model_checks import RowSubset
 from numpyro_bnn.infer.target import Target
+from numpyro_bnn.sgmcmc.minibatches import ProductStream
 
 
 class Member(NamedTuple):
@@ -142,7 +143,7 @@ def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
 
 def learning_gradient(
     target: Target, share: float, unravel: Callable, args: tuple, kwargs: Mapping[str, Any] | None
-) -> sgmcmc.Gradient:
+) -> sgmcmc.interfaces.Gradient:
     """Gradients from the rows that are not held out."""
     rows = {name: held_out_rows(size, share)[0] for name, size in target.rows.items()}
     streams: dict[str, Any] = {
@@ -156,7 +157,7 @@ def learning_gradient(
 
     if not streams:
         return sgmcmc.Full(lambda position: potential(position, {}))
-    return sgmcmc.Minibatch(potential, sgmcmc.ProductStream(streams))
+    return sgmcmc.Minibatch(potential, ProductStream(streams))
 
 
 def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
