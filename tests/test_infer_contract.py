@@ -242,8 +242,10 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
     "kernel",
     [
         infer.MALA(normal_gamma, steps_per_draw=3),
-        infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2),
-        infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15),
+        pytest.param(infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2), marks=pytest.mark.slow),
+        pytest.param(
+            infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda kernel: type(kernel).__name__,
 )

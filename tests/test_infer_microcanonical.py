@@ -45,7 +45,7 @@ def mean_squares(mcmc):
     return (both**2).mean((1, 2))  # by chain
 
 
-@pytest.mark.parametrize("integrator", ["mclachlan", "leapfrog"])
+@pytest.mark.parametrize("integrator", ["mclachlan", pytest.param("leapfrog", marks=pytest.mark.slow)])
 def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
     mcmc = run(infer.MCLMC(gaussian, integrator=integrator, steps_per_draw=20), 400, 1000)
     state, kernel = mcmc.last_state, mcmc.sampler
@@ -75,6 +75,7 @@ def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
     assert "implied_bias_bound" in idata.attrs
 
 
+@pytest.mark.slow
 def test_the_bias_falls_with_the_target():
     """A hundredth of the energy variance: a bias smaller by 100^(1/3) = 4.6, within what chance makes of it."""
 
@@ -170,6 +171,7 @@ HESSIAN = np.eye(P) + INPUTS.T @ INPUTS / 0.25
 MEAN = np.linalg.solve(HESSIAN, INPUTS.T @ np.asarray(Y, np.float64) / 0.25)
 
 
+@pytest.mark.slow
 def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
     """The bias is measured: near 5 % of the variances here, of which the energy error tells nothing."""
     kernel = infer.MCLMC(
@@ -201,7 +203,7 @@ WAVE = (np.sin(2 * GRID[:, 0]) + 0.2 * np.random.default_rng(1).normal(size=60))
 NETWORK = models.regression(nn.MLP([8, 1], "tanh"), noise=0.2)
 
 
-@pytest.mark.parametrize("method", ["vectorized", "sequential"])
+@pytest.mark.parametrize("method", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_members_are_the_ends_of_the_warm_start(method):
     warm = infer.WarmStart(0.5, num_steps=300, optimizer=optax.adam(0.03), spread=1.5)
     kernel = infer.MCLMC(NETWORK, steps_per_draw=5, warm_start=warm)
@@ -227,6 +229,7 @@ def test_members_are_the_ends_of_the_warm_start(method):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_held_out_rows_stop_the_descent():
     """A network that learns 20 noisy rows by heart: the position of the best transition is kept, not the last."""
     x = GRID[::3]
@@ -251,6 +254,7 @@ def test_held_out_rows_stop_the_descent():
     assert (scores[-1] > scores[-18]).mean() < 1  # some chain was best early
 
 
+@pytest.mark.slow
 def test_one_huge_gradient_at_the_start_is_forgotten():
     """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for 10,000s of steps."""
 

@@ -17,11 +17,7 @@ SPLITTINGS = {"BAOAB": sgmcmc.BAOAB, "OBABO": sgmcmc.OBABO}
 
 
 def friction_of(momentum_decay: float, step_size: Any) -> Any:
-    """Friction gamma per unit of time with exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size).
-
-    >>> round(friction_of(0.5, 0.01), 4)
-    6.9315
-    """
+    """Friction gamma per unit of time with exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size)."""
     rate = float("inf") if momentum_decay == 1 else -math.log1p(-momentum_decay)
     return rate / step_size**0.5
 

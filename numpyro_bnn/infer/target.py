@@ -1,8 +1,9 @@
 """A NumPyro model as a potential that kernels evaluate on minibatches."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,34 +33,63 @@ from numpyro_bnn.sgmcmc.minibatches import Epochs, FullData, Keys, ProductStream
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
 
 
-class Target(NamedTuple):
-    """What a kernel needs of a model.
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a kernel needs of a model; ``args`` and ``kwargs`` are always arguments of the model.
 
+    :param model: the model, with fixed values of its parameters.
     :param plates: subsampled plates by name.
     :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
     :param num_data: data points: N of the largest subsampled plate, or of the largest plate.
-    :param potential: ``potential(args, kwargs, batch) -> (z -> U~)``; with ``batch="full"`` U on all the data.
-    :param postprocess: ``postprocess(args, kwargs) -> (z -> constrained values and deterministic sites)``.
-    :param constrain: the same without deterministic sites, and without running the model where it can.
-    :param unconstrain: ``unconstrain(args, kwargs) -> (constrained values -> z)``.
     :param rows: sizes of the plates that contain observations and no latent site.
-    :param log_likelihood: ``log_likelihood(args, kwargs, rows) -> (z -> log density of the observations in rows)``.
+    :param supports: of the latent sites.
+    :param of_one_minibatch: deterministic sites inside subsampled plates.
+    :param potential_fn: NumPyro's, of the model with the keyword ``_batch``.
+    :param postprocess_fn: likewise.
     """
 
+    model: Callable
     plates: Mapping[str, Plate]
     stochastic: bool
     num_data: int
-    potential: Callable
-    postprocess: Callable
-    constrain: Callable
-    unconstrain: Callable
     rows: Mapping[str, int]
-    log_likelihood: Callable
+    supports: Mapping[str, Any]
+    of_one_minibatch: frozenset[str]
+    potential_fn: Callable
+    postprocess_fn: Callable
 
     @property
     def subsampled(self) -> bool:
         """Whether gradients are noisy."""
         return bool(self.plates or self.stochastic)
+
+    def potential(self, args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
+        """The function z -> U~ of a minibatch; with ``batch="full"`` U on all the data."""
+        return self.potential_fn(*args, _batch=batch, **(kwargs or {}))
+
+    def postprocess(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+        """The function from z to constrained values and deterministic sites."""
+        # Any minibatch will do: constrained values do not depend on it, and sites that do are left out.
+        batch = first_batch(self.plates) | ({KEY: random.key(0)} if self.stochastic else {})
+        values = self.postprocess_fn(*args, _batch=batch, **(kwargs or {}))
+        return lambda z: {name: v for name, v in values(z).items() if name not in self.of_one_minibatch}
+
+    def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+        """The function from z to constrained values, which runs the model only if it computes bounds of supports."""
+        bounds = jax.tree.leaves(list(self.supports.values()))
+        if any(not isinstance(bound, int | float) for bound in bounds):
+            return self.postprocess(args, kwargs)
+        return partial(transform_fn, {name: biject_to(support) for name, support in self.supports.items()})
+
+    def log_likelihood(self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
+        """The function from z to the log density of the observations in some rows, by plate."""
+
+        def total(z: dict[str, jax.Array]) -> jax.Array:
+            placed = handlers.substitute(only_rows(self.model, rows), self.constrain(args, kwargs)(z))
+            sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {}))
+            return observed_log_density(sites)
+
+        return total
 
 
 def bind(
@@ -70,13 +100,10 @@ def bind(
     args: tuple,
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Target, dict[str, jax.Array]]:
-    """Read a model, refuse what would be silently wrong, and find initial values.
+    """Read a model, refuse what would be silently wrong, and find initial unconstrained values.
 
     :param call: name of the kernel, for error messages.
     :param rng_key: one key, or a batch of them for vectorized chains.
-    :return: the target and initial unconstrained values.
-    :raises ValueError: for latent sites inside a subsampled plate, discrete latent sites, a pre-seeded model, a
-        plate whose indices are not used or reach beyond the data.
     """
     kwargs = dict(kwargs or {})
     # Parallel chains start inside a compiled program, whose tracers a kernel must not keep.
@@ -104,42 +131,19 @@ def bind(
         for name, site in traced.items()
         if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
     }
-    supports = {name: traced[name]["fn"].support for name in info.param_info.z}
-
-    def potential(args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
-        return info.potential_fn(*args, _batch=batch, **(kwargs or {}))
-
-    def postprocess(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        # Any minibatch will do: constrained values do not depend on it, and sites that do are left out.
-        batch = first_batch(plates) | ({KEY: random.key(0)} if stochastic else {})
-        values = info.postprocess_fn(*args, _batch=batch, **(kwargs or {}))
-        return lambda z: {name: value for name, value in values(z).items() if name not in of_one_minibatch}
-
-    def constrain(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        if any(_computed(support) for support in supports.values()):
-            return postprocess(args, kwargs)
-        return partial(transform_fn, {name: biject_to(support) for name, support in supports.items()})
-
-    def unconstrain(args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        return partial(unconstrain_fn, full_plates(model), args, kwargs or {})
-
+    all_sizes = [site["args"][0] for site in traced.values() if site["type"] == "plate"]
     target = Target(
-        plates,
-        stochastic,
-        _num_data(traced, plates),
-        potential,
-        postprocess,
-        constrain,
-        unconstrain,
-        _rows(traced),
-        partial(_log_likelihood, model, constrain),
+        model=model,
+        plates=plates,
+        stochastic=stochastic,
+        num_data=max([plate.size for plate in plates.values()] or all_sizes, default=1),
+        rows=_rows(traced),
+        supports={name: traced[name]["fn"].support for name in info.param_info.z},
+        of_one_minibatch=frozenset(of_one_minibatch),
+        potential_fn=info.potential_fn,
+        postprocess_fn=info.postprocess_fn,
     )
     return target, info.param_info.z
-
-
-def _num_data(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> int:
-    all_sizes = [site["args"][0] for site in traced.values() if site["type"] == "plate"]
-    return max([plate.size for plate in plates.values()] or all_sizes, default=1)
 
 
 def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
@@ -150,34 +154,12 @@ def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
     return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False])}
 
 
-def _log_likelihood(
-    model: Callable, constrain: Callable, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping
-) -> Callable:
-    def total(z: dict[str, jax.Array]) -> jax.Array:
-        placed = handlers.substitute(only_rows(model, rows), constrain(args, kwargs)(z))
-        return observed_log_density(
-            handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {}))
-        )
-
-    return total
-
-
-def _computed(support: Any) -> bool:
-    """Whether a support has bounds that the model computes."""
-    return any(not isinstance(bound, int | float) for bound in jax.tree.leaves(support))
-
-
 def given_values(
     call: str, target: Target, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> dict[str, jax.Array]:
-    """Check initial values that a user gives.
-
-    :param z: initial values found by :func:`bind`.
-    :param given: values to use instead.
-    :raises ValueError: for other sites or shapes.
-    """
+    """Take initial values that a user gives instead of ``z``; refuse other sites or shapes."""
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
-        given = target.unconstrain(args, kwargs)(given)
+        given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
     shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
     if shapes != wanted:
         raise argument_error(

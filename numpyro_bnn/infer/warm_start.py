@@ -18,12 +18,7 @@ from numpyro_bnn.sgmcmc.minibatches import ProductStream
 
 
 class Member(NamedTuple):
-    """State of a warm start.
-
-    :param optimizer: state of the optimizer.
-    :param position: (P,) where the chain is, or was best on held-out rows.
-    :param score: held-out log density there.
-    """
+    """State of a warm start: that of the optimizer, the position (the best on held-out rows) and its score there."""
 
     optimizer: Any
     position: jax.Array
@@ -82,14 +77,7 @@ class WarmStart:
 
 
 def warm_start_of(call: str, warm_start: Any, optimizer: Any) -> WarmStart:
-    """Combine what a user passes for ``warm_start=`` and ``optimizer=``.
-
-    :raises ValueError: for a share that is not in [0, 1).
-    :raises TypeError: if the share is not a number.
-
-    >>> warm_start_of("infer.SGLD", 0.5, None).share
-    0.5
-    """
+    """Combine what a user passes for ``warm_start=`` and ``optimizer=``."""
     if isinstance(warm_start, WarmStart):
         return warm_start if warm_start.optimizer is not None else replace(warm_start, optimizer=optimizer)
     check_number(call, "warm_start", warm_start, below=1)
@@ -104,12 +92,9 @@ def optimize(
     start: jax.Array,
     num_steps: int,
 ) -> tuple[sgmcmc.State, Any, jax.Array]:
-    """Descend on the minibatch potential.
+    """Descend on the minibatch potential; ``start`` is the number of the first step, which numbers the minibatches.
 
-    :param optimizer: an optax gradient transformation.
-    :param memory: its state.
-    :param start: number of the first step; minibatches are numbered by it.
-    :return: the chain at the new position, the memory, and the mean squared gradient (P,) of these steps.
+    :return: the chain at the new position, the memory of the optimizer, and the mean squared gradient (P,).
     """
 
     def descend(
@@ -170,11 +155,7 @@ def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[st
 def check_held_out(
     call: str, target: Target, share: float, z: Any, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Refuse to hold out rows of a model that needs all of them.
-
-    :param z: unconstrained values of one chain.
-    :raises ValueError: for a model without a plate around its observations, or one that does not index by it.
-    """
+    """Refuse to hold out rows of a model that needs all of them; ``z`` are unconstrained values of one chain."""
     if not share:
         return
     instead = "Observe inside a plate and index the data by it: `with plate(...) as i: ... obs=y[i]`."
