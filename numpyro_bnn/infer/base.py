@@ -293,13 +293,11 @@ class SGMCMCKernel(MCMCKernel):
         now = time.monotonic()
         ready = getattr(state.step_size, "is_ready", lambda: True)()
         if ready or now - self._shown[0] > 0.1:
-            self._shown = (now, self._diagnostics(state))
+            step_size, diverged = jax.device_get((state.step_size, state.engine.first_divergence))
+            text = f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
+            text += f", DIVERGED at step {int(np.max(diverged))}" if np.max(diverged) >= 0 else ""
+            self._shown = (now, text)
         return self._shown[1]
-
-    def _diagnostics(self, state: SGMCMCState) -> str:
-        step_size, diverged = jax.device_get((state.step_size, state.engine.first_divergence))
-        text = f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
-        return f"{text}, DIVERGED at step {int(np.max(diverged))}" if np.max(diverged) >= 0 else text
 
     def wrap_model(self, wrapper: Callable) -> "SGMCMCKernel":
         kernel = copy.copy(self)

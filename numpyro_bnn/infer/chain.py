@@ -139,12 +139,7 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A policy with arguments of the model; it exists only while a function is traced.
-
-    :param policy: what to do.
-    :param args: positional arguments of the model.
-    :param kwargs: its keyword arguments.
-    """
+    """A policy with arguments of the model; it exists only while a function is traced."""
 
     policy: Policy
     args: tuple

@@ -17,16 +17,10 @@ from numpyro_bnn.infer.base import SGMCMCKernel, listed
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import (
-    RECORDED,
-    Spread,
-    Stages,
-    autocorrelation_time,
-    chosen_coordinates,
-    energy_factor,
-)
+from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time
 
 EARLY = 100.0  # factor by which the first target of the energy variance exceeds the last
+RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
 LEAST_NOISE = 1e-2  # of the mean noise: minimum that is assumed of a coordinate
@@ -326,7 +320,9 @@ class EnergyTuner(Tuner):
         age = tuning.age + 1
         gain = jnp.maximum(1 / age, jnp.where(i < stages.late, 0.1, 0.0).astype(dtype))
         excess = tuning.excess + gain * (seen - tuning.excess)
-        factor = energy_factor(excess, target)
+        # The energy variance grows like the sixth power of the step size.
+        tiny = jnp.finfo(excess.dtype).tiny
+        factor = jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, 3.0)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         return state._replace(
             base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age)
@@ -339,7 +335,8 @@ class EnergyTuner(Tuner):
         counted = i >= stages.early
         spread = jax.tree.map(lambda a, b: jnp.where(counted, a, b), tuning.spread.add(white), tuning.spread)
         row = jnp.clip((i - stages.late) // stages.stride, 0, tuning.record.shape[0] - 1)
-        recorded = tuning.record.at[row].set(chosen_coordinates(white, tuning.record.shape[1]))
+        chosen = jnp.linspace(0, white.size - 1, tuning.record.shape[1]).astype(jnp.int32)
+        recorded = tuning.record.at[row].set(white[chosen])
         due = (i >= stages.late) & (i < stages.last)
         record = jnp.where(due, recorded, tuning.record)
         return state._replace(tuning=tuning._replace(spread=spread, record=record))

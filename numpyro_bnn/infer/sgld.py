@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -138,29 +137,18 @@ class CyclicalSGLD(SGLD):
         return self._cycle
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
-        cycles, rest = divmod(num_warmup, self.draws_per_cycle)
-        steps = cycles * self.cycle_length + (self.explore_steps if rest else 0) + rest * self.steps_per_draw
-        run = partial(_explore_first, self.draws_per_cycle, self.explore_steps, self.steps_per_draw)
-        return replace(super().make_policy(target, num_warmup), engine_warmup=steps, run=run)
+        draws, explore, steps = self.draws_per_cycle, self.explore_steps, self.steps_per_draw
 
+        def run(sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+            if explore:
+                engine = lax.cond(
+                    i % draws == 0, lambda e: _forget_means(sampler.run(e, explore)), lambda e: e, engine
+                )
+            return sampler.run(engine, steps)
 
-def _explore_first(
-    draws_per_cycle: int,
-    explore_steps: int,
-    steps_per_draw: int,
-    sampler: sgmcmc.Sampler,
-    engine: sgmcmc.State,
-    i: jax.Array,
-) -> sgmcmc.State:
-    """The steps of transition ``i``, after those of the exploration where a cycle begins."""
-    if explore_steps:
-        engine = lax.cond(
-            i % draws_per_cycle == 0,
-            lambda e: _forget_means(sampler.run(e, explore_steps)),
-            lambda e: e,
-            engine,
-        )
-    return sampler.run(engine, steps_per_draw)
+        cycles, rest = divmod(num_warmup, draws)
+        warmup = cycles * self.cycle_length + (explore if rest else 0) + rest * steps
+        return replace(super().make_policy(target, num_warmup), engine_warmup=warmup, run=run)
 
 
 def _forget_means(engine: sgmcmc.State) -> sgmcmc.State:

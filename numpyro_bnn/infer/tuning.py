@@ -111,8 +111,7 @@ def temperature_band(
 
 # -- the warm-up of microcanonical kernels ---------------------------------------------------------------
 
-# Maximum number of coordinates and transitions from which the autocorrelation time is estimated.
-RECORDED, TRANSITIONS = 256, 256
+TRANSITIONS = 256  # maximum number from which the autocorrelation time is estimated
 
 
 class Stages(NamedTuple):
@@ -172,11 +171,6 @@ class Spread(NamedTuple):
         return jnp.maximum((self.total * found + 5 * center) / (self.total + 5), tiny)
 
 
-def chosen_coordinates(position: jax.Array, number: int) -> jax.Array:
-    """``number`` coordinates of a position, evenly spaced."""
-    return position[jnp.linspace(0, position.size - 1, number).astype(jnp.int32)]
-
-
 def autocorrelation_time(record: jax.Array) -> jax.Array:
     """Mean over coordinates of the integrated autocorrelation time, in units of rows.
 
@@ -199,13 +193,3 @@ def autocorrelation_time(record: jax.Array) -> jax.Array:
     time = jnp.maximum(2.0 * jnp.sum(pairs * kept, axis=0) - 1.0, 1.0 / size)
     moving = variance > 0
     return jnp.sum(jnp.where(moving, time, 0.0)) / jnp.maximum(jnp.sum(moving), 1)
-
-
-def energy_factor(excess: jax.Array, target: jax.Array) -> jax.Array:
-    """Factor of the step size that brings an energy variance to its target: it grows like the sixth power.
-
-    >>> float(energy_factor(jnp.float32(64.0), jnp.float32(1.0)))
-    0.5
-    """
-    tiny = jnp.finfo(excess.dtype).tiny
-    return jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, 3.0)
