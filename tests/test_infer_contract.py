@@ -135,13 +135,14 @@ def check_export(mcmc, row, algorithm):
 @pytest.mark.parametrize(
     ("name", "method", "bar"),
     [
-        ("SGHMC with control variates", "sequential", True),
-        ("MALA", "parallel", False),
-        ("GGMC", jax.vmap, False),
-        ("MCLMC", "parallel", True),
-        ("SGLD", infer.parallel_vectorized, False),
+        pytest.param(
+            "SGHMC with control variates", "sequential", True, id="sequential", marks=pytest.mark.slow
+        ),
+        pytest.param("MALA", "parallel", False, id="parallel"),
+        pytest.param("GGMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
+        pytest.param("MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow),
+        pytest.param("SGLD", infer.parallel_vectorized, False, id="split over devices"),
     ],
-    ids=["sequential", "parallel", "vmap", "parallel MCLMC", "shared out"],
 )
 def test_other_chain_methods(name, method, bar):
     """Typed keys, with and without progress bar; `test_states_keep_their_types` traces all rows under `vmap`."""
@@ -156,6 +157,7 @@ def test_other_chain_methods(name, method, bar):
         assert_same_chain(second(mcmc), name, start=DRAWS, stop=2 * DRAWS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_chains_shared_out_to_devices():
     """Two chains for each of two devices; the export knows no difference."""
@@ -172,6 +174,7 @@ def test_chains_shared_out_to_devices():
     np.testing.assert_allclose(runs["parallel_vectorized"], runs["vmap"], rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_data_as_arguments():
     """`jit_model_args`: one program for all data of a shape; nothing of the first data stays in it."""
     once = mcmc_of(KERNELS["MCLMC"].make(model), "vectorized", progress_bar=False, jit_model_args=True)
@@ -351,6 +354,7 @@ def test_random_networks_are_exported_over_all_data():
     np.testing.assert_allclose(idata["log_likelihood"]["y"][0, -1], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flax_modules():
     """`net$params` starts at random values; it is no randomness of the potential, and parallel chains share it."""
     flax = pytest.importorskip("flax.linen")
