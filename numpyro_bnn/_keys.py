@@ -1,4 +1,4 @@
-"""Random keys of one chain, of several at once, and of the values of a draw."""
+"""Random keys: split for one chain or for several at once, or made from the values of a draw."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +12,7 @@ __all__ = ["key_from", "split"]
 
 
 def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
-    """``num`` keys, along the first axis: each of them one key, or a batch of keys where ``rng_key`` is a batch.
+    """Split one key into ``num``; split a batch of C keys into (num, C), so that ``keys[0]`` is a batch again.
 
     >>> split(random.key(0), 3).shape, split(random.split(random.key(0), 5), 3).shape
     ((3,), (3, 5))
@@ -23,7 +23,7 @@ def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
 
 
 def key_from(values: Mapping[str, jax.Array]) -> jax.Array:
-    """A key made from the bits of all values, by two sums with random odd weights (a universal hash each).
+    """Make a key from the bits of all values, by two sums with random odd weights (each a universal hash).
 
     >>> one, other = ({"w": jnp.array([1.0, w])} for w in (2.0, 2.0000002))
     >>> bool(key_from(one) == key_from(other)), bool(key_from(one) == key_from(dict(one)))

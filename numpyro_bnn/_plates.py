@@ -1,4 +1,4 @@
-"""Plates of a model: full ones, minibatches at O(B) cost; traces on all data, observations drawn instead of given."""
+"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations drawn anew."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ __all__ = ["draw_indices", "full_plates", "full_trace", "isolated", "random_indi
 class full_plates(Messenger):
     """Run every subsampled plate on all its indices, in order, with scale 1.
 
-    Predictions, log likelihoods and exported data are about the data set, not about one random minibatch.
+    Predictions, log likelihoods and exported data belong to the whole data set, not to one random minibatch.
 
     >>> import numpyro
     >>> def model():
@@ -26,9 +26,6 @@ class full_plates(Messenger):
     >>> full_plates(model)().tolist()
     [0, 1, 2, 3, 4]
     """
-
-    def __init__(self, fn: Callable | None = None) -> None:
-        super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate":
@@ -40,8 +37,8 @@ class full_plates(Messenger):
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
     """B distinct random indices below N, each of them with probability B/N, at a cost of O(B).
 
-    One from each of B neighboring runs of indices, in a circle turned at random: sums over them are unbiased, and
-    never vary more than with replacement.
+    Stratified: indices lie on a circle that is turned at random and cut into B runs, and each run gives one index.
+    Sums over them are unbiased, and never vary more than with replacement.
 
     :param size: N.
     :param subsample_size: B.
@@ -51,7 +48,7 @@ def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Arr
     >>> len(set(indices.tolist()))
     4
     """
-    # Whole numbers throughout: in float32 a product of N and a fraction misses indices above 2^24.
+    # Integers throughout: in float32 a product of N and a fraction misses indices above 2^24.
     short, longer = divmod(size, subsample_size)
     run = np.arange(subsample_size)
     first = short * run + np.minimum(run, longer)
@@ -62,7 +59,7 @@ def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Arr
 
 
 class random_indices(Messenger):
-    """Draw the indices of subsampled plates with :func:`draw_indices`, where NumPyro's own draw costs O(N).
+    """Draw the indices of subsampled plates with :func:`draw_indices`; NumPyro's own draw costs O(N).
 
     >>> import numpyro
     >>> def model():
@@ -87,8 +84,8 @@ def full_trace(
 ) -> dict[str, dict[str, Any]]:
     """Trace of a model on all its data.
 
-    :param values: of sites by name, or a function of a site that gives its value or ``None``; other sites are drawn.
-    :param rng_key: a key or seed for them.
+    :param values: values of sites by name, or a function from a site to its value or ``None``; other sites are drawn.
+    :param rng_key: a key or seed for the sites that are drawn.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> full_trace(lambda: numpyro.sample("w", dist.Normal(0.0, 1.0)), {"w": 3.0}, (), {})["w"]["value"]
@@ -101,7 +98,7 @@ def full_trace(
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run models that no handler outside shall see, nor the statistics that networks record.
+    """Run models hidden from outer handlers, so that networks record no statistics either.
 
     >>> import numpyro
     >>> with handlers.trace() as outside, isolated():
@@ -126,9 +123,6 @@ class unobserved(Messenger):
     >>> bool(handlers.seed(unobserved(model), 0)() < 99.0)
     True
     """
-
-    def __init__(self, fn: Callable | None = None) -> None:
-        super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
         auxiliary = msg.get("infer", {}).get("is_auxiliary", False)

@@ -175,7 +175,6 @@ KERNELS: dict[str, KernelRow] = {
             step_size=1e-3,
             num_steps=3,
             momentum_decay=0.5,
-            preconditioner="prior",
             **_SHORT,
         ),
         momentum=True,

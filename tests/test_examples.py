@@ -29,7 +29,7 @@ SHORT = {
     " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
     "examples.ensembles": "--sets energy --widths 3 --members 2 --optimizer-steps 40 --num-warmup 20 --num-samples 12"
     " --steps-per-draw 4 --nuts-warmup 6 --max-tree-depth 2",
-    "examples.benchmarks.microcanonical": "--sets energy --nets 1x20 --methods MCLMC AdjustedMCLMC --gradients 1200"
+    "examples.benchmarks.microcanonical": "--sets energy --nets 1x20 --methods MCLMC --gradients 1200"
     " --draws 12 --num-chains 2 --rounds 1 --steps 4",
     "examples.benchmarks.function_agreement": "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4"
     " --max-tree-depth 3",
@@ -61,7 +61,7 @@ SHORT = {
     " --networks mlp",
     "examples.benchmarks.orbit_moves": "--nets ReLU --rounds 1 --rows 64 --width 3 --sweeps 3 --refreshes 2"
     " --transitions 1 --tree-depth 2 --draws 1 --steps-per-draw 2 --batches 8",
-    "examples.benchmarks.hierarchical_hmc": "--sets boston --ways by-group persistent --num-chains 2"
+    "examples.benchmarks.hierarchical_hmc": "--sets boston --ways long persistent --num-chains 2"
     " --num-warmup 8 --num-samples 8 --num-steps 4",
     "examples.benchmarks.horseshoe": "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 --nuts-draws 8"
     " --max-tree-depth 2",
@@ -239,7 +239,7 @@ def test_microcanonical(tmp_path):
     report = run("examples.benchmarks.microcanonical", "--output", tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()).keys() == report.keys()
     case = report["cases"]["energy, 1x20"]
-    assert set(case) == {"MCLMC", "AdjustedMCLMC"}
+    assert set(case) == {"MCLMC"}
     longest = max(found["equal_gradients"]["seconds"] for found in case.values())
     for found in case.values():
         equal = found["equal_gradients"]
@@ -486,8 +486,12 @@ def test_hierarchical_hmc(tmp_path):
     path = tmp_path / "new" / "hmc.json"
     report = run("examples.benchmarks.hierarchical_hmc", "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"] == report["rows"]
-    assert [row["way"] for row in report["rows"]] == ["by-group", "persistent"]
-    assert page.read_text().count("steps by group") == page.read_text().count("persistent momentum") == 1
+    assert [row["way"] for row in report["rows"]] == ["long", "persistent"]
+    assert (
+        page.read_text().count("Gibbs, long trajectories")
+        == page.read_text().count("persistent momentum")
+        == 1
+    )
     # Four trajectories per draw of one leapfrog, and the gradient at their start.
     assert report["rows"][1]["gradients"] == 2 * 8 * 4 * 2
     for row in report["rows"]:

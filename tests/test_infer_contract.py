@@ -59,6 +59,17 @@ def by_hand(name):
         return scan(kernel, state, WARMUP + 2 * DRAWS)
 
 
+def kernel_rows(test):
+    """One fast row per class; variants of a class are slow."""
+    seen, params = set(), []
+    for param in rows(KERNELS, test):
+        kind = param.values[0].make.func
+        variant = [pytest.mark.slow] if kind in seen else []
+        seen.add(kind)
+        params.append(pytest.param(*param.values, id=param.id, marks=[*param.marks, *variant]))
+    return params
+
+
 def mcmc_of(kernel, method, num_chains=2, **options):
     options = {"num_warmup": WARMUP, "num_samples": DRAWS, "progress_bar": True, **options}
     return MCMC(kernel, num_chains=num_chains, chain_method=method, **options)
@@ -76,7 +87,7 @@ def second(mcmc):
     return {name: value[1] for name, value in mcmc.get_samples(group_by_chain=True).items()}
 
 
-@pytest.mark.parametrize("row", rows(KERNELS, "test_vectorized_chains"))
+@pytest.mark.parametrize("row", kernel_rows("test_vectorized_chains"))
 def test_vectorized_chains(row, request):
     """A pickled kernel, legacy keys, `warmup` before `run`, thinning, extra fields, resuming, and the export."""
     name, kernel = request.node.callspec.id, row.make(model)
@@ -124,14 +135,14 @@ def check_export(mcmc, row, algorithm):
 @pytest.mark.parametrize(
     ("name", "method", "bar"),
     [
-        ("SGHMC with control variates", "sequential", True),
-        ("MALA", "parallel", False),
-        ("GGMC", jax.vmap, False),
-        ("MCLMC", "parallel", True),
-        ("AdjustedMCLMC", "sequential", False),
-        ("SGLD", infer.parallel_vectorized, False),
+        pytest.param(
+            "SGHMC with control variates", "sequential", True, id="sequential", marks=pytest.mark.slow
+        ),
+        pytest.param("MALA", "parallel", False, id="parallel"),
+        pytest.param("GGMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
+        pytest.param("MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow),
+        pytest.param("SGLD", infer.parallel_vectorized, False, id="split over devices"),
     ],
-    ids=["sequential", "parallel", "vmap", "parallel MCLMC", "sequential AdjustedMCLMC", "shared out"],
 )
 def test_other_chain_methods(name, method, bar):
     """Typed keys, with and without progress bar; `test_states_keep_their_types` traces all rows under `vmap`."""
@@ -146,6 +157,7 @@ def test_other_chain_methods(name, method, bar):
         assert_same_chain(second(mcmc), name, start=DRAWS, stop=2 * DRAWS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_chains_shared_out_to_devices():
     """Two chains for each of two devices; the export knows no difference."""
@@ -162,6 +174,7 @@ def test_chains_shared_out_to_devices():
     np.testing.assert_allclose(runs["parallel_vectorized"], runs["vmap"], rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_data_as_arguments():
     """`jit_model_args`: one program for all data of a shape; nothing of the first data stays in it."""
     once = mcmc_of(KERNELS["MCLMC"].make(model), "vectorized", progress_bar=False, jit_model_args=True)
@@ -190,7 +203,7 @@ def test_shared_out_programs_are_compiled_once(num_chains):
     assert len(traced) == (1 if num_chains == 6 else 2)
 
 
-@pytest.mark.parametrize("row", rows(KERNELS, "test_states_keep_their_types"))
+@pytest.mark.parametrize("row", kernel_rows("test_states_keep_their_types"))
 def test_states_keep_their_types(row, x64):
     """Start and transition, traced as `jax.vmap` and parallel chains do."""
     kernel = row.make(model)
@@ -232,13 +245,15 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
     "kernel",
     [
         infer.MALA(normal_gamma, steps_per_draw=3),
-        infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2),
-        infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15),
+        pytest.param(infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2), marks=pytest.mark.slow),
+        pytest.param(
+            infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda kernel: type(kernel).__name__,
 )
 def test_block_of_gibbs_has_the_right_posterior(kernel):
-    """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed shifts the law of tau."""
+    """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed shifts its posterior."""
     gibbs = Gibbs([(kernel, ["tau"]), (CustomGibbs(draw_mean), ["mu"])])
     mcmc = MCMC(
         gibbs, num_warmup=60, num_samples=100, num_chains=100, chain_method=jax.vmap, progress_bar=False
@@ -278,9 +293,7 @@ def test_gibbs_starts_from_constrained_values():
     np.testing.assert_allclose(gibbs.postprocess_fn((1.0,), {})(state.z)["p"], given["p"], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["MALA", "GGMC", "SGHMC with control variates", "SGNHT", "MCLMC", "AdjustedMCLMC"]
-)
+@pytest.mark.parametrize("name", ["MALA", "GGMC", "SGHMC with control variates", "SGNHT", "MCLMC"])
 def test_refresh_recomputes_what_is_cached(name):
     kernel = KERNELS[name].make(model)
     state = kernel.init(jax.random.key(0), 0, None, (X,), CALL)
@@ -294,9 +307,9 @@ def test_refresh_recomputes_what_is_cached(name):
     value, slope = jax.value_and_grad(full)(moved)
     memory, estimator = fresh.engine.memory, fresh.engine.estimator
     np.testing.assert_array_equal(fresh.engine.position[1:], moved["w"])
-    if name in ("MALA", "GGMC", "AdjustedMCLMC"):
+    if name in ("MALA", "GGMC"):
         np.testing.assert_allclose(memory.potential, value, rtol=1e-5)
-    if name in ("MALA", "AdjustedMCLMC"):
+    if name == "MALA":
         np.testing.assert_allclose(memory.gradient, jnp.append(slope["sigma"], slope["w"]), rtol=1e-4)
     if name == "SGHMC with control variates":  # the center stays, the target at it is the new one
         np.testing.assert_array_equal(estimator.position, state.engine.position)
@@ -341,6 +354,7 @@ def test_random_networks_are_exported_over_all_data():
     np.testing.assert_allclose(idata["log_likelihood"]["y"][0, -1], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flax_modules():
     """`net$params` starts at random values; it is no randomness of the potential, and parallel chains share it."""
     flax = pytest.importorskip("flax.linen")

@@ -156,7 +156,6 @@ def dropout(x, y):
     [
         infer.MALA(dropout, 0.1),
         infer.GGMC(dropout, 0.1),
-        infer.AdjustedMCLMC(dropout, 0.1),
         infer.SGLD(dropout, 0.1, gradient="control_variates"),
         infer.SGHMC(dropout, 0.1, gradient="svrg"),
     ],
@@ -242,12 +241,6 @@ def test_right_models_are_accepted(model):
         (lambda: infer.MCLMC(regression, energy_variance=-1.0), "energy_variance"),
         (lambda: infer.MCLMC(regression, energy_variance=(0.1, 0.01, 0.001)), "energy_variance"),
         (lambda: infer.MCLMC(regression, preconditioner="noise"), "preconditioner"),
-        (lambda: infer.AdjustedMCLMC(regression, preconditioner="gradient_noise"), "preconditioner"),
-        (lambda: infer.AdjustedMCLMC(regression, target_accept_prob=1.0), "target_accept_prob"),
-        (lambda: infer.AdjustedMCLMC(regression, momentum_decay=0.0), "momentum_decay"),
-        (lambda: infer.AdjustedMCLMC(regression, max_steps=0), "max_steps"),
-        (lambda: infer.AdjustedMCLMC(regression, bias_tolerance=0.1), "bias_tolerance"),
-        (lambda: infer.AdjustedMCLMC(regression, gradient="svrg"), "gradient"),
         (lambda: infer.CyclicalSGLD(regression, None), "step_size"),
         (lambda: infer.CyclicalSGLD(regression, infer.schedules.polynomial(0.1)), "step_size"),
         (lambda: infer.CyclicalSGLD(regression, 0.1, cycle_length=10, draws_per_cycle=8), "draws_per_cycle"),
@@ -283,9 +276,7 @@ def test_bad_preconditioners_are_refused(preconditioner, message):
     ("kernel", "message"),
     [
         (infer.PSGLD(regression, 0.1), "num_warmup"),
-        (infer.GHMC(regression, 0.1, preconditioner="prior"), "num_warmup"),
         (infer.MALA(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
-        (infer.AdjustedMCLMC(regression, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
     ],
 )
 def test_bad_combinations_are_refused_at_the_start(kernel, message):

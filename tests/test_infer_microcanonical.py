@@ -1,4 +1,4 @@
-"""Warm-up of the microcanonical kernels, their honesty, and warm-started ensembles."""
+"""Warm-up of the microcanonical kernel, the bias it reports, and warm-started ensembles."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from numpyro.infer import MCMC, NUTS
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn
-from numpyro_bnn.infer.adaptation import Averaging, Stages, autocorrelation_time
+from numpyro_bnn.infer.tuning import Stages, autocorrelation_time
 from numpyro_bnn.infer.warm_start import held_out_rows
 
 SCALES = np.exp(np.linspace(-1.5, 1.5, 40)).astype(np.float32)
@@ -45,7 +45,7 @@ def mean_squares(mcmc):
     return (both**2).mean((1, 2))  # by chain
 
 
-@pytest.mark.parametrize("integrator", ["mclachlan", "leapfrog"])
+@pytest.mark.parametrize("integrator", ["mclachlan", pytest.param("leapfrog", marks=pytest.mark.slow)])
 def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
     mcmc = run(infer.MCLMC(gaussian, integrator=integrator, steps_per_draw=20), 400, 1000)
     state, kernel = mcmc.last_state, mcmc.sampler
@@ -75,6 +75,7 @@ def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
     assert "implied_bias_bound" in idata.attrs
 
 
+@pytest.mark.slow
 def test_the_bias_falls_with_the_target():
     """A hundredth of the energy variance: a bias smaller by 100^(1/3) = 4.6, within what chance makes of it."""
 
@@ -97,17 +98,6 @@ def test_the_bias_falls_with_the_target():
     print(f"energy variances {above:.2g}, {below:.2g}: biases {large:.4f}, {small:.4f}; order {order:.3f}")
     assert spread < 0.05
     assert abs(order - 1 / 3) < 4 * spread + 0.02
-
-
-def test_the_adjusted_kernel_meets_its_acceptance_and_has_no_bias():
-    mcmc = run(infer.AdjustedMCLMC(gaussian, target_accept_prob=0.9), 300, 500, chains=8)
-    accept = np.asarray(mcmc.get_extra_fields()["accept_prob"])
-    assert abs(accept.mean() - 0.9) < 0.05
-    squares = mean_squares(mcmc)
-    error = squares.std(ddof=1) / len(squares) ** 0.5
-    assert abs(squares.mean() - 1) < 5.4 * error  # t distribution of 7 degrees of freedom: failure rate 1e-3
-    assert error < 0.01
-    np.testing.assert_allclose(mcmc.last_state.decoherence_length, 80**0.5, rtol=0.35)
 
 
 def test_fixed_values_stay():
@@ -162,18 +152,6 @@ def test_stages_and_records_of_short_and_long_warm_ups():
     assert (long.stride, long.records) == (12, 250)
 
 
-def test_dual_averaging_finds_the_step_size_of_its_target():
-    """An acceptance of exp(-eps^2) with noise: 0.8 at eps = 0.472."""
-
-    def update(state, noise):
-        accept = jnp.exp(-jnp.exp(2 * state.value)) + 0.1 * noise
-        return state.update(0.8 - accept), None
-
-    noise = jax.random.normal(jax.random.key(0), (500,))
-    state = lax.scan(update, Averaging.at(jnp.float32(3.0)), noise)[0]
-    np.testing.assert_allclose(np.exp(state.average), (-np.log(0.8)) ** 0.5, rtol=0.05)
-
-
 # -- minibatches ------------------------------------------------------------------------------------
 
 N, B, P = 400, 40, 12
@@ -193,6 +171,7 @@ HESSIAN = np.eye(P) + INPUTS.T @ INPUTS / 0.25
 MEAN = np.linalg.solve(HESSIAN, INPUTS.T @ np.asarray(Y, np.float64) / 0.25)
 
 
+@pytest.mark.slow
 def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
     """The bias is measured: near 5 % of the variances here, of which the energy error tells nothing."""
     kernel = infer.MCLMC(
@@ -224,7 +203,7 @@ WAVE = (np.sin(2 * GRID[:, 0]) + 0.2 * np.random.default_rng(1).normal(size=60))
 NETWORK = models.regression(nn.MLP([8, 1], "tanh"), noise=0.2)
 
 
-@pytest.mark.parametrize("method", ["vectorized", "sequential"])
+@pytest.mark.parametrize("method", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_members_are_the_ends_of_the_warm_start(method):
     warm = infer.WarmStart(0.5, num_steps=300, optimizer=optax.adam(0.03), spread=1.5)
     kernel = infer.MCLMC(NETWORK, steps_per_draw=5, warm_start=warm)
@@ -250,6 +229,7 @@ def test_members_are_the_ends_of_the_warm_start(method):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_held_out_rows_stop_the_descent():
     """A network that learns 20 noisy rows by heart: the position of the best transition is kept, not the last."""
     x = GRID[::3]
@@ -274,6 +254,7 @@ def test_held_out_rows_stop_the_descent():
     assert (scores[-1] > scores[-18]).mean() < 1  # some chain was best early
 
 
+@pytest.mark.slow
 def test_one_huge_gradient_at_the_start_is_forgotten():
     """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for 10,000s of steps."""
 

@@ -3,8 +3,8 @@
 Every method runs the same number of chains from random starts, with as many gradients each. For a test input, the
 means (or the logarithms of the standard deviations) of its C chains are C independent values whose spread holds all
 Monte Carlo error, also that of chains that have not mixed; two methods are compared by Welch's t over them. Where
-both have the same law, the root mean square of t is near 1 (sqrt(df / (df - 2)), and inputs are not independent).
-Writes JSON, and a table into a page.
+both have the same distribution, the root mean square of t is near 1 (sqrt(df / (df - 2)), and inputs are not
+independent). Writes JSON, and a table into a page.
 
     python -m examples.benchmarks.function_agreement --data FOLDER --docs docs/microcanonical.md
 """

@@ -1,9 +1,9 @@
 """Ways to move the weights of a hierarchical network, per gradient: NUTS, and long trajectories.
 
 Networks whose groups of weights have a precision each, on boston and on Neal's regression `rdata`. NUTS over
-everything where nothing is centered; Gibbs draws of the precisions with NUTS or `GHMC` for the weights, with
-one step size or one by group, with and without a momentum that persists. Effective draws of the function at the
-training inputs per 100,000 gradients, after warm-up. Writes JSON.
+everything where nothing is centered; Gibbs draws of the precisions with NUTS or `GHMC` for the weights, with and
+without a momentum that persists. Effective draws of the function at the training inputs per 100,000 gradients, after
+warm-up. Writes JSON.
 
     python -m examples.benchmarks.hierarchical_hmc --data FOLDER --output output/hierarchical_hmc.json
 """
@@ -62,7 +62,6 @@ WAYS = {
     "nuts": "NUTS, not centered",
     "gibbs-nuts": "Gibbs, NUTS",
     "long": "Gibbs, long trajectories",
-    "by-group": "Gibbs, long trajectories, steps by group",
     "persistent": "Gibbs, trajectories of a quarter, persistent momentum",
 }
 
@@ -75,7 +74,6 @@ def kernel_of(way: str, model: Callable, args: argparse.Namespace) -> MCMCKernel
     weights = {
         "gibbs-nuts": nuts,
         "long": hmc,
-        "by-group": partial(hmc, preconditioner="prior"),
         "persistent": partial(
             hmc, num_steps=max(1, args.num_steps // 4), steps_per_draw=4, momentum_decay=args.momentum_decay
         ),

@@ -1,15 +1,15 @@
-"""Mixing of the predicted function: NUTS, centered and non-centered, beside MCLMC and its adjusted sibling.
+"""Mixing of the predicted function: NUTS, centered and non-centered, beside MCLMC.
 
 ReLU networks with one learned scale per layer on UCI sets. Every method gets a number of gradients per chain, half of
 it for warm-up; then each is given again as many seconds as the slowest of them took, by resuming it. Effective sample
 sizes are those of the predicted function at the test rows (bulk), per gradient and per second of sampling. Also the
-cost of a step beside that of its bare gradients, and of vectorized chains beside one: on one device, and shared out
-to as many as there are cores. Writes JSON.
+cost of a step beside that of its bare gradients, and of vectorized chains beside one: on one device, and on as many
+as there are cores. Writes JSON.
 
     python -m examples.benchmarks.microcanonical --data FOLDER --output output/microcanonical.json
 
-Where chains sit in different functions, the effective size of all together says no more than that: beside it stands
-the sum of those of single chains, which says how fast each moves where it is.
+Where chains sit in different functions, the effective size of all together says no more than that. The sum of those
+of single chains beside it says how fast each moves where it is.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from numpyro_bnn import datasets, infer, metrics, models, nn, priors, sgmcmc, to
 
 NETS = {"1x20": [20, 1], "2x16": [16, 16, 1]}
 SETS = ("boston", "energy", "concrete")
-METHODS = ("NUTS centered", "NUTS non-centered", "MCLMC", "AdjustedMCLMC")
+METHODS = ("NUTS centered", "NUTS non-centered", "MCLMC")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,9 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gradients", type=int, default=250_000, help="per chain, half of them warm-up")
     parser.add_argument("--draws", type=int, default=500, help="kept per chain, about")
     parser.add_argument("--num-chains", type=int, default=2, help="one after the other")
-    parser.add_argument(
-        "--max-tree-depth", type=int, default=8, help="of NUTS; bounds the adjusted trajectories likewise"
-    )
+    parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved repeats of the step costs")
     parser.add_argument("--steps", type=int, default=1000, help="gradients per repeat")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samplers")
@@ -101,13 +99,8 @@ def sampler(method: str, net: str, args: argparse.Namespace) -> tuple[Any, int, 
         each = 2**args.max_tree_depth - 1  # these posteriors fill their trees
         kernel = NUTS(model_of(net, method == "NUTS centered"), max_tree_depth=args.max_tree_depth)
         return kernel, max(half // each, 4), max(half // each, 4)
-    if method == "MCLMC":
-        each = max(half // (2 * args.draws), 1)
-        return infer.MCLMC(model_of(net), steps_per_draw=each), args.draws, args.draws
-    # Bounded like the trees of NUTS; two gradients a step.
-    most = 2 ** (args.max_tree_depth - 1) - 1
-    transitions = max(half // (2 * most), 4)
-    return infer.AdjustedMCLMC(model_of(net), max_steps=most, steps_per_draw=1), transitions, transitions
+    each = max(half // (2 * args.draws), 1)  # two gradients a step
+    return infer.MCLMC(model_of(net), steps_per_draw=each), args.draws, args.draws
 
 
 def gradients_of(mcmc: MCMC) -> int:

@@ -1,4 +1,4 @@
-"""The adapter between the engine and NumPyro's ``MCMCKernel``; a kernel adds a choice of parts."""
+"""The adapter between the engine and NumPyro's ``MCMCKernel``; a kernel adds its dynamics."""
 
 import copy
 import time
@@ -16,32 +16,28 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn._keys import split
-from numpyro_bnn.infer.chain import Chain
-from numpyro_bnn.infer.options import OPTIONS, check_options, warm_start_of
-from numpyro_bnn.infer.preconditioning import resolve
-from numpyro_bnn.infer.prior_precision import prior_precision
-from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.infer.target import Target, bind, given_values, stream_of
-from numpyro_bnn.infer.temperature import temperature_band
-from numpyro_bnn.infer.tuning import steer_acceptance
-from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, members_of
+from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
+from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
+from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
+from numpyro_bnn.infer.tuning import temperature_band
+from numpyro_bnn.infer.warm_start import check_held_out, warm_start_of
 
-__all__ = ["SGMCMCKernel"]
+GRADIENTS = ("minibatch", "control_variates", "svrg")
 
 
 class SGMCMCKernel(MCMCKernel):
-    """Base of the stochastic-gradient kernels: everything but the dynamics.
+    """Base class of the gradient-based kernels: options, minibatches, warm-up; a subclass adds the dynamics.
 
-    One transition runs ``steps_per_draw`` steps inside one compiled loop, so that the host is met once per draw.
+    A transition runs ``steps_per_draw`` steps in one compiled loop, so that Python is involved once per draw.
     Warm-up transitions optimize first (``warm_start``), then sample while preconditioner and step size adapt.
 
     Parameters of every kernel:
 
     :param model: a NumPyro model. A plate with ``subsample_size`` is the minibatch; without one all data are used.
     :param step_size: eps > 0, or a callable step -> eps (:mod:`numpyro_bnn.sgmcmc.schedules`, or an optax schedule),
-        the step counted from the end of the warm start; ``None`` chooses it in warm-up from curvature and gradient
+        where steps count from the end of the warm start; ``None`` chooses it in warm-up from curvature and gradient
         noise.
     :param steps_per_draw: steps per transition of ``MCMC``.
     :param temperature: T; 1 is the Bayes posterior.
@@ -51,10 +47,13 @@ class SGMCMCKernel(MCMCKernel):
         squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
         :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
     :param warm_start: share of the warm-up spent on optimization, in [0, 1), 0 for none; or a
-        :class:`~numpyro_bnn.infer.WarmStart` with more to choose.
+        :class:`~numpyro_bnn.infer.WarmStart` with more options.
     :param optimizer: optax transformation of the warm start; by default that of ``WarmStart``.
     :param bias_tolerance: relative error of a posterior variance that ``step_size=None`` aims at.
     :param init_strategy: as for NumPyro's kernels.
+    :raises ValueError: for an option out of range or an unknown name; on initialization, for models whose
+        minibatches would be silently wrong.
+    :raises TypeError: for options that are not numbers.
 
     >>> from numpyro_bnn.infer import SGLD, SGMCMCKernel
     >>> isinstance(SGLD(lambda: None), SGMCMCKernel)
@@ -98,19 +97,28 @@ class SGMCMCKernel(MCMCKernel):
         return f"infer.{type(self).__name__}"
 
     def _check_arguments(self) -> None:
+        call, preconditioner = self._call, self._preconditioner
         if not callable(self._model):
+            raise argument_error(call, "model", self._model, "Pass a NumPyro model (a function).", TypeError)
+        check_number(call, "temperature", self._temperature, strict=self.exact)
+        check_number(call, "bias_tolerance", self._bias_tolerance, strict=True)
+        if self._step_size is not None and not callable(self._step_size):
+            check_number(call, "step_size", self._step_size, strict=True)
+        self._steps_per_draw = check_count(call, "steps_per_draw", self._steps_per_draw)
+        check_choice(call, "gradient", self._gradient, GRADIENTS)
+        check_choice(call, "minibatches", self._minibatches, MINIBATCHES)
+        if isinstance(preconditioner, str):
+            check_choice(call, "preconditioner", preconditioner, (*NAMES, *self.preconditioners))
+        if is_named(preconditioner, "warm_start") and not self._warm_start.share:
             raise argument_error(
-                self._call, "model", self._model, "Pass a NumPyro model (a function).", TypeError
+                call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it."
             )
-        options = {name: getattr(self, f"_{name}") for name in OPTIONS} | {"warm_start": self._warm_start}
-        check_options(self._call, self.exact, **options, more_preconditioners=self.preconditioners)
 
     def _reset(self) -> None:
         """Forget what was built for a model and its arguments."""
-        self._target: Target | None = None
-        self._num_warmup = 0
-        self._sample_fn: Callable | None = None
-        self._shown = (0.0, "")  # when the progress bar was last told something, and what
+        self._policy: Policy | None = None
+        self._sample_fn: Callable | None = None  # `MCMC` initializes a kernel where this is None
+        self._shown = (0.0, "")  # when the progress bar got its last text, and the text
 
     # -- what a kernel chooses -------------------------------------------------------------------------
 
@@ -118,8 +126,26 @@ class SGMCMCKernel(MCMCKernel):
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         """How the position moves; ``step_size`` is the eps of the first step."""
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
-        """eps for a largest curvature and largest gradient-noise variance (both preconditioned).
+    @property
+    def schedule(self) -> Callable[[Any], Any]:
+        """The factor of the base step size, as a function of the step of the engine."""
+        return self._step_size if callable(self._step_size) else _constant
+
+    def estimator(
+        self, target: Target, potential: Callable, full: Callable, stream: Any
+    ) -> sgmcmc.interfaces.Gradient:
+        """The gradient estimator."""
+        if not target.subsampled:
+            return sgmcmc.Full(lambda position: potential(position, {}))
+        if self._gradient == "control_variates":
+            return sgmcmc.ControlVariates(potential, full, stream)
+        if self._gradient == "svrg":
+            plate = max(target.plates.values())
+            return sgmcmc.SVRG(potential, full, stream, period=max(1, plate.size // plate.batch_size))
+        return sgmcmc.Minibatch(potential, stream)
+
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+        """eps for a largest curvature and largest gradient-noise variance (both preconditioned) of P parameters.
 
         Overdamped: a coordinate of curvature lam and noise V has a variance too large by the share
         (eps / 4) (lam + V / T) to first order. At most a quarter of the limit of stability, whatever is tolerated.
@@ -128,32 +154,63 @@ class SGMCMCKernel(MCMCKernel):
         return jnp.minimum(1 / curvature, tolerated)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
-        """eps for traveling: a quarter of the limit of stability where the variance of the gradient, summed, is
-        ``noise`` times its square. Far from the mode both grow alike, and larger steps throw a chain ever further.
+        """eps for the way to the typical set: a quarter of the limit of stability.
+
+        The variance of the gradient, summed, is ``noise`` times its square. Far from the mode both grow alike, and
+        with larger steps a chain would move ever further away.
         """
         return 1 / (curvature * (1 + noise))
 
-    def step_length(self, step_size: jax.Array, size: int) -> jax.Array:
-        """The first step size in the kernel's own unit, for P = ``size`` parameters."""
-        return step_size
+    def optimizer_steps(self) -> int:
+        """Steps of the optimizer in a transition: as many gradients as sampling would take."""
+        return self._steps_per_draw * self.dynamics(lambda z: z, 1.0).batches
 
-    def start_tuning(self, position: jax.Array, step_size: jax.Array) -> Any:
-        """What :meth:`adapt` remembers, at the start."""
-        return ()
+    def make_policy(self, target: Target, num_warmup: int) -> Policy:
+        """Everything that the chains of a run need of this kernel."""
+        given = self._step_size
+        length = round(self._warm_start.share * num_warmup)
+        tuner, steps = Tuner(), self._steps_per_draw
+        if given is None and self.target_accept_prob is not None:
+            tuner = AcceptanceTuner(self.target_accept_prob, length, num_warmup)
+        return Policy(
+            target=target,
+            warm_start=self._warm_start,
+            num_warmup=num_warmup,
+            warm_start_length=length,
+            optimizer_steps=self._warm_start.steps_of(length, self.optimizer_steps()) if length else 0,
+            engine_warmup=(num_warmup - length) * steps,
+            scales_from_gradients=is_named(self._preconditioner, "warm_start"),
+            step_size=1.0 if given is None or callable(given) else given,
+            chooses_step_size=given is None,
+            steers_step_size=self.target_accept_prob is not None,
+            schedule=self.schedule,
+            choose_step_size=self.choose_step_size,
+            stable_step_size=self.stable_step_size,
+            sampler=partial(self.sampler, target),
+            run=lambda sampler, engine, i: sampler.run(engine, steps),
+            tuner=tuner,
+        )
 
-    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-        """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
-        return engine
+    def sampler(
+        self, target: Target, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> sgmcmc.Sampler:
+        """Put the engine together for these arguments, at trace time: it costs nothing later."""
+        unravel, schedule = ravel_pytree(z)[1], self.schedule
+        stream = stream_of(target, self._minibatches)
 
-    def adapt(
-        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
-    ) -> SGMCMCState:
-        """Change a chain after transition ``i``: here the acceptance of an exact kernel is steered in warm-up.
+        def potential(position: jax.Array, batch: Any) -> jax.Array:
+            return target.potential(args, kwargs, batch or {})(unravel(position))
 
-        :param before: the transition, with caches renewed.
-        :param after: it.
-        """
-        return steer_acceptance(self, after, i)
+        def full(position: jax.Array) -> jax.Array:
+            return target.potential(args, kwargs, "full")(unravel(position))
+
+        return sgmcmc.build(
+            self.estimator(target, potential, full, stream),
+            self.dynamics(full, base * schedule(0)),
+            resolve(self._call, self._preconditioner, z, target.num_data),
+            schedule=lambda step: base * schedule(step),
+            temperature=self._temperature,
+        )
 
     # -- the contract of MCMCKernel --------------------------------------------------------------------
 
@@ -167,14 +224,8 @@ class SGMCMCKernel(MCMCKernel):
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        fields = [
-            "z",
-            "diverging",
-            "step_size",
-            "configurational_temperature",
-            "gradient_noise",
-            "num_gradients",
-        ]
+        fields = ["z", "diverging", "step_size", "configurational_temperature", "gradient_noise"]
+        fields.append("num_gradients")
         dynamics = self.dynamics(lambda z: z, 1.0)
         if dynamics.reports_energy:
             fields += ["energy_variance", "decoherence_length"]
@@ -190,36 +241,41 @@ class SGMCMCKernel(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> SGMCMCState:
+        call, single = self._call, is_prng_key(rng_key)
         chain_key, init_key = split(rng_key)
-        self._target, z = bind(
-            self._call, self._model, init_key, self._init_strategy, model_args, model_kwargs
-        )
-        if self._target.stochastic and (self.exact or self._gradient != "minibatch"):
+        target, z = bind(call, self._model, init_key, self._init_strategy, model_args, model_kwargs)
+        if target.stochastic and (self.exact or self._gradient != "minibatch"):
             raise argument_error(
-                self._call,
+                call,
                 "model",
                 "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)",
-                "Its potential on all data has no one value: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`.",
+                "Its potential on all data is not one value: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`.",
             )
         if init_params is None:
             z = jax.tree.map(lambda value: self._warm_start.spread * value, z)
         else:
-            z = given_values(self._call, self._target, z, init_params, model_args, model_kwargs)
-        one = z if is_prng_key(rng_key) else jax.tree.map(lambda leaf: leaf[0], z)
-        check_held_out(self._call, self._warm_start, self._target, one, model_args, model_kwargs)
-        self._num_warmup = num_warmup
-        chain = Chain(self, model_args, model_kwargs)
+            z = given_values(call, target, z, init_params, model_args, model_kwargs)
+        one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
+        check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
+        self._policy = self.make_policy(target, num_warmup)
+        chain = Chain(self._policy, model_args, model_kwargs)
         self._sample_fn = chain.transition
-        return chain.start(z, chain_key) if is_prng_key(rng_key) else jax.vmap(chain.start)(z, chain_key)
+        return chain.start(z, chain_key) if single else jax.vmap(chain.start)(z, chain_key)
 
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> SGMCMCState:
-        chain = Chain(self, model_args, model_kwargs)
+        chain = Chain(self.policy, model_args, model_kwargs)
         if is_prng_key(state.rng_key):
             return chain.transition(state, state.i)
         i = state.i[0]  # all chains are at the same transition
         return jax.vmap(lambda s: chain.transition(s, i), out_axes=0)(state)
+
+    def refresh(
+        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> SGMCMCState:
+        chain = Chain(self.policy, model_args, model_kwargs)
+        return chain.refresh(state) if is_prng_key(state.rng_key) else jax.vmap(chain.refresh)(state)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
         return self.target.postprocess(model_args, model_kwargs)
@@ -228,27 +284,20 @@ class SGMCMCKernel(MCMCKernel):
         return self.target.constrain(model_args, model_kwargs)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
-        """One number per kind: ``{steps} steps of size {step_size}``.
+        """Text for the progress bar, ``{steps} steps of size {step_size}``.
 
-        ``MCMC`` asks after every transition. To wait for the device each time would let it idle between transitions,
-        so a state that is not computed yet is waited for ten times a second; else the last answer is given again.
+        ``MCMC`` asks after every transition. Waiting for the device each time would let it idle between transitions,
+        so a state that is not computed yet is waited for at most ten times a second; otherwise the last text is
+        given again.
         """
         now = time.monotonic()
         ready = getattr(state.step_size, "is_ready", lambda: True)()
         if ready or now - self._shown[0] > 0.1:
-            self._shown = (now, self._diagnostics(state))
+            step_size, diverged = jax.device_get((state.step_size, state.engine.first_divergence))
+            text = f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
+            text += f", DIVERGED at step {int(np.max(diverged))}" if np.max(diverged) >= 0 else ""
+            self._shown = (now, text)
         return self._shown[1]
-
-    def _diagnostics(self, state: SGMCMCState) -> str:
-        step_size, diverged = jax.device_get((state.step_size, state.engine.first_divergence))
-        text = f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
-        return f"{text}, DIVERGED at step {int(np.max(diverged))}" if np.max(diverged) >= 0 else text
-
-    def refresh(
-        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> SGMCMCState:
-        chain = Chain(self, model_args, model_kwargs)
-        return chain.refresh(state) if is_prng_key(state.rng_key) else jax.vmap(chain.refresh)(state)
 
     def wrap_model(self, wrapper: Callable) -> "SGMCMCKernel":
         kernel = copy.copy(self)
@@ -256,14 +305,39 @@ class SGMCMCKernel(MCMCKernel):
         kernel._reset()
         return kernel
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_policy": None, "_sample_fn": None}
+
+    @property
+    def policy(self) -> Policy:
+        """What the chains of this run do."""
+        if self._policy is None:
+            raise argument_error(
+                self._call, "state", "a kernel that is not initialized", "Call `init` first."
+            )
+        return self._policy
+
+    @property
+    def target(self) -> Target:
+        """The model bound to its arguments."""
+        return self.policy.target
+
+    # -- what an export reads --------------------------------------------------------------------------
+
     def members(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> dict[str, jax.Array]:
-        """Values of the sites where each chain ended its warm start, (C, ...): a deep ensemble."""
-        return members_of(self, state, model_args, model_kwargs)
+        """Values of the sites where each chain ended its warm start, (C, ...): a deep ensemble.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_target": None, "_sample_fn": None}
+        :raises ValueError: for a kernel without warm start.
+        """
+        if not self.policy.warm_start_length:
+            instead = "Give it a warm start, and a warm-up: its end points are the members."
+            raise argument_error("to_inference_data", "members", "a run without warm start", instead)
+        many = state.i.ndim > 0
+        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], state.z) if many else state.z)[1]
+        positions = state.optimizer.position if many else state.optimizer.position[None]
+        return jax.vmap(self.postprocess_fn(model_args, model_kwargs))(jax.vmap(unravel)(positions))
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a run."""
@@ -275,8 +349,8 @@ class SGMCMCKernel(MCMCKernel):
             "steps_per_draw": self._steps_per_draw,
             "temperature": self._temperature,
             "biased": not self.exact,
-            "base_step_size": _listed(state.base_step_size),
-            "first_divergence": _listed(state.engine.first_divergence),
+            "base_step_size": listed(state.base_step_size),
+            "first_divergence": listed(state.engine.first_divergence),
             "num_parameters": size,
         }
 
@@ -293,108 +367,11 @@ class SGMCMCKernel(MCMCKernel):
             f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
         )
 
-    # -- what a chain reads ----------------------------------------------------------------------------
 
-    @property
-    def target(self) -> Target:
-        """The model bound to its arguments."""
-        if self._target is None:
-            raise argument_error(
-                self._call, "state", "a kernel that is not initialized", "Call `init` first."
-            )
-        return self._target
-
-    @property
-    def num_warmup(self) -> int:
-        return self._num_warmup
-
-    @property
-    def steps_per_draw(self) -> int:
-        return self._steps_per_draw
-
-    @property
-    def preconditioner(self) -> Any:
-        return self._preconditioner
-
-    @property
-    def warm_start_length(self) -> int:
-        """Transitions that optimize."""
-        return round(self._warm_start.share * self._num_warmup)
-
-    def usual_steps(self, sampler: sgmcmc.Sampler) -> int:
-        """Steps of the optimizer in a transition: as many gradients as sampling would take."""
-        return self._steps_per_draw * sampler.dynamics.batches
-
-    @property
-    def sampled_warmup(self) -> int:
-        """Steps of the engine before the sampling phase."""
-        return (self._num_warmup - self.warm_start_length) * self._steps_per_draw
-
-    @property
-    def warm_start(self) -> WarmStart:
-        """How the warm-up begins."""
-        return self._warm_start
-
-    @property
-    def chooses_step_size(self) -> bool:
-        return self._step_size is None
-
-    @property
-    def steers_step_size(self) -> bool:
-        """Whether a chosen step size is a first guess, which :meth:`adapt` changes after every transition."""
-        return self.target_accept_prob is not None
-
-    @property
-    def fixed_step_size(self) -> float | None:
-        """The step size where it is one number."""
-        return None if callable(self._step_size) else self._step_size
-
-    def schedule(self, step: Any) -> Any:
-        """Factor of the base step size at a step of the engine."""
-        return self._step_size(step) if callable(self._step_size) else 1.0
-
-    def temperature_at(self, step: Any) -> Any:
-        """T at a step of the engine."""
-        return self._temperature
-
-    def run(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-        """The steps of transition ``i``."""
-        return sampler.run(engine, self._steps_per_draw)
-
-    def sampler(
-        self, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> sgmcmc.Sampler:
-        """Put the engine together for these arguments; at trace time, so it costs nothing later."""
-        target, unravel = self.target, ravel_pytree(z)[1]
-        stream = stream_of(self._call, target, self._minibatches)
-
-        def potential(position: jax.Array, batch: Any) -> jax.Array:
-            return target.potential(args, kwargs, batch or {})(unravel(position))
-
-        def full(position: jax.Array) -> jax.Array:
-            return target.potential(args, kwargs, "full")(unravel(position))
-
-        prior = partial(prior_precision, self._call, self._model, z, args, kwargs)
-        dynamics = self.dynamics(full, base * self.schedule(0))
-        return sgmcmc.build(
-            self.estimator(potential, full, stream),
-            dynamics,
-            resolve(self._call, self._preconditioner, z, target.num_data, prior),
-            schedule=lambda step: base * self.schedule(step),
-            temperature=self.temperature_at,
-        )
-
-    def estimator(self, potential: Callable, full: Callable, stream: Any) -> sgmcmc.interfaces.Gradient:
-        """The gradient estimator."""
-        if isinstance(stream, sgmcmc.streams.FullData):
-            return sgmcmc.Full(lambda position: potential(position, {}))
-        if self._gradient == "control_variates":
-            return sgmcmc.ControlVariates(potential, full, stream)
-        if self._gradient == "svrg":
-            plate = max(self.target.plates.values())
-            return sgmcmc.SVRG(potential, full, stream, period=max(1, plate.size // plate.batch_size))
-        return sgmcmc.Minibatch(potential, stream)
+def _constant(step: Any) -> float:
+    return 1.0
 
 
-def _listed(by_chain: jax.Array) -> str:
+def listed(by_chain: jax.Array) -> str:
+    """One value per chain, as text for the attributes of a run."""
     return str(np.ravel(jax.device_get(by_chain)).tolist())

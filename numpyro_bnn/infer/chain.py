@@ -1,8 +1,8 @@
-"""One chain: optimize, settle, sample; pure functions of the state for given model arguments."""
+"""One chain: optimize, measure, sample; pure functions of the state, given a policy and the model's arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,61 +10,165 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.infer.plates import Rows
-from numpyro_bnn.infer.preconditioning import is_warm_start
-from numpyro_bnn.infer.state import SGMCMCState
-from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature, optimize
-from numpyro_bnn.infer.warm_start import Member, held_out_rows
+from numpyro_bnn.infer.target import Target
+from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature
+from numpyro_bnn.infer.warm_start import Member, WarmStart, held_out_score, learning_gradient, optimize
 
-if TYPE_CHECKING:
-    from numpyro_bnn.infer.base import SGMCMCKernel
 
-__all__ = ["Chain"]
+class SGMCMCState(NamedTuple):
+    """State of the kernels of this package; ``step_size`` to ``diverging`` are statistics of the last draw.
+
+    :param z: unconstrained values by site; NaN from a divergence on.
+    :param step_size: eps of the last step: theta += (eps / 2) g~ + N(0, eps T).
+    :param configurational_temperature: mean of theta' grad U / P over the steps of the draw; its expectation is T.
+    :param kinetic_temperature: mean of m' M^-1 m / P likewise; ``None`` without momentum.
+    :param gradient_noise: variance of a coordinate of the (preconditioned) gradient estimate, mean over coordinates.
+    :param num_gradients: gradient estimates spent by the chain so far, warm-up included.
+    :param accept_prob: mean acceptance probability; ``None`` where nothing is rejected.
+    :param energy_variance: mean squared energy error of a step, per parameter; microcanonical kernels only.
+    :param decoherence_length: L of these kernels.
+    :param diverging: whether the chain has met a position or gradient that is not finite.
+    :param i: transitions so far.
+    :param base_step_size: the chosen or adapted step size that the schedule multiplies.
+    :param engine: state of the engine (position, momentum, preconditioner, step number).
+    :param optimizer: state of the warm start; empty without one.
+    :param tuning: what a kernel remembers of its warm-up; empty for most.
+    :param rng_key: the key all random numbers of the chain are made from, together with the step number.
+    """
+
+    z: Any
+    step_size: jax.Array
+    configurational_temperature: jax.Array
+    kinetic_temperature: jax.Array | None
+    gradient_noise: jax.Array
+    num_gradients: jax.Array
+    accept_prob: jax.Array | None
+    energy_variance: jax.Array | None
+    decoherence_length: jax.Array | None
+    diverging: jax.Array
+    i: jax.Array
+    base_step_size: jax.Array
+    engine: sgmcmc.State
+    optimizer: Any
+    tuning: Any
+    rng_key: jax.Array
+
+
+class Tuner:
+    """What adapts in warm-up, besides a step size that is chosen from curvature and noise: here nothing."""
+
+    def start(self, position: jax.Array, step_size: jax.Array) -> Any:
+        """What :meth:`adapt` remembers, at the start of a chain."""
+        return ()
+
+    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
+        return engine
+
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        """Change a chain after transition ``i``; ``before`` is its state before it, with caches renewed."""
+        return after
+
+
+@dataclass(frozen=True)
+class AcceptanceTuner(Tuner):
+    """Bring the acceptance to its target in warm-up, by Robbins-Monro steps on log eps.
+
+    It starts anew in the middle, and forgets what it learned on the way to the typical set.
+
+    :param accept_prob: the target.
+    :param begin: first transition that samples.
+    :param end: first transition after warm-up.
+    """
+
+    accept_prob: float
+    begin: int
+    end: int
+
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        seen, middle = jnp.asarray(after.accept_prob), (self.begin + self.end) // 2
+        age = jnp.where(i < middle, jnp.maximum(i - self.begin, 0), i - middle) + 1
+        gain = 2.0 * age.astype(seen.dtype) ** -0.6
+        adapted = after.base_step_size * jnp.exp(gain * (seen - self.accept_prob))
+        return after._replace(base_step_size=jnp.where(i < self.end, adapted, after.base_step_size))
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What the chains of a run do: values and functions that a kernel decides once, when it is initialized.
+
+    :param target: the model bound to its arguments.
+    :param warm_start: how the chains optimize.
+    :param num_warmup: transitions of the warm-up.
+    :param warm_start_length: how many of them optimize.
+    :param optimizer_steps: steps of the optimizer in each of these.
+    :param engine_warmup: steps of the engine in the rest of the warm-up.
+    :param scales_from_gradients: whether the squared gradients of the warm start make the preconditioner.
+    :param step_size: base step size at the start, which ``schedule`` multiplies.
+    :param chooses_step_size: whether the step size is chosen in warm-up.
+    :param steers_step_size: whether the chosen step size is a first guess, which the tuner changes.
+    :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
+    :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
+    :param stable_step_size: ``stable_step_size(curvature, noise)``: the largest for traveling to the typical set.
+    :param sampler: ``sampler(z, base_step_size, args, kwargs)`` puts the engine together.
+    :param run: ``run(sampler, engine, i)``: the steps of transition ``i``.
+    :param tuner: what else adapts.
+    """
+
+    target: Target
+    warm_start: WarmStart
+    num_warmup: int
+    warm_start_length: int
+    optimizer_steps: int
+    engine_warmup: int
+    scales_from_gradients: bool
+    step_size: float
+    chooses_step_size: bool
+    steers_step_size: bool
+    schedule: Callable[[Any], Any]
+    choose_step_size: Callable[[jax.Array, jax.Array, int], jax.Array]
+    stable_step_size: Callable[[jax.Array, jax.Array], jax.Array]
+    sampler: Callable[..., sgmcmc.Sampler]
+    run: Callable[[sgmcmc.Sampler, sgmcmc.State, jax.Array], sgmcmc.State]
+    tuner: Tuner
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A kernel on given arguments of its model. It exists while a function is traced, and costs nothing later.
+    """A policy with arguments of the model; it exists only while a function is traced."""
 
-    :param kernel: what to do.
-    :param args: positional arguments of the model.
-    :param kwargs: its keyword arguments.
-    """
-
-    kernel: "SGMCMCKernel"
+    policy: Policy
     args: tuple
     kwargs: Mapping[str, Any] | None
 
     def start(self, z: Any, rng_key: jax.Array) -> SGMCMCState:
         """The state of a chain at unconstrained values ``z``."""
-        kernel, position = self.kernel, ravel_pytree(z)[0]
-        base = jnp.asarray(1.0 if kernel.fixed_step_size is None else kernel.fixed_step_size, position.dtype)
-        engine = self._sampler(z, base).init(position, rng_key, kernel.sampled_warmup)
-        zero = jnp.zeros((), position.dtype)
+        policy, position = self.policy, ravel_pytree(z)[0]
+        base = jnp.asarray(policy.step_size, position.dtype)
+        engine = self._sampler(z, base).init(position, rng_key, policy.engine_warmup)
         return SGMCMCState(
             z=z,
-            step_size=jnp.asarray(base * kernel.schedule(engine.step), position.dtype),
-            configurational_temperature=zero,
-            kinetic_temperature=engine.statistics.kinetic_temperature,
-            gradient_noise=zero,
+            step_size=jnp.asarray(base * policy.schedule(engine.step), position.dtype),
+            **_statistics(engine),
+            gradient_noise=jnp.zeros((), position.dtype),
             num_gradients=jnp.int32(0),
-            accept_prob=engine.statistics.accept_prob,
-            energy_variance=engine.statistics.energy_variance,
-            decoherence_length=getattr(engine.memory, "length", None),
-            diverging=jnp.asarray(False),
             i=jnp.int32(0),
             base_step_size=base,
             engine=engine,
-            optimizer=kernel.warm_start.start(position) if kernel.warm_start_length else (),
-            tuning=kernel.start_tuning(position, base),
+            optimizer=policy.warm_start.start(position) if policy.warm_start_length else (),
+            tuning=policy.tuner.start(position, base),
             rng_key=rng_key,
         )
 
     def transition(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         """Make transition ``i``, a number that chains under ``vmap`` share, so that stages stay branches."""
-        # `MCMC` gives a resumed run another key; numbers come from the key and the step, so never twice.
+        # `MCMC` gives a resumed run another key. Numbers come from the key and the step, so none is used twice.
         state = state._replace(engine=state.engine._replace(seeds=_seeds(state)))
-        warm = self.kernel.warm_start_length
+        warm = self.policy.warm_start_length
         if warm:
             state = lax.cond(i < warm, self._optimize, lambda s: self._sample(s, i), state)
         else:
@@ -77,120 +181,107 @@ class Chain:
         return state._replace(engine=self._sampler(state.z, state.base_step_size).refresh(engine))
 
     def _sampler(self, z: Any, base: jax.Array) -> sgmcmc.Sampler:
-        return self.kernel.sampler(z, base, self.args, self.kwargs)
+        return self.policy.sampler(z, base, self.args, self.kwargs)
+
+    # -- sampling ----------------------------------------------------------------------------------------
 
     def _sample(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        # Measured when sampling starts, more and more rarely on the way to the typical set, and for good at the end.
-        kernel = self.kernel
-        warm, total = kernel.warm_start_length, kernel.num_warmup
+        # Measured when sampling starts, more and more rarely on the way to the typical set, and once at the end.
+        policy = self.policy
+        warm, total = policy.warm_start_length, policy.num_warmup
         half = (warm + total) // 2
         times = {warm, half, total} | {warm + 2**k for k in range(20) if warm + 2**k < half}
         due = jnp.any(i == jnp.array(sorted(times)))
-        state = lax.cond(due, lambda s: self._settle(s, i), lambda s: s, state)
+        state = lax.cond(due, lambda s: self._measure(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
-        engine = kernel.run(sampler, sgmcmc.engine.reset_statistics(state.engine), i)
-        return kernel.adapt(state, self._collect(state, engine, sampler), sampler, i)
+        engine = policy.run(sampler, sgmcmc.engine.reset_statistics(state.engine), i)
+        return policy.tuner.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
-        statistics = engine.statistics
-        diverging = engine.first_divergence >= 0
-        position = jnp.where(diverging, jnp.nan, engine.position)
+        position = jnp.where(engine.first_divergence >= 0, jnp.nan, engine.position)
         return state._replace(
             z=ravel_pytree(state.z)[1](position),
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
-            configurational_temperature=statistics.configurational_temperature,
-            kinetic_temperature=statistics.kinetic_temperature,
-            num_gradients=state.num_gradients + statistics.num_gradients,
-            accept_prob=statistics.accept_prob,
-            energy_variance=statistics.energy_variance,
-            decoherence_length=getattr(engine.memory, "length", None),
-            diverging=diverging,
+            num_gradients=state.num_gradients + engine.statistics.num_gradients,
             engine=engine,
+            **_statistics(engine),
         )
 
+    def _measure(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+        """Measure the gradient noise at the position, choose the step size if none is given, and renew caches.
+
+        On the way to the typical set gradients and their noise are large, and a chain whose steps are small enough
+        for them never arrives: the first half of warm-up takes the largest stable step instead.
+        """
+        policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
+        warm = policy.warm_start_length
+        # Control variates are centered at the end of the warm start and stay there.
+        engine = policy.tuner.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
+        noise = gradient_noise(sampler, engine)
+        state = state._replace(engine=engine, gradient_noise=noise.mean)
+        if not policy.chooses_step_size:
+            return state
+        curvature = largest_curvature(sampler, engine)
+        chosen = policy.choose_step_size(curvature, noise.largest, engine.position.size)
+        if policy.steers_step_size:
+            chosen = jnp.where(i <= warm, chosen, state.base_step_size)
+        elif policy.num_warmup:
+            stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative))
+            chosen = jnp.where(i < (warm + policy.num_warmup) // 2, stable, chosen)
+        return state._replace(base_step_size=chosen.astype(state.base_step_size.dtype))
+
+    # -- the warm start ----------------------------------------------------------------------------------
+
     def _optimize(self, state: SGMCMCState) -> SGMCMCState:
-        kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
-        warm, member = kernel.warm_start, state.optimizer
+        policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
+        target, warm, unravel = policy.target, policy.warm_start, ravel_pytree(state.z)[1]
         if warm.held_out:
-            sampler = replace(sampler, gradient=self._learning(state.z))
-        steps = warm.steps_of(kernel.warm_start_length, kernel.usual_steps(sampler))
+            gradient = learning_gradient(target, warm.held_out, unravel, self.args, self.kwargs)
+            sampler = replace(sampler, gradient=gradient)
+        steps, old = policy.optimizer_steps, state.optimizer
         engine, memory, squares = optimize(
-            sampler, state.engine, warm.transformation, member.optimizer, state.i * steps, steps
+            sampler, state.engine, warm.transformation, old.optimizer, state.i * steps, steps
         )
-        if is_warm_start(kernel.preconditioner):
-            values = sgmcmc.preconditioners.from_squared_gradients(squares, kernel.target.num_data).values
-            # The size of G is left to the step size; its shape is what the gradients tell.
+        if policy.scales_from_gradients:
+            values = sgmcmc.preconditioners.from_squared_gradients(squares, target.num_data).values
+            # Only the shape of G comes from the gradients; its size is left to the step size.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
-        member = Member(memory, engine.position, member.score)
+        member = Member(memory, engine.position, old.score)
         if warm.held_out:
-            member = self._better(state.z, member, state.optimizer)
-            last = state.i == kernel.warm_start_length - 1
+            member = self._better(unravel, member, old)
+            last = state.i == policy.warm_start_length - 1
             engine = engine._replace(position=jnp.where(last, member.position, engine.position))
         broken = ~jnp.all(jnp.isfinite(engine.position))
         engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
         return state._replace(
-            z=ravel_pytree(state.z)[1](engine.position),
+            z=unravel(engine.position),
             engine=engine,
             optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
             diverging=engine.first_divergence >= 0,
         )
 
-    def _learning(self, z: Any) -> sgmcmc.interfaces.Gradient:
-        """Gradients from rows that are not held out."""
-        target, unravel = self.kernel.target, ravel_pytree(z)[1]
-        rows = {
-            name: held_out_rows(size, self.kernel.warm_start.held_out)[0]
-            for name, size in target.rows.items()
-        }
-        parts: dict[str, Any] = {
-            name: sgmcmc.WithReplacement(rows[name].size, min(plate.batch_size, rows[name].size))
-            for name, plate in target.plates.items()
-        }
-
-        def potential(position: jax.Array, batch: Any) -> jax.Array:
-            shown = rows | {name: rows[name][batch[name]] for name in parts}
-            return target.potential(self.args, self.kwargs, Rows(shown))(unravel(position))
-
-        if not parts:
-            return sgmcmc.Full(lambda position: potential(position, {}))
-        return sgmcmc.Minibatch(potential, sgmcmc.streams.ProductStream(parts))
-
-    def _better(self, z: Any, new: Member, old: Member) -> Member:
-        """Keep the position that predicts the rows held out better."""
-        target = self.kernel.target
-        held = {
-            name: held_out_rows(size, self.kernel.warm_start.held_out)[1]
-            for name, size in target.rows.items()
-        }
-        score = target.log_likelihood(self.args, self.kwargs, held)(ravel_pytree(z)[1](new.position))
+    def _better(self, unravel: Callable, new: Member, old: Member) -> Member:
+        """Keep the position that predicts the held-out rows better."""
+        policy = self.policy
+        held_out = held_out_score(policy.target, policy.warm_start.held_out, self.args, self.kwargs)
+        score = held_out(unravel(new.position))
         better = score > old.score
         position = jnp.where(better, new.position, old.position)
         return Member(new.optimizer, position, jnp.where(better, score, old.score).astype(old.score.dtype))
 
-    def _settle(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        """Measure gradient noise (and curvature, and choose the step size) at the position; renew caches.
 
-        On the way to the typical set gradients and their noise are large, and a step that is small enough for them
-        never arrives: the first half of warm-up uses the largest stable step instead.
-        """
-        kernel, sampler = self.kernel, self._sampler(state.z, state.base_step_size)
-        warm = kernel.warm_start_length
-        # Control variates are centered at the end of the warm start and stay there.
-        engine = kernel.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
-        noise = gradient_noise(sampler, engine)
-        state = state._replace(engine=engine, gradient_noise=noise.mean)
-        if not kernel.chooses_step_size:
-            return state
-        curvature = largest_curvature(sampler, engine)
-        chosen = kernel.choose_step_size(curvature, noise.largest)
-        if kernel.steers_step_size:  # a first guess, adapted from there on
-            guess = kernel.step_length(chosen, engine.position.size)
-            chosen = jnp.where(i <= warm, guess, state.base_step_size)
-        elif kernel.num_warmup:
-            stable = jnp.maximum(chosen, kernel.stable_step_size(curvature, noise.relative))
-            chosen = jnp.where(i < (warm + kernel.num_warmup) // 2, stable, chosen)
-        return state._replace(base_step_size=chosen.astype(state.base_step_size.dtype))
+def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
+    """Fields of a state that the engine reports."""
+    seen = engine.statistics
+    return {
+        "configurational_temperature": seen.configurational_temperature,
+        "kinetic_temperature": seen.kinetic_temperature,
+        "accept_prob": seen.accept_prob,
+        "energy_variance": seen.energy_variance,
+        "decoherence_length": getattr(engine.memory, "length", None),
+        "diverging": engine.first_divergence >= 0,
+    }
 
 
 def _seeds(state: SGMCMCState) -> sgmcmc.engine.Seeds:

@@ -1,9 +1,10 @@
-"""Microcanonical Langevin Monte Carlo, unadjusted and with a Metropolis test."""
+"""Microcanonical Langevin Monte Carlo: the kernel, and its warm-up."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,19 @@ from jax import lax
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_number
-from numpyro_bnn.infer.adaptation import LEAST, autocorrelation_time, smallest_change
-from numpyro_bnn.infer.microcanonical import MicrocanonicalKernel
+from numpyro_bnn.infer.base import SGMCMCKernel, listed
+from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import is_named
-from numpyro_bnn.infer.state import SGMCMCState
+from numpyro_bnn.infer.target import Target
+from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time
 
-__all__ = ["MCLMC", "implied_bias"]
-
-EARLY = 100.0  # by how much the first target of the energy variance exceeds the last
+EARLY = 100.0  # factor by which the first target of the energy variance exceeds the last
+RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
+LEAST = 10  # minimum number of transitions for a variance
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
-LEAST_NOISE = 1e-2  # of the mean noise, is assumed where less is seen
-LEAST_TOLD = 10  # steps of a draw that tell their energy error, or a tenth of them
-DECOHERENCE = 0.4  # decoherence length by the distance traveled per effective draw
+LEAST_NOISE = 1e-2  # of the mean noise: minimum that is assumed of a coordinate
+LEAST_MEASURED = 10  # steps of a draw that report their energy error, or a tenth of them
+DECOHERENCE = 0.4  # decoherence length as a share of the distance traveled per effective draw
 
 
 def implied_bias(energy_variance: Any) -> Any:
@@ -33,11 +35,11 @@ def implied_bias(energy_variance: Any) -> Any:
 
     .. math:: v = \frac{4 b^3}{(1 + b)^2}
 
-    whatever the step size, where momenta are drawn exactly; the inverse of this is returned. Being concave, it bounds
-    the mean of b over directions, given the mean of v, the energy variance per parameter. The largest b is at most
-    that at P v, where one direction has all of the error. Microcanonical steps, by either integrator, have smaller
-    errors on Gaussians at the same v, also below 0 in wide directions. Of other targets this says the order of
-    magnitude.
+    whatever the step size, where momenta are drawn exactly; the inverse of this is returned. It is concave, so it
+    bounds the mean of b over directions, given the mean of v, the energy variance per parameter. The largest b is at
+    most that at P v, where one direction has all of the error. Microcanonical steps, by either integrator, have
+    smaller errors on Gaussians at the same v, also below 0 in wide directions. For other targets this gives the order
+    of magnitude.
 
     :param energy_variance: v >= 0.
 
@@ -53,26 +55,26 @@ def implied_bias(energy_variance: Any) -> Any:
     return bias[()]
 
 
-class MCLMC(MicrocanonicalKernel):
-    r"""Microcanonical Langevin Monte Carlo (MCLMC), unadjusted.
+class MCLMC(SGMCMCKernel):
+    r"""Microcanonical Langevin Monte Carlo (MCLMC): fast, unadjusted sampling at constant speed.
 
     A velocity of constant size turns along the gradient and is refreshed a little at every step:
 
     .. math:: d\theta = u\,dt, \qquad du = (I - u u')\,\nabla \log p\,dt / (P - 1) + \mathrm{noise}, \qquad |u| = 1
 
-    (:class:`~numpyro_bnn.sgmcmc.Microcanonical`; whitened by the preconditioner). Large gradients turn the motion
-    instead of throwing it, so steps can be large. ``step_size`` is here the *length* of a step, about h sqrt(P) for a
-    leapfrog step of time h. Nothing is rejected: the bias is of order step_size^2, and steered by the energy error of
-    the steps, whose variance per parameter (``energy_variance``) implies it (:func:`implied_bias`).
+    (:class:`~numpyro_bnn.sgmcmc.Microcanonical`; whitened by the preconditioner). A large gradient changes the
+    direction, never the speed, so steps can be large. ``step_size`` is here the *length* of a step, about h sqrt(P)
+    for a leapfrog step of time h. Nothing is rejected: the bias is of order step_size^2. It is controlled by the
+    energy error of the steps, whose variance per parameter (``energy_variance``) implies it (:func:`implied_bias`).
 
-    Warm-up, after the warm start: the step size goes to an energy variance that falls, from a hundred times the
+    Warm-up, after the warm start: the step size is steered to an energy variance that falls, from a hundred times the
     target, while the chain travels; then variances of the draws give preconditioner and decoherence length, and their
     autocorrelation time gives that length once more. A chain that diverges in warm-up goes back and takes smaller
     steps.
 
     With a subsampled plate each step integrates the potential of its own minibatch, for one gradient more. The noise
-    of these gradients is a further bias, which the energy error does not tell; where it has one size in all
-    directions it mostly blurs the direction, which ``preconditioner="gradient_noise"`` is for.
+    of these gradients is a further bias, which the energy error does not show; where it has the same size in all
+    directions it mostly blurs the direction, and ``preconditioner="gradient_noise"`` makes it so.
 
     :param step_size: length of a step, or a schedule of them; ``None`` has it chosen.
     :param decoherence_length: L, distance after which the direction is forgotten; ``None`` has it chosen.
@@ -82,6 +84,7 @@ class MCLMC(MicrocanonicalKernel):
         a hundred times as much.
     :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up), ``"gradient_noise"``
         (diagonal: one over the variance of the minibatch gradients), or as for the other kernels.
+    :raises ValueError: for numbers out of range; on initialization, for fewer than two parameters.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``num_gradients`` counts every gradient.
 
@@ -100,19 +103,32 @@ class MCLMC(MicrocanonicalKernel):
     preconditioners = ("variance", "gradient_noise")
 
     def __init__(
-        self, model: Callable, step_size: Any = None, *, energy_variance: Any = None, **options: Any
+        self,
+        model: Callable,
+        step_size: Any = None,
+        *,
+        decoherence_length: float | None = None,
+        integrator: str = "mclachlan",
+        energy_variance: Any = None,
+        preconditioner: Any = "variance",
+        **options: Any,
     ) -> None:
+        self._length = decoherence_length
+        self._integrator = integrator
         self._energy_variance = energy_variance
-        super().__init__(model, step_size, **options)
+        super().__init__(model, step_size, preconditioner=preconditioner, **options)
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        if isinstance(self._energy_variance, tuple) and len(self._energy_variance) != 2:
-            raise argument_error(
-                self._call, "energy_variance", self._energy_variance, "Pass a number or (first, last)."
-            )
+        call, pair = self._call, self._energy_variance
+        check_number(call, "temperature", self._temperature, strict=True)
+        if self._length is not None:
+            check_number(call, "decoherence_length", self._length, strict=True, infinite=True)
+        self.dynamics(lambda z: z, 1.0)  # checks the integrator
+        if isinstance(pair, tuple) and len(pair) != 2:
+            raise argument_error(call, "energy_variance", pair, "Pass a number or (first, last).")
         for target in self.energy_targets:
-            check_number(self._call, "energy_variance", target, strict=True)
+            check_number(call, "energy_variance", target, strict=True)
 
     @property
     def energy_targets(self) -> tuple[float, float]:
@@ -126,41 +142,172 @@ class MCLMC(MicrocanonicalKernel):
         return EARLY * last, last
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.Microcanonical(self._length, self._integrator, fresh=self.subsampled)
+        return sgmcmc.Microcanonical(self._length, self._integrator)
 
-    @property
-    def subsampled(self) -> bool:
-        """Whether gradients come from minibatches."""
-        return self._target is not None and bool(self._target.plates or self._target.stochastic)
+    def sampler(
+        self, target: Target, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> sgmcmc.Sampler:
+        built = super().sampler(target, z, base, args, kwargs)
+        fresh = sgmcmc.Microcanonical(self._length, self._integrator, fresh=target.subsampled)
+        return replace(built, dynamics=fresh)
 
-    def run(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-        """Energy errors are told by a part of the steps: without them a step is cheaper."""
-        told = min(self._steps_per_draw, max(LEAST_TOLD, self._steps_per_draw // 10))
-        if told == self._steps_per_draw:
-            return sampler.run(engine, told)
-        if not self.subsampled:  # else each step evaluates the potential at its start
-            potential = sampler.gradient(engine.estimator, engine.position, ())[0]
-            engine = engine._replace(memory=engine.memory._replace(potential=potential))
-        engine = sampler.run(engine, told)
-        quiet = sgmcmc.Microcanonical(self._length, self._integrator, self.subsampled, energy=False)
-        return replace(sampler, dynamics=quiet).run(engine, self._steps_per_draw - told)
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+        """A first guess: a time step h has the length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
+        return jnp.sqrt(0.25 / curvature * size)
 
-    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-        if not is_named(self._preconditioner, "gradient_noise"):
-            return engine
-        if not self.subsampled:
+    def make_policy(self, target: Target, num_warmup: int) -> Policy:
+        policy = super().make_policy(target, num_warmup)
+        evens_noise = is_named(self._preconditioner, "gradient_noise")
+        if evens_noise and not target.subsampled:
             raise argument_error(
                 self._call,
                 "preconditioner",
-                "gradient_noise",
-                "Gradients of all the data have no noise: give the model a `subsample_size`, or take 'variance'.",
+                "'gradient_noise'",
+                "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'variance'.",
             )
+        tuner = EnergyTuner(
+            stages=Stages.of(policy.warm_start_length, num_warmup),
+            num_warmup=num_warmup,
+            steps_per_draw=self._steps_per_draw,
+            energy_targets=self.energy_targets,
+            steers_step_size=policy.chooses_step_size,
+            sets_length=self._length is None,
+            sets_scales=is_named(self._preconditioner, "variance"),
+            evens_noise=evens_noise,
+        )
+        run = partial(_measure_some_steps, self._steps_per_draw)
+        return replace(policy, steers_step_size=True, run=run, tuner=tuner)
+
+    def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
+        """Attributes of a run.
+
+        Among them the bias of variances that the energy errors of the draws imply (largest of the chains): its mean
+        over directions, and a bound, as if one direction had all of the error.
+        """
+        lengths, energies = jax.device_get((state.engine.memory.length, state.tuning.energy))
+        size, energy = int(state.engine.position.shape[-1]), float(np.max(energies))
+        return {
+            **super().describe(state),
+            "integrator": self._integrator,
+            "decoherence_length": listed(lengths),
+            "mean_energy_variance": listed(energies),
+            "target_energy_variance": self.energy_targets[1],
+            "implied_bias": float(implied_bias(energy)),
+            "implied_bias_bound": float(implied_bias(size * energy)),
+        }
+
+
+def _measure_some_steps(
+    num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
+) -> sgmcmc.State:
+    """The steps of a transition, of which some report energy errors: without them a step is cheaper."""
+    measured = min(num_steps, max(LEAST_MEASURED, num_steps // 10))
+    if measured == num_steps:
+        return sampler.run(engine, measured)
+    dynamics: Any = sampler.dynamics
+    if not dynamics.fresh:  # otherwise each step evaluates the potential at its start
+        potential = sampler.gradient(engine.estimator, engine.position, ())[0]
+        engine = engine._replace(memory=engine.memory._replace(potential=potential))
+    engine = sampler.run(engine, measured)
+    quiet = replace(sampler, dynamics=replace(dynamics, energy=False))
+    return quiet.run(engine, num_steps - measured)
+
+
+# -- warm-up ---------------------------------------------------------------------------------------------
+
+
+class Tuning(NamedTuple):
+    """What a chain remembers.
+
+    :param excess: running mean of the energy variance of a step, scaled to the present step size.
+    :param age: number of transitions in it.
+    :param spread: of whitened positions.
+    :param record: positions (M, K), for the autocorrelation time.
+    :param energy: mean energy variance of the draws since warm-up.
+    :param draws: their number.
+    """
+
+    excess: jax.Array
+    age: jax.Array
+    spread: Spread
+    record: jax.Array
+    energy: jax.Array
+    draws: jax.Array
+
+
+@dataclass(frozen=True)
+class EnergyTuner(Tuner):
+    """How step size, decoherence length and preconditioner are found in warm-up.
+
+    :param stages: what is adapted when.
+    :param num_warmup: transitions before the draws that are kept.
+    :param steps_per_draw: steps of a transition.
+    :param energy_targets: first and last target of the energy variance.
+    :param steers_step_size: whether the step size is adapted.
+    :param sets_length: whether the decoherence length is.
+    :param sets_scales: whether the preconditioner is made of the variances of the draws.
+    :param evens_noise: whether it is made of the gradient noise.
+    """
+
+    stages: Stages
+    num_warmup: int
+    steps_per_draw: int
+    energy_targets: tuple[float, float]
+    steers_step_size: bool
+    sets_length: bool
+    sets_scales: bool
+    evens_noise: bool
+
+    def start(self, position: jax.Array, step_size: jax.Array) -> Tuning:
+        zeros, zero = jnp.zeros_like(position), jnp.zeros((), position.dtype)
+        record = jnp.zeros((max(self.stages.records, 1), min(position.size, RECORDED)), position.dtype)
+        return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero)
+
+    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        if not self.evens_noise:
+            return engine
         noise = sampler.gradient_noise(engine, NOISE_BATCHES)
         scale = -0.5 * jnp.log(noise + LEAST_NOISE * jnp.mean(noise))
         adaptation = jnp.exp(scale - jnp.mean(scale)).astype(engine.position.dtype)
         return engine._replace(adaptation=jnp.where(i < self.num_warmup, adaptation, engine.adaptation))
 
-    def steer(self, state: SGMCMCState, broken: jax.Array, i: jax.Array) -> SGMCMCState:
+    def adapt(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        """Steer the step size after every transition of the warm-up, length and preconditioner after some."""
+        state = after
+        if self.stages.end > self.stages.begin:
+            warming = i < self.stages.end
+            state = lax.cond(warming, lambda: self._adapted(before, after, sampler, i), lambda: after)
+        # The mean energy variance of the draws that are kept.
+        tuning = state.tuning
+        draws = tuning.draws + jnp.where(i < self.num_warmup, 0, 1)
+        mean = tuning.energy + (state.energy_variance - tuning.energy) / jnp.maximum(draws, 1)
+        energy = jnp.where(draws > 0, mean, tuning.energy)
+        return state._replace(tuning=tuning._replace(energy=energy, draws=draws))
+
+    def _adapted(
+        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
+        stages, broken = self.stages, after.diverging
+        # A divergence here means that the first steps were too large: go back, and make them smaller.
+        kept, z = jax.tree.map(
+            lambda a, b: jnp.where(broken, a, b), (before.engine, before.z), (after.engine, after.z)
+        )
+        unharmed = jnp.full_like(kept.first_divergence, -1)
+        engine = kept._replace(step=after.engine.step, first_divergence=unharmed)
+        state = after._replace(z=z, engine=engine, diverging=jnp.zeros_like(broken))
+        if self.steers_step_size:
+            state = self._steered(state, broken, i)
+        state = self._recorded(state, sampler, i)
+        # All chains are at the same transition, so that this stays a branch under `vmap`.
+        due = jnp.any(i == jnp.array([stages.middle - 1, stages.late - 1]))
+        state = lax.cond(due, self._rescaled, lambda s: s, state)
+        if not self.sets_length or stages.records < 2 * LEAST:
+            return state
+        return lax.cond(i == stages.last - 1, self._relaxed, lambda s: s, state)
+
+    def _steered(self, state: SGMCMCState, broken: jax.Array, i: jax.Array) -> SGMCMCState:
         """Bring a running mean of the energy variance to its target of this transition."""
         stages, tuning, energy = self.stages, state.tuning, jnp.asarray(state.energy_variance)
         dtype = energy.dtype
@@ -168,40 +315,55 @@ class MCLMC(MicrocanonicalKernel):
         share = jnp.clip((i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0)
         target = jnp.exp(first + (last - first) * share).astype(dtype)
         finite = jnp.isfinite(energy) & ~broken
-        # On the way to the typical set a few errors are very large: none may say more than a factor of two.
+        # On the way to the typical set a few errors are very large: each may ask for a factor of two at most.
         seen = jnp.where(finite, jnp.minimum(energy, 64 * target), 64 * target)
         age = tuning.age + 1
         gain = jnp.maximum(1 / age, jnp.where(i < stages.late, 0.1, 0.0).astype(dtype))
         excess = tuning.excess + gain * (seen - tuning.excess)
-        factor = smallest_change(excess, target)
+        # The energy variance grows like the sixth power of the step size.
+        tiny = jnp.finfo(excess.dtype).tiny
+        factor = jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, 3.0)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         return state._replace(
             base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age)
         )
 
-    def finish(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        stages = self.stages
-        if self._length is not None or stages.records < 2 * LEAST:
-            return state
-        return lax.cond(i == stages.last - 1, self._relaxed, lambda s: s, state)
+    def _recorded(self, state: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
+        """Add the position to variances and record."""
+        stages, tuning = self.stages, state.tuning
+        white = sampler.preconditioner.whiten(state.engine.adaptation, state.engine.position)
+        counted = i >= stages.early
+        spread = jax.tree.map(lambda a, b: jnp.where(counted, a, b), tuning.spread.add(white), tuning.spread)
+        row = jnp.clip((i - stages.late) // stages.stride, 0, tuning.record.shape[0] - 1)
+        chosen = jnp.linspace(0, white.size - 1, tuning.record.shape[1]).astype(jnp.int32)
+        recorded = tuning.record.at[row].set(white[chosen])
+        due = (i >= stages.late) & (i < stages.last)
+        record = jnp.where(due, recorded, tuning.record)
+        return state._replace(tuning=tuning._replace(spread=spread, record=record))
+
+    def _rescaled(self, state: SGMCMCState) -> SGMCMCState:
+        """Set the preconditioner to the variances seen, and the length to their root sum of squares."""
+        tuning, engine = state.tuning, state.engine
+        enough = tuning.spread.total >= LEAST
+        variance, adaptation = tuning.spread.variance(), engine.adaptation
+        if self.sets_scales:
+            # Only the shape: its size is left to the step size.
+            shape = jnp.exp(0.5 * (jnp.log(variance) - jnp.mean(jnp.log(variance))))
+            adaptation = jnp.where(enough, adaptation * shape, adaptation)
+            variance = variance / shape**2
+        memory = engine.memory
+        if self.sets_length:
+            length = jnp.where(enough, jnp.sqrt(jnp.sum(variance)), memory.length)
+            memory = memory._replace(length=jnp.maximum(length, state.base_step_size))
+        blank = Spread(*jax.tree.map(jnp.zeros_like, tuning.spread))
+        tuning = tuning._replace(spread=blank, age=jnp.zeros_like(tuning.age))
+        return state._replace(engine=engine._replace(adaptation=adaptation, memory=memory), tuning=tuning)
 
     def _relaxed(self, state: SGMCMCState) -> SGMCMCState:
         """Set the length to a share of the distance traveled per effective draw, where draws are correlated."""
         time = autocorrelation_time(state.tuning.record) * self.stages.stride
-        found = DECOHERENCE * time * self._steps_per_draw * state.base_step_size
-        # Draws that are almost independent do not tell how much closer they could be.
+        found = DECOHERENCE * time * self.steps_per_draw * state.base_step_size
+        # Draws that are almost independent do not show how much closer they could be.
         memory = state.engine.memory
         length = jnp.where(time > 2, found, memory.length).astype(memory.length.dtype)
         return state._replace(engine=state.engine._replace(memory=memory._replace(length=length)))
-
-    def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
-        """With the bias of variances that the energy errors of the draws imply (largest of the chains): its mean over
-        directions, and at most, were all of the error in one direction."""
-        energy = float(np.max(jax.device_get(state.tuning.energy)))
-        size = int(state.engine.position.shape[-1])
-        return {
-            **super().describe(state),
-            "target_energy_variance": self.energy_targets[1],
-            "implied_bias": float(implied_bias(energy)),
-            "implied_bias_bound": float(implied_bias(size * energy)),
-        }

@@ -1,4 +1,4 @@
-"""Kernels with momentum: underdamped Langevin (SGHMC) and the Nosé-Hoover thermostat."""
+"""Kernels with momentum: underdamped Langevin dynamics (SGHMC) and the Nosé-Hoover thermostat."""
 
 import math
 from collections.abc import Callable
@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, check_choice, check_number
 from numpyro_bnn.infer.base import SGMCMCKernel
-
-__all__ = ["SGHMC", "SGNHT", "check_momentum_decay", "friction_of"]
 
 THERMOSTAT_STEPS = 20
 
@@ -19,18 +17,15 @@ SPLITTINGS = {"BAOAB": sgmcmc.BAOAB, "OBABO": sgmcmc.OBABO}
 
 
 def friction_of(momentum_decay: float, step_size: Any) -> Any:
-    """Friction gamma per unit of time with exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size).
-
-    >>> round(friction_of(0.5, 0.01), 4)
-    6.9315
-    """
+    """Friction gamma per unit of time with exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size)."""
     rate = float("inf") if momentum_decay == 1 else -math.log1p(-momentum_decay)
     return rate / step_size**0.5
 
 
 def check_momentum_decay(call: str, value: Any) -> None:
     """Refuse a share outside [0, 1]."""
-    if not isinstance(value, int | float) or not 0 <= value <= 1:
+    check_number(call, "momentum_decay", value)
+    if value > 1:
         raise argument_error(
             call, "momentum_decay", value, "Pass the share of momentum lost per step, in [0, 1]."
         )
@@ -47,7 +42,7 @@ class _WithMomentum(SGMCMCKernel):
         super()._check_arguments()
         check_momentum_decay(self._call, self._momentum_decay)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         """eps = h^2: h sqrt(lam) <= 1 is half the limit of stability; gradient noise of variance V puts h^2 V into
         the momenta at each step, of which a refresh renews 1 - a^2.
         """
@@ -64,7 +59,7 @@ class _WithMomentum(SGMCMCKernel):
 
 
 class SGHMC(_WithMomentum):
-    r"""Underdamped Langevin dynamics with minibatch gradients (stochastic-gradient HMC).
+    r"""Stochastic-gradient HMC: underdamped Langevin dynamics with minibatch gradients.
 
     With h = sqrt(step_size), M^{-1} = G, an exact Ornstein-Uhlenbeck refresh of the momentum and a minibatch of
     its own for every gradient:
@@ -72,8 +67,9 @@ class SGHMC(_WithMomentum):
     .. math:: B:\ m \leftarrow m + \tfrac h2 \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 M^{-1} m, \quad
               O:\ m \leftarrow a\,m + \sqrt{(1 - a^2) T} M^{1/2} z,\quad a = 1 - \mathrm{momentum\_decay}
 
-    Exact gradients: no bias of the positions on Gaussian targets (BAOAB), order h^2 elsewhere. Gradient noise of
-    variance V heats by the share h^2 V / ((1 - a^2) T). At ``momentum_decay=1`` a step is one of SGLD.
+    With exact gradients, positions on Gaussian targets have no bias (BAOAB), and a bias of order h^2 elsewhere.
+    Gradient noise of variance V heats by the share h^2 V / ((1 - a^2) T). At ``momentum_decay=1`` a step is one of
+    SGLD.
 
     :param momentum_decay: share of the momentum that a step forgets, in [0, 1]; 0 is Hamiltonian.
     :param splitting: ``"BAOAB"`` or ``"OBABO"``.
@@ -89,8 +85,7 @@ class SGHMC(_WithMomentum):
     def __init__(
         self, model: Callable, step_size: Any = None, *, splitting: str = "BAOAB", **options: Any
     ) -> None:
-        if splitting not in SPLITTINGS:
-            raise unknown_name("infer.SGHMC", "splitting", splitting, SPLITTINGS)
+        check_choice("infer.SGHMC", "splitting", splitting, SPLITTINGS)
         self._splitting = splitting
         super().__init__(model, step_size, **options)
 
@@ -104,12 +99,11 @@ class SGNHT(_WithMomentum):
     .. math:: dm = (\tilde g - \xi m) dt + \sqrt{2 A T}\,dW, \quad d\theta = M^{-1} m\,dt, \quad
               Q\,d\xi = (m' M^{-1} m / P - T)\,dt
 
-    Removes the heating by gradient noise where that noise has one size in all (preconditioned) directions.
-
+    It removes the heating by gradient noise if that noise has the same size in all (preconditioned) directions.
     The thermostat's mass is (20 h)^2, so that xi follows the temperature within some tens of steps on any scale of
     the parameters.
 
-    :param momentum_decay: sets A, the noise injected and the start of xi, as in :class:`SGHMC`.
+    :param momentum_decay: sets A, the noise injected, and the start of xi, as in :class:`SGHMC`; in [0, 1).
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -123,13 +117,16 @@ class SGNHT(_WithMomentum):
         super()._check_arguments()
         if self._momentum_decay == 1:
             raise argument_error(
-                self._call, "momentum_decay", 1, "Below 1 please: a thermostat needs a momentum to measure."
+                self._call,
+                "momentum_decay",
+                1,
+                "Pass a value below 1: a thermostat needs a momentum to measure.",
             )
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         """eps = h^2: half the limit of stability, and noise of at most a tenth of T per step in the momenta."""
         return jnp.minimum(1 / curvature, 0.1 * self._temperature / jnp.maximum(noise, 1e-30))

@@ -1,6 +1,6 @@
-"""From what a user writes for ``preconditioner=`` to a part of the engine."""
+"""From what a user passes for ``preconditioner=`` to a part of the engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,36 +12,17 @@ from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp
 from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Identity
 
-__all__ = ["is_named", "is_warm_start", "resolve"]
-
-WARM_START = "warm_start"
-PRIOR = "prior"
-NAMES = ("identity", "rmsprop", WARM_START)
-# Diagonals that start at ones and are set on the way: by the warm start, or by kernels that know these names.
-LEARNED = (WARM_START, "variance", "gradient_noise")
+NAMES = ("identity", "rmsprop", "warm_start")
+# Diagonals that start at ones and are set later: by the warm start, or by kernels that know these names.
+LEARNED = ("warm_start", "variance", "gradient_noise")
 
 
 def is_named(spec: Any, name: str) -> bool:
-    """Whether a preconditioner is the one of this name.
-
-    >>> is_named("variance", "variance"), is_named(np.ones(3), "variance")
-    (True, False)
-    """
+    """Whether a preconditioner is the one of this name; it may also be an array."""
     return isinstance(spec, str) and spec == name
 
 
-def is_warm_start(spec: Any) -> bool:
-    """Whether the preconditioner is to be made of the squared gradients of the warm start.
-
-    >>> is_warm_start("warm_start"), is_warm_start(np.ones(3))
-    (True, False)
-    """
-    return is_named(spec, WARM_START)
-
-
-def resolve(
-    call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int, prior: Callable[[], jax.Array]
-) -> Preconditioner:
+def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> Preconditioner:
     """Make the preconditioner of a flat position.
 
     :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of numbers and arrays by site
@@ -49,34 +30,30 @@ def resolve(
         :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
     :param z: unconstrained values by site; the flat position holds them in the order of their names.
     :param num_data: N, for RMSProp.
-    :param prior: gives the prior precisions (P,), for ``"prior"``.
     :raises ValueError: for an unknown name or site, or a shape that does not fit.
     """
-    if spec is None:
+    if spec is None or is_named(spec, "identity"):
         return Identity()
     if isinstance(spec, Preconditioner):
         return spec
+    sizes = {site: int(np.size(z[site])) for site in sorted(z)}
     if isinstance(spec, str):
-        if spec == "identity":
-            return Identity()
         if spec == "rmsprop":
             return RMSProp(num_data=num_data)
         if spec in LEARNED:
-            return Diagonal(jnp.ones(sum(np.size(value) for value in z.values())))
+            return Diagonal(jnp.ones(sum(sizes.values())))
         raise unknown_name(call, "preconditioner", spec, NAMES)
     if isinstance(spec, Mapping):
         for site in spec:
             if site not in z:
                 raise unknown_name(call, "preconditioner", site, z)
-        return Blocks(
-            tuple((int(np.size(z[s])), _fixed(call, spec.get(s, 1.0), np.size(z[s]))) for s in sorted(z))
-        )
-    return _fixed(call, spec, sum(np.size(value) for value in z.values()))
+        return Blocks(tuple((size, _fixed(call, spec.get(site, 1.0), size)) for site, size in sizes.items()))
+    return _fixed(call, spec, sum(sizes.values()))
 
 
 def _fixed(call: str, value: Any, size: int) -> Preconditioner:
     shape = np.shape(value)
-    if shape == (size, size) and len(shape) == 2:
+    if shape == (size, size):
         return Dense(value)
     if shape in ((), (size,)):
         return Diagonal(value)

@@ -1,24 +1,29 @@
-"""Stochastic-gradient Langevin dynamics, plain and preconditioned."""
+"""Stochastic-gradient Langevin dynamics: plain, preconditioned, and in cycles."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from numpyro_bnn import sgmcmc
-from numpyro_bnn.infer.base import SGMCMCKernel
+import jax
+from jax import lax
 
-__all__ = ["PSGLD", "SGLD"]
+from numpyro_bnn import sgmcmc
+from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn.infer.base import SGMCMCKernel
+from numpyro_bnn.infer.chain import Policy
+from numpyro_bnn.infer.target import Target
 
 
 class SGLD(SGMCMCKernel):
-    r"""Stochastic-gradient Langevin dynamics on the model's own subsampled plate.
+    r"""Sample a posterior from minibatch gradients with injected noise: stochastic-gradient Langevin dynamics.
 
     .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 \tilde g(\theta) + \sqrt{\epsilon_t T}\,\xi,
               \quad \xi \sim N(0, I)
 
-    with g~ the gradient of the log posterior estimated on a minibatch: the prior unscaled, the likelihood times
-    N / B. With a constant step size the posterior variance comes out too large by about the share
-    (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a schedule that
-    falls to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias falls too.
+    with g~ the gradient of the log posterior estimated on a minibatch of the model's own subsampled plate: the prior
+    unscaled, the likelihood times N / B. With a constant step size the posterior variance comes out too large by
+    about the share (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a
+    schedule that falls to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias falls too.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -43,13 +48,13 @@ class SGLD(SGMCMCKernel):
 
 
 class PSGLD(SGLD):
-    r"""SGLD with a preconditioner G = L L' (RMSProp by default).
+    r"""SGLD for parameters of different scales: with a preconditioner G = L L' (RMSProp by default).
 
     .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 G \tilde g(\theta) + \sqrt{\epsilon_t T}\,L\,\xi
 
     A G that is fixed while draws are kept needs no correction term and adds no bias. RMSProp's,
-    G = 1 / (damping + sqrt(V)), is therefore adapted during warm-up and then frozen. The published form that goes on
-    adapting, ``preconditioner=sgmcmc.RMSProp(running=True, num_data=N)``, is biased whatever the step size.
+    G = 1 / (damping + sqrt(V)), is therefore adapted during warm-up and then frozen. The published form, which keeps
+    adapting (``preconditioner=sgmcmc.RMSProp(running=True, num_data=N)``), is biased whatever the step size.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -63,3 +68,91 @@ class PSGLD(SGLD):
         self, model: Callable, step_size: Any = None, *, preconditioner: Any = "rmsprop", **options: Any
     ):
         super().__init__(model, step_size, preconditioner=preconditioner, **options)
+
+
+class CyclicalSGLD(SGLD):
+    r"""SGLD for several modes: explore with large steps, sample with small ones, and start again.
+
+    .. math:: \epsilon_k = \tfrac{\epsilon_0}2 \left[\cos\left(\pi\,\frac{\mathrm{mod}(k - 1, C)}{C}\right) + 1\right]
+
+    for step k with cycles of C steps. The first share ``explore`` of a cycle is not collected; of the rest,
+    ``draws_per_cycle`` draws are kept at equal distances. Each transition of ``MCMC`` is one draw, so with
+    ``num_warmup=0`` there are num_samples / draws_per_cycle cycles.
+
+    :param step_size: eps_0, a number.
+    :param cycle_length: C, steps of a cycle.
+    :param draws_per_cycle: draws kept of each cycle.
+    :param explore: beta, share of a cycle that explores, in [0, 1).
+    :raises ValueError: for numbers out of range, a sampling part shorter than its draws, or ``steps_per_draw`` and
+        ``warm_start``, which follow from the cycle.
+
+    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
+
+    Reference: Zhang et al. (2020), equation 1 and algorithm 1.
+
+    >>> kernel = CyclicalSGLD(lambda: None, 1e-3, cycle_length=1000, draws_per_cycle=5, explore=0.5)
+    >>> kernel.explore_steps, kernel.steps_per_draw
+    (500, 100)
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        step_size: float,
+        *,
+        cycle_length: int = 2000,
+        draws_per_cycle: int = 10,
+        explore: float = 0.5,
+        **options: Any,
+    ) -> None:
+        call = "infer.CyclicalSGLD"
+        check_number(call, "step_size", step_size, strict=True)
+        if "steps_per_draw" in options or options.get("warm_start"):
+            raise argument_error(
+                call,
+                "steps_per_draw or warm_start",
+                "a value",
+                "Set `cycle_length`, `draws_per_cycle` and `explore`.",
+            )
+        cycle_length = check_count(call, "cycle_length", cycle_length)
+        draws_per_cycle = check_count(call, "draws_per_cycle", draws_per_cycle)
+        check_number(call, "explore", explore, below=1)
+        self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle
+        if self.steps_per_draw < 1:
+            raise argument_error(
+                call,
+                "cycle_length, draws_per_cycle, explore",
+                (cycle_length, draws_per_cycle, explore),
+                "The sampling part of a cycle must contain at least one step per draw.",
+            )
+        self.cycle_length = cycle_length
+        self.draws_per_cycle = draws_per_cycle
+        self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
+        self._cycle = sgmcmc.schedules.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
+        options["warm_start"] = 0.0  # the first half of a cycle explores as no descent would
+        super().__init__(model, step_size, steps_per_draw=self.steps_per_draw, **options)
+
+    @property
+    def schedule(self) -> Callable[[Any], Any]:
+        return self._cycle
+
+    def make_policy(self, target: Target, num_warmup: int) -> Policy:
+        draws, explore, steps = self.draws_per_cycle, self.explore_steps, self.steps_per_draw
+
+        def run(sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+            if explore:
+                engine = lax.cond(
+                    i % draws == 0, lambda e: _forget_means(sampler.run(e, explore)), lambda e: e, engine
+                )
+            return sampler.run(engine, steps)
+
+        cycles, rest = divmod(num_warmup, draws)
+        warmup = cycles * self.cycle_length + (explore if rest else 0) + rest * steps
+        return replace(super().make_policy(target, num_warmup), engine_warmup=warmup, run=run)
+
+
+def _forget_means(engine: sgmcmc.State) -> sgmcmc.State:
+    """Statistics describe the sampling phase, but the gradients of the exploration were spent."""
+    spent = engine.statistics.num_gradients
+    engine = sgmcmc.engine.reset_statistics(engine)
+    return engine._replace(statistics=engine.statistics._replace(num_gradients=spent))

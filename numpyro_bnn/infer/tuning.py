@@ -1,21 +1,20 @@
-"""Measurements from which a step size is chosen: largest curvature, and size of the gradient noise."""
+"""What the warm-up of chains measures: curvature, gradient noise, acceptance, spread, autocorrelation."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import NormalDist
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn.infer.state import SGMCMCState
+from numpyro_bnn._checks import check_count, check_number
 from numpyro_bnn.sgmcmc import Sampler, State
-
-if TYPE_CHECKING:
-    from numpyro_bnn.infer.base import SGMCMCKernel
-
-__all__ = ["Noise", "gradient_noise", "largest_curvature", "optimize", "steer_acceptance"]
 
 POWER_STEPS = 24
 NOISE_BATCHES = 16
+
+
+# -- step sizes from curvature and noise -----------------------------------------------------------------
 
 
 def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
@@ -41,7 +40,7 @@ def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
         return unit, total + jnp.where(number >= POWER_STEPS // 2, quotient, 0)
 
     size = state.position.shape[0]
-    # Irrational steps: a start that is orthogonal to no eigenvector of a structured problem.
+    # Irrational steps: the start is orthogonal to no eigenvector of a structured problem.
     start = jnp.sin(1.0 + 1.7 * jnp.arange(size, dtype=state.position.dtype))
     start = start / jnp.linalg.norm(start)
     total = lax.fori_loop(0, POWER_STEPS, iterate, (start, jnp.zeros((), state.position.dtype)))[1]
@@ -53,7 +52,7 @@ class Noise(NamedTuple):
 
     :param largest: variance along its noisiest direction.
     :param mean: variance, mean over coordinates.
-    :param relative: variance, summed over coordinates, by the squared length of the gradient itself.
+    :param relative: variance, summed over coordinates, divided by the squared length of the gradient itself.
     """
 
     largest: jax.Array
@@ -74,47 +73,123 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     gradients = lax.map(one, lax.iota(jnp.int32, NOISE_BATCHES))
     mean = jnp.mean(gradients, axis=0)
     centered = gradients - mean
-    # The small Gram matrix has the eigenvalues of the covariance that the sample can show.
+    # The small Gram matrix has the nonzero eigenvalues of the sample covariance.
     eigenvalues = jnp.linalg.eigvalsh(centered @ centered.T) / (NOISE_BATCHES - 1)
     total, tiny = jnp.sum(eigenvalues), jnp.finfo(mean.dtype).tiny
     return Noise(eigenvalues[-1], total / mean.size, total / jnp.maximum(jnp.vdot(mean, mean), tiny))
 
 
-def optimize(
-    sampler: Sampler, state: State, optimizer: Any, memory: Any, start: jax.Array, num_steps: int
-) -> tuple[State, Any, jax.Array]:
-    """Descend on the minibatch potential.
+def temperature_band(
+    num_parameters: int, temperature: float = 1.0, level: float = 0.95
+) -> tuple[float, float]:
+    r"""Interval in which the measured temperature of one state should lie.
 
-    :param optimizer: an optax gradient transformation.
-    :param memory: its state.
-    :param start: number of the first step; minibatches are numbered by it.
-    :return: the chain at the new position, the memory, and the mean squared gradient (P,) of these steps.
+    The central quantiles of T chi^2_P / P, by the approximation of Wilson and Hilferty. At stationarity the kinetic
+    temperature m' M^-1 m / P of one state has exactly this distribution; the configurational temperature has it on a
+    centered Gaussian target with exact gradients. Statistics of a draw are means over its steps, so a kinetic value
+    outside means that something is wrong: gradient noise heats the chain, or it has not arrived. The mean may be off
+    even if all values lie inside.
+
+    :param num_parameters: P.
+    :param temperature: T of the target.
+    :param level: probability of the band.
+    :return: lower and upper bound.
+    :raises ValueError: for fewer than one parameter, or a level outside (0, 1).
+
+    Reference: Wenzel et al. (2020), appendix on temperature diagnostics; Wilson & Hilferty (1931).
+
+    >>> [round(bound, 2) for bound in temperature_band(50)]
+    [0.65, 1.43]
+    """
+    call = "infer.temperature_band"
+    check_count(call, "num_parameters", num_parameters)
+    check_number(call, "level", level, strict=True, below=1)
+    z, spread = NormalDist().inv_cdf(0.5 + level / 2), 2 / (9 * num_parameters)
+    low, high = (temperature * (1 - spread + sign * z * spread**0.5) ** 3 for sign in (-1, 1))
+    return max(low, 0.0), high
+
+
+# -- the warm-up of microcanonical kernels ---------------------------------------------------------------
+
+TRANSITIONS = 256  # maximum number from which the autocorrelation time is estimated
+
+
+class Stages(NamedTuple):
+    """Transitions at which the warm-up of a microcanonical kernel changes what it does.
+
+    The step size is steered from ``begin`` to ``end``. Variances are taken over [early, middle) and [middle, late);
+    preconditioner and length are set at the end of each. Draws in [late, last) give the autocorrelation time, from
+    which the length is set a last time.
+
+    >>> Stages.of(100, 200)
+    Stages(begin=100, early=115, middle=135, late=160, last=190, end=200)
     """
 
-    def descend(
-        number: jax.Array, carry: tuple[jax.Array, Any, jax.Array]
-    ) -> tuple[jax.Array, Any, jax.Array]:
-        position, memory, squares = carry
-        batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
-        gradient = sampler.gradient(state.estimator, position, batch)[1]
-        update, memory = optimizer.update(gradient, memory, position)
-        return position + update, memory, squares + gradient**2 / num_steps
+    begin: int
+    early: int
+    middle: int
+    late: int
+    last: int
+    end: int
 
-    begin = (state.position, memory, jnp.zeros_like(state.position))
-    position, memory, squares = lax.fori_loop(0, num_steps, descend, begin)
-    return state._replace(position=position), memory, squares
+    @classmethod
+    def of(cls, begin: int, end: int) -> "Stages":
+        """The stages of a warm-up that adapts from transition ``begin`` to ``end``."""
+        shares = (0.0, 0.15, 0.35, 0.6, 0.9, 1.0)
+        return cls(*(begin + round(share * (end - begin)) for share in shares))
+
+    @property
+    def stride(self) -> int:
+        """Transitions between two records."""
+        return max(1, -(-(self.last - self.late) // TRANSITIONS))
+
+    @property
+    def records(self) -> int:
+        """Number of records."""
+        return -(-(self.last - self.late) // self.stride)
 
 
-def steer_acceptance(kernel: "SGMCMCKernel", state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-    """Bring the acceptance of an exact kernel to its target in warm-up (Robbins-Monro on log eps).
+class Spread(NamedTuple):
+    """Running mean and sum of squared deviations (P,) of whitened positions, and their number."""
 
-    It begins anew in the middle: what the way to the typical set has taught is forgotten there.
+    mean: jax.Array
+    squares: jax.Array
+    total: jax.Array
+
+    def add(self, position: jax.Array) -> "Spread":
+        """Add one position."""
+        total = self.total + 1
+        off = position - self.mean
+        mean = self.mean + off / total
+        return Spread(mean, self.squares + off * (position - mean), total)
+
+    def variance(self) -> jax.Array:
+        """Variances (P,), shrunk towards their geometric mean as if that had been seen five times."""
+        found = self.squares / jnp.maximum(self.total - 1, 1)
+        tiny = jnp.finfo(found.dtype).tiny
+        center = jnp.exp(jnp.mean(jnp.log(jnp.maximum(found, tiny))))
+        return jnp.maximum((self.total * found + 5 * center) / (self.total + 5), tiny)
+
+
+def autocorrelation_time(record: jax.Array) -> jax.Array:
+    """Mean over coordinates of the integrated autocorrelation time, in units of rows.
+
+    :param record: (M, K) draws in their order.
+
+    Reference: Geyer (1992), section 3.3: pairs of autocorrelations are summed until one is negative.
+
+    >>> draws = jax.random.normal(jax.random.key(0), (200, 50))
+    >>> bool(0.9 < autocorrelation_time(draws) < 1.2)
+    True
     """
-    target = kernel.target_accept_prob
-    if target is None or not kernel.chooses_step_size or state.accept_prob is None:
-        return state
-    begin, end = kernel.warm_start_length, kernel.num_warmup
-    age = jnp.where(i < (begin + end) // 2, jnp.maximum(i - begin, 0), i - (begin + end) // 2) + 1
-    gain = 2.0 * age.astype(state.accept_prob.dtype) ** -0.6
-    adapted = state.base_step_size * jnp.exp(gain * (state.accept_prob - target))
-    return state._replace(base_step_size=jnp.where(i < end, adapted, state.base_step_size))
+    size = record.shape[0]
+    centered = record - jnp.mean(record, axis=0)
+    spectrum = jnp.fft.rfft(centered, n=2 * size, axis=0)
+    covariance = jnp.fft.irfft(spectrum * jnp.conj(spectrum), n=2 * size, axis=0)[: size // 2 * 2]
+    variance = covariance[0]
+    correlation = covariance / jnp.where(variance > 0, variance, 1.0)
+    pairs = correlation.reshape(-1, 2, record.shape[1]).sum(1)
+    kept = jnp.cumprod(jnp.where(pairs > 0, 1.0, 0.0).astype(record.dtype), axis=0)
+    time = jnp.maximum(2.0 * jnp.sum(pairs * kept, axis=0) - 1.0, 1.0 / size)
+    moving = variance > 0
+    return jnp.sum(jnp.where(moving, time, 0.0)) / jnp.maximum(jnp.sum(moving), 1)

@@ -1,32 +1,24 @@
-"""The warm start: an optimizer per chain before it samples; its ends are a deep ensemble."""
+"""The warm start: an optimizer moves each chain before it samples; its end points are a deep ensemble."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
+from jax import lax
 
+from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_count, check_number
-from numpyro_bnn.infer.state import SGMCMCState
+from numpyro_bnn.infer.model_checks import RowSubset
 from numpyro_bnn.infer.target import Target
-
-if TYPE_CHECKING:
-    from numpyro_bnn.infer.base import SGMCMCKernel
-
-__all__ = ["Member", "WarmStart", "check_held_out", "held_out_rows", "members_of"]
+from numpyro_bnn.sgmcmc.streams import ProductStream
 
 
 class Member(NamedTuple):
-    """State of a warm start.
-
-    :param optimizer: of the optimizer.
-    :param position: (P,) where the chain is, or was best on held-out rows.
-    :param score: held-out log density there, per row.
-    """
+    """State of a warm start: that of the optimizer, the position (the best on held-out rows) and its score there."""
 
     optimizer: Any
     position: jax.Array
@@ -35,17 +27,18 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How a kernel warms up: chains descend, each from a start of its own; then each samples around its end.
+    """Optimize each chain from its own start before it samples, with early stopping on held-out rows.
 
-    The ends are a deep ensemble, from which ``to_inference_data(mcmc, members=True)`` predicts.
+    The end points are a deep ensemble, from which ``to_inference_data(mcmc, members=True)`` predicts.
 
-    :param share: of the transitions of the warm-up, in [0, 1); 0 for none.
-    :param num_steps: steps of the optimizer, in all; by default as many as that share would sample.
-    :param optimizer: optax transformation; by default Adam with learning rate 0.01, of gradients clipped to norm 1:
-        at a random start one may be a billion times larger than the others, and Adam's scale would not forget it.
-    :param held_out: share of the rows that are kept from the optimizer, in [0, 1). Where it is not 0, a chain goes on
-        from the transition whose end predicts them best: early stopping, judged afterwards. The same rows for all
-        chains; sampling then uses all rows.
+    :param share: share of the transitions of the warm-up that optimize, in [0, 1); 0 for none.
+    :param num_steps: steps of the optimizer in total; by default as many as that share would sample.
+    :param optimizer: optax transformation; by default Adam with learning rate 0.01 on gradients clipped to norm 1:
+        at a random start one gradient may be a billion times larger than the others, and Adam's second moment would
+        never recover.
+    :param held_out: share of the rows that are kept from the optimizer, in [0, 1). If it is not 0, sampling starts at
+        the end of the transition that predicts them best: early stopping, judged afterwards. All chains hold out the
+        same rows; sampling then uses all rows.
     :param spread: factor of the initial unconstrained values, for overdispersed starts.
     :raises ValueError: outside these ranges.
 
@@ -61,11 +54,8 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         call = "infer.WarmStart"
-        for name in ("share", "held_out"):
-            value = getattr(self, name)
-            check_number(call, name, value)
-            if value >= 1:
-                raise argument_error(call, name, value, "Pass a share in [0, 1).")
+        check_number(call, "share", self.share, below=1)
+        check_number(call, "held_out", self.held_out, below=1)
         check_number(call, "spread", self.spread, strict=True)
         if self.num_steps is not None:
             check_count(call, "num_steps", self.num_steps)
@@ -77,7 +67,7 @@ class WarmStart:
         return usual if self.optimizer is None else self.optimizer
 
     def steps_of(self, transitions: int, usual: int) -> int:
-        """Steps per transition, where there are so many, and ``usual`` steps would be sampled in one."""
+        """Steps of the optimizer in each of some transitions, in which ``usual`` steps would be sampled."""
         return usual if self.num_steps is None else -(-self.num_steps // transitions)
 
     def start(self, position: jax.Array) -> Member:
@@ -86,8 +76,46 @@ class WarmStart:
         return Member(self.transformation.init(position), position, worst)
 
 
+def warm_start_of(call: str, warm_start: Any, optimizer: Any) -> WarmStart:
+    """Combine what a user passes for ``warm_start=`` and ``optimizer=``."""
+    if isinstance(warm_start, WarmStart):
+        return warm_start if warm_start.optimizer is not None else replace(warm_start, optimizer=optimizer)
+    check_number(call, "warm_start", warm_start, below=1)
+    return WarmStart(warm_start, optimizer=optimizer)
+
+
+def optimize(
+    sampler: sgmcmc.Sampler,
+    state: sgmcmc.State,
+    optimizer: Any,
+    memory: Any,
+    start: jax.Array,
+    num_steps: int,
+) -> tuple[sgmcmc.State, Any, jax.Array]:
+    """Descend on the minibatch potential; ``start`` is the number of the first step, which numbers the minibatches.
+
+    :return: the chain at the new position, the memory of the optimizer, and the mean squared gradient (P,).
+    """
+
+    def descend(
+        number: jax.Array, carry: tuple[jax.Array, Any, jax.Array]
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        position, memory, squares = carry
+        batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
+        gradient = sampler.gradient(state.estimator, position, batch)[1]
+        update, memory = optimizer.update(gradient, memory, position)
+        return position + update, memory, squares + gradient**2 / num_steps
+
+    begin = (state.position, memory, jnp.zeros_like(state.position))
+    position, memory, squares = lax.fori_loop(0, num_steps, descend, begin)
+    return state._replace(position=position), memory, squares
+
+
+# -- rows held out ---------------------------------------------------------------------------------------
+
+
 def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
-    """Rows to learn from and rows held out, in an order that depends on their number alone.
+    """Split rows into those to learn from and those held out; the split depends on ``size`` and ``share`` alone.
 
     >>> learned, held = held_out_rows(10, 0.2)
     >>> len(learned), len(held)
@@ -98,45 +126,46 @@ def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(np.sort(order[held:])), jnp.asarray(np.sort(order[:held]))
 
 
-def check_held_out(
-    call: str, warm: WarmStart, target: Target, z: Any, args: tuple, kwargs: Mapping[str, Any] | None
-) -> None:
-    """Refuse to hold rows out of a model that cannot do without them.
+def learning_gradient(
+    target: Target, share: float, unravel: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+) -> sgmcmc.interfaces.Gradient:
+    """Gradients from the rows that are not held out."""
+    rows = {name: held_out_rows(size, share)[0] for name, size in target.rows.items()}
+    streams: dict[str, Any] = {
+        name: sgmcmc.WithReplacement(rows[name].size, min(plate.batch_size, rows[name].size))
+        for name, plate in target.plates.items()
+    }
 
-    :param z: unconstrained values of one chain.
-    :raises ValueError: for a model without a plate around its observations, or one that does not index by it.
-    """
-    if not warm.held_out:
+    def potential(position: jax.Array, batch: Any) -> jax.Array:
+        shown = rows | {name: rows[name][batch[name]] for name in streams}
+        return target.potential(args, kwargs, RowSubset(shown))(unravel(position))
+
+    if not streams:
+        return sgmcmc.Full(lambda position: potential(position, {}))
+    return sgmcmc.Minibatch(potential, ProductStream(streams))
+
+
+def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+    """The function from unconstrained values to the log density of the rows held out."""
+    held = {name: held_out_rows(size, share)[1] for name, size in target.rows.items()}
+    score: Callable = target.log_likelihood(args, kwargs, held)
+    return score
+
+
+def check_held_out(
+    call: str, target: Target, share: float, z: Any, args: tuple, kwargs: Mapping[str, Any] | None
+) -> None:
+    """Refuse to hold out rows of a model that needs all of them; ``z`` are unconstrained values of one chain."""
+    if not share:
         return
     instead = "Observe inside a plate and index the data by it: `with plate(...) as i: ... obs=y[i]`."
     if not target.rows:
         raise argument_error(call, "warm_start", "held_out of a model without a plate of data", instead)
     if min(target.rows.values()) < 2:
         raise argument_error(call, "warm_start", "held_out of a plate with one row", "Set `held_out=0`.")
-    held = {name: held_out_rows(size, warm.held_out)[1] for name, size in target.rows.items()}
-
-    def total(z: Any) -> Any:
-        return target.log_likelihood(args, kwargs, held)(z)
-
     try:
-        jax.eval_shape(total, z)
+        jax.eval_shape(held_out_score(target, share, args, kwargs), z)
     except (TypeError, ValueError) as error:
         raise argument_error(
             call, "warm_start", "held_out of a model that needs all rows", instead
         ) from error
-
-
-def members_of(
-    kernel: "SGMCMCKernel", state: SGMCMCState, args: tuple, kwargs: Mapping[str, Any] | None
-) -> dict[str, jax.Array]:
-    """Values of the sites where each chain ended its warm start, (C, ...).
-
-    :raises ValueError: for a kernel without warm start.
-    """
-    if not kernel.warm_start_length:
-        instead = "Give it a warm start, and a warm-up: its ends are the members."
-        raise argument_error("to_inference_data", "members", "a run without warm start", instead)
-    many = state.i.ndim > 0
-    unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], state.z) if many else state.z)[1]
-    positions = state.optimizer.position if many else state.optimizer.position[None]
-    return jax.vmap(kernel.postprocess_fn(args, kwargs))(jax.vmap(unravel)(positions))

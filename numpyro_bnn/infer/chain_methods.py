@@ -1,4 +1,4 @@
-"""Chains side by side on several devices."""
+"""How chains share the devices of a machine: a ``chain_method`` for NumPyro's ``MCMC``."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,18 +8,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["parallel_vectorized"]
-
 
 def parallel_vectorized(fn: Callable) -> Callable:
-    """Map a function over chains: vectorized on each local device, the devices in parallel.
+    """Run chains on all local devices: vectorized on each device, the devices in parallel.
 
-    A ``chain_method`` for ``numpyro.infer.MCMC`` and any kernel, where ``"parallel"`` wants a device for each chain
-    and ``"vectorized"`` keeps to one. C chains are shared out evenly to the largest number of devices that divides
+    A ``chain_method`` for ``numpyro.infer.MCMC`` and any kernel; ``"parallel"`` needs one device per chain, and
+    ``"vectorized"`` uses one device only. C chains are split evenly over the largest number of devices that divides
     C; devices do not wait for one another. Draws come back on the first device.
 
-    A CPU is one device unless it is told otherwise, before JAX is first used:
-    ``numpyro.set_host_device_count(os.cpu_count())``. NumPyro shows no progress bar with methods of this kind.
+    JAX sees a CPU as one device unless you call ``numpyro.set_host_device_count(os.cpu_count())`` before JAX is first
+    used. NumPyro shows no progress bar with methods of this kind.
 
     :param fn: function of a tree of arrays, for one chain.
     :return: function of a tree of arrays with a leading axis (C, ...).
@@ -28,13 +26,12 @@ def parallel_vectorized(fn: Callable) -> Callable:
     >>> parallel_vectorized(lambda x: {"double": 2 * x})(jnp.arange(3))["double"].tolist()
     [0, 2, 4]
     """
-
     chunk = jax.vmap(fn)
 
     @cache
     def program(devices: tuple[jax.Device, ...]) -> tuple[Callable, NamedSharding]:
         mesh, spec = Mesh(np.asarray(devices), ("chain",)), PartitionSpec("chain")
-        # The chunks are independent: nothing to be checked about values that differ between devices.
+        # The chunks are independent: no values need to agree between devices.
         split = jax.shard_map(chunk, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(split), NamedSharding(mesh, spec)
 

@@ -1,0 +1,173 @@
+"""Exact kernels, with a Metropolis test: MALA and generalized HMC on all the data, GGMC with minibatch gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_bnn import sgmcmc
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.infer.base import SGMCMCKernel
+from numpyro_bnn.infer.momentum import check_momentum_decay, friction_of
+from numpyro_bnn.infer.target import Target
+
+
+class _AllDataKernel(SGMCMCKernel):
+    """Base of exact kernels whose gradients use all the data."""
+
+    exact = True
+
+    def _check_arguments(self) -> None:
+        if self._gradient != "minibatch":
+            raise argument_error(
+                self._call,
+                "gradient",
+                self._gradient,
+                "Leave it out: this kernel uses the gradient of all the data.",
+            )
+        super()._check_arguments()
+
+    def estimator(
+        self, target: Target, potential: Callable, full: Callable, stream: Any
+    ) -> sgmcmc.interfaces.Gradient:
+        return sgmcmc.Full(full)
+
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+        return 1 / curvature
+
+
+class MALA(_AllDataKernel):
+    r"""Metropolis-adjusted Langevin algorithm: a gradient step with noise, then accept or stay.
+
+    .. math:: \theta^* = \theta + \tfrac\epsilon2 G g(\theta) + \sqrt{\epsilon T}\,L\,\xi
+
+    Exact for every step size. It uses all the data and ignores a ``subsample_size`` of the model.
+    ``step_size=None`` is adapted in warm-up to an acceptance of 0.574.
+
+    Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
+
+    Reference: Roberts & Tweedie (1996); Roberts & Rosenthal (1998) for the acceptance rate.
+
+    >>> MALA(lambda: None).default_fields[-1]
+    'accept_prob'
+    """
+
+    target_accept_prob = 0.574
+
+    def __init__(
+        self, model: Callable, step_size: Any = None, *, steps_per_draw: int = 10, **options: Any
+    ) -> None:
+        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
+
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+        return sgmcmc.MALA()
+
+
+class GHMC(_AllDataKernel):
+    r"""Generalized Hamiltonian Monte Carlo: long trajectories whose momentum may persist from one to the next.
+
+    A step is a trajectory of ``num_steps`` leapfrogs, of random step size, whose initial momentum is
+    :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`. Useful as a block of ``numpyro.infer.Gibbs``
+    beside :class:`~numpyro_bnn.infer.PrecisionGibbs`, or where trajectories must be longer than those of NUTS.
+
+    It uses all the data and ignores a ``subsample_size`` of the model. ``step_size=None`` (h^2, the square of the
+    leapfrog step) is adapted in warm-up to an acceptance of 0.8.
+
+    :param num_steps: L, leapfrogs per trajectory.
+    :param momentum_decay: share of the momentum that a trajectory forgets, in [0, 1]; 1 is plain HMC.
+    :param jitter: leapfrog steps of a trajectory are h times a uniform number in [1 - jitter, 1 + jitter].
+    :raises ValueError: for numbers out of range.
+
+    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts trajectories.
+
+    Reference: Horowitz (1991) for persistent momentum; Neal (1996), chapter 3, on networks.
+
+    >>> GHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
+    True
+    """
+
+    target_accept_prob = 0.8
+
+    def __init__(
+        self,
+        model: Callable,
+        step_size: Any = None,
+        *,
+        num_steps: int = 100,
+        momentum_decay: float = 1.0,
+        jitter: float = 0.1,
+        steps_per_draw: int = 1,
+        **options: Any,
+    ) -> None:
+        self._num_steps, self._momentum_decay, self._jitter = num_steps, momentum_decay, jitter
+        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        self.dynamics(lambda z: z, 1.0)  # checks its numbers
+
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+        return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
+
+    def optimizer_steps(self) -> int:
+        return self._steps_per_draw * self._num_steps
+
+
+class GGMC(SGMCMCKernel):
+    r"""Gradient-guided Monte Carlo: exact sampling with minibatch gradients.
+
+    ``num_steps`` steps of underdamped Langevin dynamics (OBABO), each with a minibatch of its own, then one
+    Metropolis test on all the data:
+
+    .. math:: \log\alpha = -\tfrac1T \Big[U(\theta_L) - U(\theta_0) + \sum_l
+              \big(K(m_l^{\text{after 2nd B}}) - K(m_l^{\text{after 1st O}})\big)\Big]
+
+    On rejection the chain stays and its momentum is flipped, which exactness requires. Gradient noise lowers the
+    acceptance, never the exactness. ``step_size=None`` is adapted in warm-up to an acceptance of 0.65.
+
+    :param num_steps: L, steps per test.
+    :param momentum_decay: share of the momentum that a step forgets, in [0, 1].
+    :raises ValueError: for numbers out of range, or minibatches that are not independent.
+
+    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts tests.
+
+    Reference: Garriga-Alonso & Fortuin (2021), section 3.
+
+    >>> GGMC(lambda: None, num_steps=5).exact
+    True
+    """
+
+    exact = True
+    target_accept_prob = 0.65
+
+    def __init__(
+        self,
+        model: Callable,
+        step_size: Any = None,
+        *,
+        num_steps: int = 10,
+        momentum_decay: float = 0.1,
+        steps_per_draw: int = 10,
+        **options: Any,
+    ) -> None:
+        self._num_steps, self._momentum_decay = num_steps, momentum_decay
+        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if self._minibatches != "with_replacement" or self._gradient == "svrg":
+            raise argument_error(
+                self._call,
+                "minibatches or gradient",
+                (self._minibatches, self._gradient),
+                "It is exact with independent minibatches only: draw them with replacement, and not by SVRG.",
+            )
+        check_momentum_decay(self._call, self._momentum_decay)
+        self.dynamics(lambda z: z, 1.0)  # checks the number of steps
+
+    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+        return sgmcmc.GGMC(full_potential, self._num_steps, friction_of(self._momentum_decay, step_size))
+
+    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+        return jnp.minimum(1 / curvature, self._temperature / jnp.maximum(noise, 1e-30))

@@ -1,0 +1,237 @@
+"""Which rows a subsampled plate sees; models whose minibatches would be silently wrong are refused."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+from numpyro import handlers
+from numpyro.infer.initialization import init_to_sample
+from numpyro.primitives import Messenger
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import dependence, indexed_lengths
+from numpyro_bnn._plates import full_plates, random_indices
+
+KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
+
+
+class Plate(NamedTuple):
+    """A subsampled plate: N data points, B of them per minibatch."""
+
+    size: int
+    batch_size: int
+
+
+class RowSubset(NamedTuple):
+    """Rows that a model sees in place of a minibatch, by plate."""
+
+    indices: Mapping[str, jax.Array]
+
+
+# -- handlers that choose rows ---------------------------------------------------------------------------
+
+
+class only_rows(Messenger):
+    """Restrict some plates to a fixed subset of their rows, weighted as if it were all; other plates are full.
+
+    :param rows: indices by plate.
+
+    >>> import numpyro
+    >>> def model():
+    ...     with numpyro.plate("data", 4) as index:
+    ...         return index
+    >>> only_rows(model, {"data": jnp.array([1, 3])})().tolist()
+    [1, 3]
+    """
+
+    def __init__(self, fn: Callable, rows: Mapping[str, jax.Array]) -> None:
+        self.rows = rows
+        super().__init__(full_plates(fn))
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["name"] in self.rows:
+            indices = self.rows[msg["name"]]
+            msg["args"], msg["value"] = (msg["args"][0], indices.shape[0]), indices
+
+
+class give_indices(Messenger):
+    """Give subsampled plates the indices of a minibatch, and the model its random keys.
+
+    Keys are set as values: NumPyro's potential would replace what a ``seed`` handler offers by a constant.
+
+    :param batch: indices by plate.
+    :param plates: the plates that ``batch`` was made for.
+    """
+
+    def __init__(self, fn: Callable, batch: Mapping[str, jax.Array], plates: Mapping[str, Plate]) -> None:
+        self.batch, self.plates, self.key = batch, plates, batch.get(KEY)
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "prng_key" and self.key is not None and msg["value"] is None:
+            self.key, msg["value"] = random.split(self.key)
+        if msg["type"] != "plate" or msg["value"] is not None:
+            return
+        name, now, then = msg["name"], tuple(msg["args"]), self.plates.get(msg["name"])
+        if then is None or now != tuple(then):
+            raise argument_error(
+                "MCMC.run",
+                "model arguments",
+                f"data with which plate {name!r} has size and subsample size {now}",
+                f"The run was started with {then and tuple(then)}: start a new one for other sizes.",
+            )
+        msg["value"] = self.batch[name]
+
+
+def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
+    """Add a keyword ``_batch`` to a model: indices by plate, ``None`` for random ones, "full", or a ``RowSubset``."""
+
+    def wrapped(*args: Any, _batch: Any = None, **kwargs: Any) -> Any:
+        if _batch is None:
+            return random_indices(model)(*args, **kwargs)
+        if isinstance(_batch, RowSubset):
+            return only_rows(model, _batch.indices)(*args, **kwargs)
+        if isinstance(_batch, str):
+            return full_plates(model)(*args, **kwargs)
+        return give_indices(model, _batch, plates)(*args, **kwargs)
+
+    return wrapped
+
+
+def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
+    """The first B indices of every plate."""
+    return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
+
+
+# -- what a trace shows ----------------------------------------------------------------------------------
+
+
+class _asks_for_keys(Messenger):
+    """Note whether a model asks for random numbers of its own."""
+
+    asked = False
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "prng_key":
+            self.asked = True
+
+
+def trace_of(model: Callable, seed: int, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Trace a model from its prior; the second value says whether it asks for random numbers of its own."""
+    spy = _asks_for_keys()
+    with spy:
+        seeded = handlers.seed(random_indices(model), seed)
+        traced = handlers.trace(handlers.substitute(seeded, substitute_fn=init_to_sample))
+        return traced.get_trace(*args, **kwargs), spy.asked
+
+
+def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
+    """The plates of a trace that see a part of their indices.
+
+    :raises ValueError: for a part larger than the whole.
+    """
+    sites = {name: site["args"] for name, site in traced.items() if site["type"] == "plate"}
+    plates = {name: Plate(*args) for name, args in sites.items() if args[1] not in (None, args[0])}
+    for name, plate in plates.items():
+        if plate.batch_size > plate.size:
+            raise argument_error(
+                call,
+                "model",
+                f"plate {name!r} with subsample_size {plate.batch_size}",
+                f"Take at most its size, {plate.size}.",
+            )
+    return plates
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> None:
+    """Refuse discrete latent sites, and latent sites inside a subsampled plate."""
+    for name, site in traced.items():
+        if site["type"] != "sample" or site["is_observed"]:
+            continue
+        if site["fn"].support.is_discrete:
+            raise argument_error(
+                call,
+                "model",
+                f"the discrete latent site {name!r}",
+                "Sum over its values: a gradient cannot move it.",
+            )
+        inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
+        if inside:
+            raise argument_error(
+                call,
+                "model",
+                f"the latent site {name!r} inside the subsampled plate {inside[0]!r}",
+                "Each minibatch would give its values to other data points. Sample it outside the plate at full size"
+                " and index it, or run without `subsample_size`.",
+            )
+
+
+def check_indices(
+    call: str, model: Callable, traced: dict, plates: Mapping[str, Plate], args: tuple, kwargs: dict
+) -> None:
+    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points."""
+    values = {
+        name: site["value"]
+        for name, site in traced.items()
+        if site["type"] == "sample" and not site["is_observed"]
+    }
+
+    def likelihood(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        fixed = handlers.substitute(on_batch(model, plates), data=values)
+        sites = handlers.trace(handlers.seed(fixed, 0)).get_trace(*args, _batch=batch, **kwargs)
+        return {"total": observed_log_density(sites)}
+
+    fresh = first_batch(plates)
+    used = dependence(likelihood, fresh)["total"]
+    for name, plate in plates.items():
+        if name not in used:
+            raise argument_error(
+                call,
+                "model",
+                f"plate {name!r}, whose indices the likelihood does not use",
+                f"Its data would be scaled by {plate.size}/{plate.batch_size} as if they were a fresh minibatch each"
+                f" step. Pass all {plate.size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
+            )
+        reached = indexed_lengths(partial(_replaced, likelihood, fresh, name), fresh[name])
+        if reached and min(reached) < plate.size:
+            raise argument_error(
+                call,
+                "model",
+                f"plate {name!r} of size {plate.size} that indexes an array with {min(reached)} rows",
+                "JAX would silently repeat the last row. Make the plate as large as the data: `x.shape[0]`.",
+            )
+    _check_seeds(call, model, plates, args, kwargs)
+
+
+def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
+    """Log density of the observed sites of a trace, without the scale of its plates."""
+    observed = [site for site in sites.values() if site["type"] == "sample" and site["is_observed"]]
+    return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
+
+
+def _replaced(likelihood: Callable, batch: Mapping[str, jax.Array], name: str, indices: jax.Array) -> Any:
+    return likelihood({**batch, name: indices})
+
+
+def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict) -> None:
+    """Under two seeds of ours a plate must get two keys, unless the model brings its own."""
+    with jax.ensure_compile_time_eval():
+        traces = [trace_of(model, seed, args, kwargs)[0] for seed in (1, 2)]
+        keys = [
+            {name: random.key_data(traced[name]["kwargs"]["rng_key"]) for name in plates} for traced in traces
+        ]
+    for name in plates:
+        if np.array_equal(keys[0][name], keys[1][name]):
+            raise argument_error(
+                call,
+                "model",
+                "a model that is already seeded",
+                "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
+            )
