@@ -80,7 +80,16 @@ def quantiles(density, size):
     return lambda v: np.interp(np.log(v), log_v, cdf), np.random.default_rng(3).permutation(start)
 
 
-@pytest.mark.parametrize("name", [*VARIANCES, *SCALES, "precision, inverse gamma", "precision, exponential"])
+FAST = ("inverse gamma", "half-normal", "half-Cauchy")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
+        for name in (*VARIANCES, *SCALES, "precision, inverse gamma", "precision, exponential")
+    ],
+)
 def test_variances_and_scales(name):
     """From draws of the conditional to draws of it: exact also for the half-Cauchy, whose update is a transition."""
     if name.startswith("precision"):
@@ -110,7 +119,7 @@ def test_variances_and_scales(name):
         )
 
 
-@pytest.mark.parametrize("axis", [0, 1, None])
+@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.slow), None])
 def test_elements_own_rows_columns_or_elements(axis):
     """A site of several elements: each has the conditional of the weights that it scales."""
     shape = {0: (2, 1), 1: (1, 3), None: (2, 3)}[axis]

@@ -43,8 +43,8 @@ def conjugate():
     numpyro.sample("y", dist.Normal(w, 0.5), obs=1.0)
 
 
-@pytest.mark.parametrize("temper", ["likelihood", "joint"])
-def test_every_replica_has_its_tempered_law(temper):
+@pytest.mark.parametrize("temper", ["likelihood", pytest.param("joint", marks=pytest.mark.slow)])
+def test_every_replica_has_its_tempered_posterior(temper):
     """Mean and variance of w at every temperature, within 4.5 MCSE: failure rate 1e-5 for each of the eight."""
     kernel = infer.ParallelTempering(hmc(conjugate), 4, lowest=0.05, temper=temper)
     mcmc = run(kernel, draws=3000, fields=("base.z",))
@@ -64,6 +64,7 @@ def two_modes():
     numpyro.sample("y", dist.Normal(w**2, 0.2), obs=4.0)
 
 
+@pytest.mark.slow
 def test_crosses_between_modes():
     """The weight of the mode at 2 is that of quadrature, from chains that all start in one of them."""
     grid = np.linspace(-4, 4, 100_001)
@@ -134,7 +135,10 @@ def inner_kernels():
     }
 
 
-@pytest.mark.parametrize("name", ["NUTS", "Gibbs", "OrbitMoves", "MALA"])
+@pytest.mark.parametrize(
+    "name",
+    ["MALA", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NUTS", "Gibbs", "OrbitMoves"))],
+)
 def test_inner_kernels(name):
     """Any kernel with a model, also after a round through pickle; what ArviZ gets."""
     kernel = pickle.loads(pickle.dumps(infer.ParallelTempering(inner_kernels()[name], 3)))
@@ -172,6 +176,7 @@ def test_values_are_placed_through_kernels_around_a_gibbs():
             np.testing.assert_allclose(values[name], value, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_chain_methods_and_kinds_of_keys_agree():
     kernel = infer.ParallelTempering(hmc(conjugate), 3)
     one = run(kernel, warmup=5, draws=5, chains=2).get_samples()["w"]
