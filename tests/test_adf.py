@@ -299,10 +299,7 @@ def network_fits(rows):
     return fit
 
 
-EVERY_NETWORK = mostly_slow(NETWORKS, "Gamma precision", "ARD and subsampling")
-
-
-@pytest.mark.parametrize("name", EVERY_NETWORK)
+@pytest.mark.parametrize("name", mostly_slow(NETWORKS, "Gamma precision", "ARD and subsampling"))
 def test_networks_learn(network_fits, rows, name):
     """A sine under noise of sd 0.3: predicting 0 has an RMSE of 0.75."""
     pbp, fit = network_fits(name)
@@ -326,7 +323,7 @@ def test_centering_does_not_matter(network_fits, name):
         np.testing.assert_allclose(weight.var, two.weights[site].var, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", EVERY_NETWORK)
+@pytest.mark.parametrize("name", mostly_slow(NETWORKS, "ARD and subsampling"))
 def test_every_summary_and_draw_agrees(network_fits, rows, name):
     """Draws of the network at new inputs have the medians and quantiles that the guide states."""
     pbp, fit = network_fits(name)

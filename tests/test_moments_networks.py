@@ -98,11 +98,9 @@ EXACT = {
 }
 
 
-FAST = {"by hand": pytest.mark.core, "two layers": ()}
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=FAST.get(name, pytest.mark.slow)) for name in EXACT]
+    "name",
+    [pytest.param(name, marks=pytest.mark.core if name == "by hand" else pytest.mark.slow) for name in EXACT],
 )
 def test_exact_cases_agree_with_simulation(name):
     """4 standard errors of a million draws: failure rate 6e-5 per figure, up to 108 (correlated) figures."""

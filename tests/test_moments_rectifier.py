@@ -145,6 +145,7 @@ def test_maximum_of_two_constants_and_of_equal_ones():
     np.testing.assert_allclose(slopes, [0, 0.5])
 
 
+@pytest.mark.slow
 def test_largest_of_many_agrees_with_integration(x64):
     """Different scales, a known number, one left out; and the derivatives by finite differences."""
     mean = jnp.array([0.0, 1.0, -3.0, 0.5, 100.0])
