@@ -124,7 +124,7 @@ def print_table(rows: list[Scores], num_test: int) -> None:
         )
 
 
-def draw_plots(idata, folder: Path) -> list[Path]:
+def draw_plots(idata, folder: Path) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,11 +138,7 @@ def draw_plots(idata, folder: Path) -> list[Path]:
     path = folder / "regression.png"
     figure.savefig(path, dpi=200)
     plt.close(figure)
-    trace = folder / "regression_trace.png"
-    axes = plots.function_trace(idata)
-    np.ravel(axes)[0].figure.savefig(trace, dpi=200)
-    plt.close("all")
-    return [path, trace]
+    return path
 
 
 def main(argv: list[str] | None = None) -> list[Scores]:
@@ -159,7 +155,7 @@ def main(argv: list[str] | None = None) -> list[Scores]:
     divergences = int(idata["sample_stats"]["diverging"].sum())
     total = args.num_chains * args.num_samples
     print(f"{divergences} divergent transitions of {total}")
-    saved = [results.save(idata, folder / "regression.nc"), *draw_plots(idata, folder)]
+    saved = [results.save(idata, folder / "regression.nc"), draw_plots(idata, folder)]
     print("written: " + ", ".join(map(str, saved)))
     return rows
 

@@ -337,14 +337,28 @@ def report(runs: list[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def draw_trace(axis: Any, values: np.ndarray, exact: tuple[float, float, float] | None) -> None:
+    """Trace of the first unit, one color per chain; a band and a line if interval and mean are known."""
+    from numpyro_bnn import metrics
+
+    if exact:
+        low, middle, high = exact
+        axis.axhspan(low, high, color="#E4E4E4", linewidth=0, zorder=0)
+        axis.axhline(middle, color="black", linewidth=0.6, zorder=3)
+    for chain, color in zip(values[..., 0], ("#0072B2", "#D55E00"), strict=False):
+        axis.plot(chain, color=color, linewidth=0.5, alpha=0.8)
+    mixing = metrics.function_space(values[..., :1])
+    text = f"R-hat {mixing.rhat[0]:.2f}, ESS {mixing.ess_bulk[0]:.0f}"
+    axis.set_title(text, loc="left", fontsize=7, pad=2)
+    axis.set_xlim(0, values.shape[1] - 1)
+
+
 def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> Path:
     """Traces of the first unit and the first scale, four ways side by side, one color per chain."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    from numpyro_bnn import plots
 
     labels = {
         "log norm": "log norm of a unit",
@@ -361,8 +375,10 @@ def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: 
         figure, axes = plt.subplots(len(names), len(traces), figsize=size, squeeze=False, **options)
         for place, (way, values) in enumerate(traces.items()):
             column, shown = axes[:, place], labels if place == 0 else dict.fromkeys(labels, "")
-            chains = {name: values[name][:2] for name in names}
-            plots.orbit_traces(chains, exact=exact, labels=shown, ax=column)
+            for axis, name in zip(column, names, strict=True):
+                draw_trace(axis, values[name][:2], exact.get(name))
+                axis.set_ylabel(shown[name])
+            column[-1].set_xlabel("draw")
             column[0].set_title(f"{way}\n{column[0].get_title(loc='left')}", loc="left", fontsize=7)
         if exact:
             axes[-1, 0].text(0, low, " exact, 90 %", fontsize=7, va="bottom")

@@ -175,7 +175,6 @@ def test_regression(tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "regression.nc",
         "regression.png",
-        "regression_trace.png",
     }
     saved = results.load(tmp_path / "out" / "regression.nc")
     assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 20, "data": 88}

@@ -127,7 +127,7 @@ def ece(probs: ArrayLike, labels: ArrayLike, bins: int = 15) -> Reliability:
     :param probs: (N, K), (S, N, K) or (C, S, N, K) probabilities; draws are averaged.
     :param labels: (N,) integers 0..K-1.
     :param bins: number M of bins.
-    :return: a :class:`Reliability`.
+    :return: a :class:`~numpyro_bnn.metrics.classification.Reliability`.
     :raises ValueError: for other ranks, unequal lengths, rows that do not sum to 1, labels outside 0..K-1,
         or fewer than one bin.
 
@@ -157,7 +157,8 @@ def uncertainty(probs: ArrayLike) -> Uncertainty:
     .. math:: H\Big[\frac1S \sum_s p_s\Big] = \frac1S \sum_s H[p_s] + I(y; \theta)
 
     :param probs: (S, N, K) or (C, S, N, K) draws of class probabilities.
-    :return: an :class:`Uncertainty`; each of its arrays (N,) also serves as a score for :func:`auroc`.
+    :return: an :class:`~numpyro_bnn.metrics.classification.Uncertainty`, whose arrays are also scores for
+        :func:`auroc`.
     :raises ValueError: for other ranks, NaN, or rows that do not sum to 1.
 
     Reference: Houlsby, Huszar, Ghahramani and Lengyel (2011), *Bayesian active learning for classification and
@@ -217,7 +218,7 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> Auroc:
 
     :param scores_in: (N,) scores of in-distribution points, e.g. the mutual information of :func:`uncertainty`.
     :param scores_out: (M,) scores of out-of-distribution points, expected to be larger.
-    :return: an :class:`Auroc`.
+    :return: an :class:`~numpyro_bnn.metrics.classification.Auroc`.
     :raises ValueError: for other ranks, empty data, NaN or infinity.
 
     Reference: DeLong, DeLong and Clarke-Pearson (1988), *Comparing the areas under two or more correlated

@@ -144,7 +144,7 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     :param draws: (S, N) or (C, S, N) draws of y (of the observation, not of its mean).
     :param y: (N,) targets.
     :param level: probability inside, between 0 and 1.
-    :return: a :class:`Coverage`.
+    :return: a :class:`~numpyro_bnn.metrics.draws.Coverage`.
     :raises ValueError: for other ranks, unequal lengths, a level outside (0, 1), NaN or infinity.
 
     Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*, definition 6.
@@ -196,7 +196,8 @@ def function_space(draws: ArrayLike) -> FunctionSpace:
     Chains in different copies of a mode therefore look unmixed by their weights, and mixed here.
 
     :param draws: (C, S, N, ...) draws of predictions, chains first, e.g. ``idata.predictions["y_mean"].values``.
-    :return: a :class:`FunctionSpace`; NaN if a prediction never changes. With one chain, R-hat compares its halves.
+    :return: a :class:`~numpyro_bnn.metrics.draws.FunctionSpace`; NaN if a prediction never changes. With one
+        chain, R-hat compares its halves.
     :raises ValueError: for fewer than three axes, NaN or infinity (a diverged chain).
 
     Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*; for functions

@@ -40,7 +40,6 @@ def calibration(
     :param ax: two axes to draw on; by default those of a new figure.
     :return: the two axes.
     :raises ValueError: if there are no targets, or no draws of the site.
-    :raises ImportError: without Matplotlib.
 
     >>> from numpyro_bnn import infinite, nn, to_inference_data
     >>> x = np.linspace(-1, 1, 9)[:, None]
@@ -94,7 +93,6 @@ def reliability_diagram(
     :param ax: axes to draw on; by default those of a new figure, one column wide.
     :return: the axes.
     :raises ValueError: if there are no labels or no probabilities, or fewer than one bin.
-    :raises ImportError: without Matplotlib.
 
     Reference: Guo, Pleiss, Sun and Weinberger (2017), *On calibration of modern neural networks*, section 2.
 
@@ -102,7 +100,8 @@ def reliability_diagram(
     >>> probs = np.random.default_rng(0).dirichlet(np.ones(3), (1, 1, 200))
     >>> drawn = xr.Dataset({"y_probs": (("chain", "draw", "data", "class"), probs)})
     >>> labels = xr.Dataset({"y": ("data", probs[0, 0].argmax(axis=1))})
-    >>> idata = xr.DataTree.from_dict({"predictions": drawn, "predictions_constant_data": labels})
+    >>> groups = {"predictions": drawn, "observed_data": labels, "predictions_constant_data": labels}
+    >>> idata = xr.DataTree.from_dict(groups)
     >>> reliability_diagram(idata).get_ylabel()
     'share of right labels'
     """

@@ -41,7 +41,6 @@ def member_intervals(
     :return: the axes.
     :raises ValueError: if there are no draws of the function, the fits differ in their points, or a point does not
         exist.
-    :raises ImportError: without Matplotlib.
 
     >>> from numpyro_bnn import infinite, nn, to_inference_data
     >>> x = np.linspace(-1, 1, 9)[:, None]

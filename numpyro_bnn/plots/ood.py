@@ -70,7 +70,6 @@ def ood_histograms(
     :param ax: axes to draw on; by default those of a new figure, one column wide.
     :return: the axes.
     :raises ValueError: for an unknown score, one that does not fit the site, or scores that are not (N,) numbers.
-    :raises ImportError: without Matplotlib.
 
     >>> axes = ood_histograms([0.1, 0.2, 0.3, 0.4], {"MNIST": [0.35, 0.5, 0.6]})
     >>> [text.get_text() for text in axes.get_legend().get_texts()]

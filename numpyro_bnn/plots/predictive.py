@@ -39,7 +39,6 @@ def predictive_band(
     :return: the axes.
     :raises ValueError: if there are no predictions, the site is a class label, the input is not
         one-dimensional or a level is not between 0 and 1.
-    :raises ImportError: without Matplotlib.
 
     >>> from numpyro_bnn import infinite, nn, to_inference_data
     >>> x = np.linspace(-1, 1, 9)[:, None]
@@ -104,7 +103,6 @@ def predicted_vs_observed(
     :param ax: axes to draw on; by default those of a new figure, one column wide.
     :return: the axes.
     :raises ValueError: if there are no targets, or the site is a class label.
-    :raises ImportError: without Matplotlib.
 
     >>> from numpyro_bnn import infinite, nn, to_inference_data
     >>> x = np.linspace(-1, 1, 9)[:, None]

@@ -42,7 +42,6 @@ def relevance(
     :param ax: axes to draw on; by default those of a new figure, as high as the number of inputs requires.
     :return: the axes; intervals lie along x.
     :raises ValueError: if there is no such variable, or it is not one positive number for each input.
-    :raises ImportError: without Matplotlib.
 
     Reference: MacKay (1994); Neal (1996), *Bayesian learning for neural networks*, section 4.3.
 
