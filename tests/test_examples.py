@@ -180,6 +180,7 @@ def test_regression(tmp_path):
     assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 20, "data": 88}
 
 
+@pytest.mark.slow
 def test_minibatch(tmp_path, capsys):
     rows = run("examples.minibatch", "--output", tmp_path / "out")
     assert [row.method for row in rows] == ["SGLD", "PSGLD", "SGHMC", "NUTS, 40 rows"]
@@ -199,6 +200,7 @@ def test_minibatch(tmp_path, capsys):
     assert (tmp_path / "out" / "minibatch.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_minibatch_takes_california_housing(tmp_path):
     """The file is made here: 200 rows of the columns and ranges of the real one."""
     draws = np.random.default_rng(0)
@@ -217,6 +219,7 @@ def test_minibatch_names_a_wrong_data_folder(tmp_path):
         run("examples.minibatch", "--data", tmp_path / "absent", "--output", tmp_path)
 
 
+@pytest.mark.slow
 def test_ensembles(tmp_path, capsys):
     rows = run("examples.ensembles", "--output", tmp_path / "out")
     assert [row.method for row in rows] == ["deep ensemble", "MCLMC", "NUTS"]
@@ -234,6 +237,7 @@ def test_ensembles(tmp_path, capsys):
     assert (tmp_path / "out" / "ensembles_energy.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_microcanonical(tmp_path):
     report = run("examples.benchmarks.microcanonical", "--output", tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()).keys() == report.keys()
@@ -254,6 +258,7 @@ def test_microcanonical(tmp_path):
     assert set(costs["ratios"]) > {"mclachlan / bare gradient"}
 
 
+@pytest.mark.slow
 def test_function_agreement(tmp_path):
     page = page_with(tmp_path, "function_agreement")
     output = tmp_path / "out.json"
@@ -276,6 +281,7 @@ def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
     assert compare(first + 2.0, second)["rms t, mean"] > 3
 
 
+@pytest.mark.slow
 def test_gradient_cost(tmp_path):
     path, page = tmp_path / "new" / "cost.json", page_with(tmp_path, "gradient_cost")
     rows = run("examples.benchmarks.gradient_cost", "--output", path, "--docs", page)
@@ -291,6 +297,7 @@ def test_gradient_cost(tmp_path):
     assert f"jax {written['versions']['jax']}" in shown
 
 
+@pytest.mark.slow
 def test_compilation(tmp_path, monkeypatch, capsys):
     """Processes are asked for with and without a cache, which one process fills before; what one prints is read."""
     asked = []
@@ -318,6 +325,7 @@ def test_compilation(tmp_path, monkeypatch, capsys):
     assert seconds > 0
 
 
+@pytest.mark.slow
 def test_gradient_variance(tmp_path):
     path = tmp_path / "new" / "variance.json"
     report = run("examples.benchmarks.gradient_variance", "--output", path)
@@ -334,6 +342,7 @@ def test_gradient_variance(tmp_path):
     assert written["options"]["width"] == 3
 
 
+@pytest.mark.slow
 def test_sgld_step(tmp_path, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -364,6 +373,7 @@ def test_sgld_step(tmp_path, monkeypatch):
     assert written["machine"]["cores"] >= 1
 
 
+@pytest.mark.slow
 def test_memory_is_set_by_the_draws_alone(tmp_path):
     """Compiled working memory does not grow with the steps, nor what is kept with the steps per draw."""
     memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(640)
@@ -375,6 +385,7 @@ def test_memory_is_set_by_the_draws_alone(tmp_path):
     assert 1.8 * few < double < 2.2 * few
 
 
+@pytest.mark.slow
 def test_probabilistic_backpropagation(tmp_path, capsys):
     rows = run("examples.probabilistic_backpropagation", "--output", tmp_path / "out")
     assert [row.method for row in rows] == ["PBP, all rows", "NUTS, 30 rows", "ridge regression"]
@@ -387,6 +398,7 @@ def test_probabilistic_backpropagation(tmp_path, capsys):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_adf_uci(tmp_path, data_folder, capsys):
     """Two splits, tiny; JSON, and a table put into a page between its marks."""
     page = tmp_path / "page.md"
@@ -401,6 +413,7 @@ def test_adf_uci(tmp_path, data_folder, capsys):
     assert capsys.readouterr().out.strip() in page.read_text()
 
 
+@pytest.mark.slow
 def test_adf_speed(tmp_path):
     path = tmp_path / "new" / "speed.json"
     report = run("examples.benchmarks.adf_speed", "--output", path)
@@ -413,6 +426,7 @@ def test_adf_speed(tmp_path):
 # -- variational guides -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_amortized(tmp_path, capsys):
     rows = run("examples.amortized", "--output", tmp_path / "out")
     assert [f"{row.network} {row.rows}" for row in rows] == ["3 seen", "3 new", "4 seen", "4 new"]
@@ -424,6 +438,7 @@ def test_amortized(tmp_path, capsys):
     assert (tmp_path / "out" / "amortized.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_variational(tmp_path, capsys):
     rows = run("examples.variational", "--output", tmp_path / "out")
     assert [row.method for row in rows] == ["mean field", "full rank", "coupling flow", "NUTS"]
@@ -436,6 +451,7 @@ def test_variational(tmp_path, capsys):
     assert (tmp_path / "out" / "variational.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_image_classification(tmp_path, capsys):
     page = page_with(tmp_path, "image_classification")
     report = run("examples.image_classification", "--output", tmp_path / "out", "--docs", page)
@@ -452,6 +468,7 @@ def test_image_classification(tmp_path, capsys):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_variational_uci(tmp_path, data_folder, capsys):
     path, page = tmp_path / "new" / "uci.json", tmp_path / "page.md"
     page.write_text(
@@ -464,6 +481,7 @@ def test_variational_uci(tmp_path, data_folder, capsys):
     assert capsys.readouterr().out.strip() in page.read_text()
 
 
+@pytest.mark.slow
 def test_coupling_step(tmp_path):
     path, page = tmp_path / "new" / "coupling.json", page_with(tmp_path, "coupling_step")
     report = run("examples.benchmarks.coupling_step", "--output", path, "--docs", page)
@@ -480,6 +498,7 @@ def test_coupling_step(tmp_path):
     assert module.ratio_to_fastest(times) == 0.5
 
 
+@pytest.mark.slow
 def test_hierarchical_hmc(tmp_path):
     page = page_with(tmp_path, "hierarchical_hmc")
     path = tmp_path / "new" / "hmc.json"
@@ -497,6 +516,7 @@ def test_hierarchical_hmc(tmp_path):
         assert len(row["mean log precision by chain"]) == 2
 
 
+@pytest.mark.slow
 def test_horseshoe(tmp_path, capsys):
     path = tmp_path / "new" / "horseshoe.json"
     report = run("examples.benchmarks.horseshoe", "--output", path)
@@ -523,6 +543,7 @@ def test_horseshoe(tmp_path, capsys):
 # -- symmetries ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_symmetries(tmp_path, capsys):
     rows = run("examples.symmetries", "--output", tmp_path / "out")
     assert [row["way"] for row in rows] == ["moves", "quotient"]
@@ -610,6 +631,7 @@ def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
         )
 
 
+@pytest.mark.slow
 def test_orbit_moves(tmp_path):
     path, page = tmp_path / "new" / "moves.json", page_with(tmp_path, "orbit_moves")
     report = run("examples.benchmarks.orbit_moves", "--output", path, "--docs", page)
@@ -636,6 +658,7 @@ def test_orbit_moves(tmp_path):
     assert written["versions"]["jax"]
 
 
+@pytest.mark.slow
 def test_neal(tmp_path, capsys):
     report = run("examples.neal", "--output", tmp_path / "out")
     out = capsys.readouterr().out
@@ -673,6 +696,7 @@ def test_neal_scales_the_ard_prior_as_he_does():
     assert stats.kstest(np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_two_modes(tmp_path, capsys):
     page = page_with(tmp_path, "two_modes")
     report = run("examples.two_modes", "--output", tmp_path / "out", "--docs", page)
@@ -693,6 +717,7 @@ def test_two_modes(tmp_path, capsys):
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.slow
 def test_infinite_width(tmp_path):
     report = run("examples.infinite_width", "--output", tmp_path / "out")
     assert [row.width for row in report.widths] == [2, 4]
@@ -702,6 +727,7 @@ def test_infinite_width(tmp_path):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_infinite_uci(tmp_path, data_folder):
     """One split, two steps; JSON, and two tables put into a page between the marks."""
     page = tmp_path / "page.md"
@@ -747,6 +773,7 @@ def test_uci_samples_and_fits(tmp_path, data_folder, run_name, methods):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     path, page = tmp_path / "new" / "uci.jsonl", tmp_path / "page.md"
     marks = [
@@ -913,6 +940,7 @@ def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
         door.main(["all", "--output", str(tmp_path / "other")])
 
 
+@pytest.mark.slow
 def test_infinite_kernel(tmp_path):
     page = page_with(tmp_path, "infinite_kernel")
     path = tmp_path / "new" / "kernel.json"

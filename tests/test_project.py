@@ -351,10 +351,23 @@ def shown_code(tmp_path, monkeypatch):
     assert after == before, "an example changed the settings of JAX"
 
 
+INFERENCE = re.compile(r"\b(MCMC|SVI)\(|\.run\(|\bfit\(|to_inference_data\(")
+
+
+def by_cost(paths, label):
+    """Parameters of tests that run what files show: those that sample or fit are slow, but for the README."""
+    for path in paths:
+        lines = path.read_text().splitlines()
+        shown = [line for line in lines if path.suffix == ".md" or line.lstrip().startswith((">>>", "..."))]
+        slow = INFERENCE.search("\n".join(shown)) and path.name != "README.md"
+        yield pytest.param(path, id=label(path), marks=[pytest.mark.slow] if slow else [])
+
+
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name):
+@pytest.mark.parametrize("path", by_cost([path for path in FILES if path.stem != "__main__"], module_name))
+def test_docstring_examples(path):
     """Examples see the names of their module, and nothing that another docstring defined."""
+    name = module_name(path)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     report = io.StringIO()
     for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
@@ -393,7 +406,7 @@ def python_blocks(text):
 
 
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", by_cost(PAGES, lambda page: page.name))
 def test_blocks_of_page_run(page):
     """The blocks of one page share their names, in the order of the page."""
     names = {"__name__": "__main__"}
