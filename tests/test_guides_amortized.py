@@ -180,11 +180,18 @@ def started(rows, full_rank, **options):
     return guide, {name: jnp.asarray(value, jnp.float32) for name, value in {**moved, **kept}.items()}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["independent", "full rank"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="independent"),
+        pytest.param(True, id="full rank", marks=pytest.mark.slow),
+    ],
+)
 def fitted(request, rows):
     return started(rows, request.param)
 
 
+@pytest.mark.slow
 def test_minibatches_are_unbiased(fitted, rows):
     """Mean over 4000 minibatches and draws against all rows: 5 standard errors."""
     guide, params = fitted
@@ -319,6 +326,7 @@ def test_predictive(fitted, rows):
     assert draws["gain"].shape == (3, 12)
 
 
+@pytest.mark.slow
 def test_other_guides_for_the_rest(rows):
     """Point estimates of the other sites; or a part of a list, with another guide beside it."""
     guide, params = started(rows, False, rest=AutoDelta)

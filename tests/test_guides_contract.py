@@ -77,9 +77,10 @@ def fitted(request):
     )
 
 
-def guides_that_have(part=None):
+def guides_that_have(part=None, fast=None):
+    """The rows of the registry: slow ones are variants of a class, and, of costly tests, all but the row ``fast``."""
     rows = [
-        pytest.param(name, marks=[pytest.mark.slow] if row.slow else [])
+        pytest.param(name, marks=[pytest.mark.slow] if row.slow or fast not in (None, name) else [])
         for name, row in GUIDES.items()
         if part not in row.lacks
     ]
@@ -108,7 +109,7 @@ def test_svi_learns_from_minibatches(fitted):
     assert changed == list(fitted.start)
 
 
-@guides_that_have()
+@guides_that_have(fast="AutoMeanField")
 def test_elbos_agree(fitted):
     """The same bound with score terms, the same mean with closed-form divergences, and Renyi's, which is tighter."""
 
@@ -180,7 +181,7 @@ def test_median_and_quantiles(fitted):
         np.testing.assert_allclose(quantiles[name][1], single[name][0], rtol=1e-5)
 
 
-@guides_that_have()
+@guides_that_have(fast="AutoMeanField")
 @pytest.mark.core
 def test_predictive(fitted):
     direct = Predictive(model, guide=fitted.guide, params=fitted.params, num_samples=7)(jax.random.key(5), X)
@@ -189,7 +190,7 @@ def test_predictive(fitted):
     assert Predictive(model, latent)(jax.random.PRNGKey(7), X[:4])["y"].shape == (7, 4)
 
 
-@guides_that_have()
+@guides_that_have(fast="AutoMeanField")
 @pytest.mark.core
 def test_export(fitted):
     result = SVIRunResult(fitted.params, None, fitted.losses)
@@ -202,13 +203,13 @@ def test_export(fitted):
 # ------------------------------------------------------------------------------------- keys, storage, lists
 
 
-@guides_that_have()
+@guides_that_have(fast="AutoMeanField")
 def test_legacy_keys(fitted):
     params = fitted.svi.get_params(fitted.svi.init(jax.random.PRNGKey(0), X, Y, batch_size=BATCH))
     assert {n: v.shape for n, v in params.items()} == {n: v.shape for n, v in fitted.start.items()}
 
 
-@guides_that_have()
+@guides_that_have(fast="AutoMeanField")
 def test_storage(fitted):
     """Before the guide has seen a model, and after."""
     unused = pickle.loads(pickle.dumps(GUIDES[fitted.name].make(model)))
@@ -218,7 +219,7 @@ def test_storage(fitted):
         np.testing.assert_allclose(value, fitted.median[name], rtol=1e-5, atol=1e-7)
 
 
-@guides_that_have("list")
+@guides_that_have("list", fast="AutoMeanField")
 def test_part_of_a_list(fitted):
     """One site by another guide, all others by this one."""
     seeded = handlers.seed(model, 0)
@@ -239,7 +240,7 @@ def test_part_of_a_list(fitted):
 # ------------------------------------------------------------------------------------------------- density
 
 
-@guides_that_have("density")
+@guides_that_have("density", fast="AutoCoupling")
 def test_density_is_the_change_of_variables(fitted, monkeypatch, x64):
     """The guide is run on noise that is given: the Jacobian of noise -> sites then gives the density.
 

@@ -157,6 +157,7 @@ def test_conditioning_on_scales_makes_the_funnel_exact(family):
     assert kl - 3 * error > 0.5
 
 
+@pytest.mark.slow
 def test_local_sites_follow_their_scale_in_minibatches():
     """Sites in a subsampled plate: parameters of full size, an unbiased loss, the exact posterior."""
 
