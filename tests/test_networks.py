@@ -369,7 +369,13 @@ def test_modules_with_hyper_sites(make, names, prior, hyper):
     assert all(np.isfinite(slope).all() and np.any(slope != 0) for slope in slopes.values())
 
 
-@pytest.mark.parametrize("make", [row[0] for row in MODULES.values()], ids=MODULES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(row[0], id=name, marks=[] if name == "flax" else pytest.mark.slow)
+        for name, row in MODULES.items()
+    ],
+)
 def test_hmc_runs_on_modules(make):
     gp = priors.BySite(
         {"*conv*.kernel": priors.GPFilters(), "Conv*.kernel": priors.GPFilters()}, priors.Hierarchical()
@@ -432,6 +438,7 @@ def prior_functions(net, number):
     return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(keys), float)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", MOMENTS)
 def test_wide_covariance_is_the_kernel_of_the_limit(activation):
     """One hidden layer of 2048: every entry within five standard errors at every number of draws.

@@ -502,7 +502,7 @@ def test_numpy_integers_are_integers():
     assert hash(nn.Conv2d(np.int32(3), np.int64(3))) == hash(nn.Conv2d(3, 3))
 
 
-@pytest.mark.parametrize("channels", [1, 9])
+@pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow), 9])
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((2, 2), (1, 0))])
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
 def test_convolution_by_product(channels, padding, strides):

@@ -135,8 +135,17 @@ def r_hats(draws):
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("activation", ["tanh", "relu"])
-@pytest.mark.parametrize("norm", [None, nn.BatchNorm(), nn.LayerNorm()])
+@pytest.mark.parametrize(
+    ("activation", "norm"),
+    [
+        ("tanh", None),
+        ("relu", nn.BatchNorm()),
+        ("tanh", nn.LayerNorm()),
+        pytest.param("relu", None, marks=pytest.mark.slow),
+        pytest.param("tanh", nn.BatchNorm(), marks=pytest.mark.slow),
+        pytest.param("relu", nn.LayerNorm(), marks=pytest.mark.slow),
+    ],
+)
 def test_r_hat_of_weights_after_canonical(activation, norm):
     """Independent draws: with 4 half chains of 100 draws R-hat^2 - 1 is about (chi^2_3 / 3 - 1) / 100.
 

@@ -68,7 +68,7 @@ def sampler():
     return jax.jit(log_gig)
 
 
-@pytest.fixture(scope="module", params=["float32", "float64"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def draws(request, sampler):
     """(DRAWS, points of the grid)."""
     with jax.enable_x64(request.param == "float64"):
