@@ -423,16 +423,19 @@ def test_chain_methods_agree():
     assert np.abs(log_scale(parallel) - first).max() > 1e-3
 
 
-def test_caches_of_the_inner_kernel_are_renewed():
-    found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
-    for inner in (HMC(normed_model), infer.MALA(normed_model, 1e-3, warm_start=0.0)):
-        kernel = infer.OrbitMoves(inner, found)
-        state = kernel.init(random.key(0), 0, None, model_args=(X_TRAIN, Y_TRAIN), model_kwargs={})
-        state = kernel.sample(state, (X_TRAIN, Y_TRAIN), {})
-        fresh = kernel.refresh(state, (X_TRAIN, Y_TRAIN), {})
-        jax.tree.map(
-            partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), _energies(state), _energies(fresh)
-        )
+def small_mala(model):
+    return infer.MALA(model, 1e-3, warm_start=0.0)
+
+
+@pytest.mark.parametrize("make", [HMC, pytest.param(small_mala, marks=pytest.mark.slow)])
+def test_caches_of_the_inner_kernel_are_renewed(make):
+    kernel = infer.OrbitMoves(make(normed_model), symmetry.find(normed_model, X_TRAIN, Y_TRAIN))
+    state = kernel.init(random.key(0), 0, None, model_args=(X_TRAIN, Y_TRAIN), model_kwargs={})
+    state = kernel.sample(state, (X_TRAIN, Y_TRAIN), {})
+    fresh = kernel.refresh(state, (X_TRAIN, Y_TRAIN), {})
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), _energies(state), _energies(fresh)
+    )
 
 
 def _energies(state):
@@ -471,6 +474,7 @@ def test_with_gibbs(outside):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_quotient_under_a_guide():
     """Any guide fits the quotient; draws of it hold the original sites."""
     free = symmetry.quotient(normed_model, symmetry.find(normed_model, X_TRAIN, Y_TRAIN), X_TRAIN, Y_TRAIN)
@@ -521,6 +525,7 @@ def test_an_inexact_symmetry_is_refused_or_corrected():
     assert effective_sample_size(one) > 300
 
 
+@pytest.mark.slow
 def test_the_cost_of_moves_does_not_depend_on_the_data():
     """Compiled flops of one sweep with 40 and with 4000 rows; the likelihood is not in the program."""
 

@@ -299,6 +299,7 @@ def test_simulation_based_calibration(kernel, num_warmup):
         assert p > 1e-5, name
 
 
+@pytest.mark.slow
 def test_pickled_legacy_and_typed_keys_give_the_same_draws():
     kernel = composite(small_network, num_steps=None, trajectory_length=0.5)
     y = jnp.asarray(X[:, 0])

@@ -162,6 +162,7 @@ def test_refresh_takes_the_first_replica_to_z():
     assert float(moved.base.potential_energy[0]) == pytest.approx(potential, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_values_are_placed_through_kernels_around_a_gibbs():
     """Its blocks hold constrained values, however deep it lies."""
     gibbs = inner_kernels()["Gibbs"]
