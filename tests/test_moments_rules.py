@@ -126,7 +126,15 @@ def test_elementwise_rule_agrees_with_integration(name, x64):
 
 
 @pytest.mark.parametrize("fn", [jnp.tanh, lax.erf, jax.nn.silu, jax.nn.elu, jax.nn.softplus])
-@pytest.mark.parametrize(("sd", "error"), [(0.1, 1e-9), (1.0, 1e-9), (3.0, 1e-6), (10.0, 1e-3)])
+@pytest.mark.parametrize(
+    ("sd", "error"),
+    [
+        pytest.param(0.1, 1e-9, marks=pytest.mark.slow),
+        (1.0, 1e-9),
+        pytest.param(3.0, 1e-6, marks=pytest.mark.slow),
+        pytest.param(10.0, 1e-3, marks=pytest.mark.slow),
+    ],
+)
 def test_quadrature_error_by_sd(fn, sd, error, x64):
     """Figures of docs/moments.md: relative to the sd, or variance, of the function."""
     x = Gaussian(jnp.array([[0.0, 0.3, 1.0, -2.0]]) * sd, jnp.full((1, 4), sd**2))
@@ -136,6 +144,7 @@ def test_quadrature_error_by_sd(fn, sd, error, x64):
     assert np.abs(found.var / var - 1).max() < error
 
 
+@pytest.mark.slow
 def test_more_nodes_are_more_exact(x64):
     x = Gaussian(jnp.array([[0.4]]), jnp.array([[400.0]]))
     var = integrate(jnp.tanh, x)[1]
@@ -264,7 +273,9 @@ def images():
     return IMAGE.mean + np.sqrt(IMAGE.var) * noise
 
 
-@pytest.mark.parametrize("name", MAXIMA)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "reduce_min" else ()) for n in MAXIMA]
+)
 def test_maximum_rule_agrees_with_simulation(name, images, x64):
     for fn in MAXIMA[name]:
         assert name in set(primitives(jax.make_jaxpr(fn)(IMAGE.mean).jaxpr))
