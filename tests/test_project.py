@@ -364,7 +364,9 @@ def by_cost(paths, label):
 
 
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize("path", by_cost([path for path in FILES if path.stem != "__main__"], module_name))
+@pytest.mark.parametrize(
+    "path", list(by_cost([path for path in FILES if path.stem != "__main__"], module_name))
+)
 def test_docstring_examples(path):
     """Examples see the names of their module, and nothing that another docstring defined."""
     name = module_name(path)
@@ -406,7 +408,7 @@ def python_blocks(text):
 
 
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize("page", by_cost(PAGES, lambda page: page.name))
+@pytest.mark.parametrize("page", list(by_cost(PAGES, lambda page: page.name)))
 def test_blocks_of_page_run(page):
     """The blocks of one page share their names, in the order of the page."""
     names = {"__name__": "__main__"}
