@@ -595,7 +595,7 @@ def test_summaries_of_independent_draws(name):
         if not isinstance(s, symmetry.Permutation | symmetry.SignFlip)
     ]
     if name != "relu":
-        kernels = [s.parts[0].site for s in found if isinstance(s, symmetry.Scale)]
+        kernels = [s.unit_axes[0].site for s in found if isinstance(s, symmetry.Scale)]
         found += [symmetry.JointScale((site,), f"{site}_scale") for site in kernels]
     values = module.statistics_of(name, fit, found)
     units = {"bn": 3, "residual": 4, "relu": 3}[name]

@@ -338,6 +338,7 @@ def test_wrap_model_leaves_the_kernel_alone():
 # -- models of every kind ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_random_networks_are_exported_over_all_data():
     """A non-centered prior makes the weights deterministic sites; the export covers the full data in order."""
     bnn = models.regression(nn.MLP([3, 1], "tanh"), priors.Hierarchical())

@@ -276,6 +276,7 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
     assert plain[0] > 1.8
 
 
+@pytest.mark.slow
 def test_held_out_rows_on_minibatches():
     warm = infer.WarmStart(0.5, num_steps=400, held_out=0.1, optimizer=optax.adam(0.1))
     mcmc = run(infer.SGLD(regression, 1e-5, warm_start=warm, steps_per_draw=10), 20, 2, X, Y, batch_size=B)

@@ -119,6 +119,7 @@ def test_modes_are_crossed_in_every_chain():
     assert abs(shares[True].mean() - expected) < 4.5 * np.sqrt(expected * (1 - expected) / ess)
 
 
+@pytest.mark.slow
 def test_around_gibbs_and_symmetry_moves_and_in_results():
     """The axis may be negative; moves around a Gibbs, and around moves; the statistic is exported."""
     model = models.regression(nn.MLP([3, 1], "tanh"), priors.GammaPrecision(1.0, 3.0, centered=True))
