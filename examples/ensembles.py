@@ -152,8 +152,8 @@ def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[S
     fits = {"deep ensemble": export(mcmc, data, members=True), "MCLMC": export(mcmc, data)}
     about = fits["MCLMC"].attrs
     print(
-        f"MCLMC: energy errors imply a bias of variances of {about['implied_bias']:.3f} in the mean over"
-        f" directions, {about['implied_bias_bound']:.2f} at most in one"
+        f"MCLMC: energy errors imply a bias of variances of {about['implied_bias']:.3f}, averaged over"
+        f" directions, and of at most {about['implied_bias_bound']:.2f} in a single one"
     )
     optimized = args.members * args.optimizer_steps
     spent = int(np.sum(mcmc.last_state.num_gradients))

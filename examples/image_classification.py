@@ -361,7 +361,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     ratio = step_ratio(net, data, args)
     print(
-        "a step: {bayes_ms:.1f} ms, of the plain network {plain_ms:.1f} ms, ratio {ratio:.2f}".format(**ratio)
+        "time of a step: {bayes_ms:.1f} ms, plain network: {plain_ms:.1f} ms, ratio {ratio:.2f}".format(
+            **ratio
+        )
     )
     model = make_model(net, data.num_classes, args)
     members = [learn(model, data, args.seed + member, args) for member in range(args.members)]
@@ -371,7 +373,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name, value in scores.items():
         print(f"{name:36}{value:8.4f}")
     seconds = [second for learned in members for second in learned.seconds]
-    print(f"{sum(seconds):.0f} s of training in all, {statistics.median(seconds):.1f} s per epoch")
+    print(f"{sum(seconds):.0f} s of training in total, {statistics.median(seconds):.1f} s per epoch")
     report = {"net": args.net, "weights": size, **scores, "step": ratio, "seconds": seconds}
     path = folder / f"image_classification_{args.net}.json"
     write_report(path, {**report, "options": options_of(args), **environment([])})

@@ -189,8 +189,8 @@ def score(method: str, idata: Any, data: Any, gradients: int, passes: float, sec
 
 def print_table(rows: list[Scores], num_test: int) -> None:
     print(f"\n{num_test} test rows. R-hat (worst, median) and ESS (worst) of the predicted function;")
-    print("temp.: kinetic, else configurational temperature, 1 where nothing is heated;")
-    print("passes: gradients x rows of each / training rows; all chains together")
+    print("temp.: kinetic or else configurational temperature, 1 without heating;")
+    print("passes: gradients x rows per gradient / training rows, over all chains")
     print(
         f"{'':18}{'RMSE':>8}{'log score':>11}{'90 % cov.':>11}{'R-hat':>8}{'median':>8}{'ESS':>6}"
         f"{'temp.':>7}{'gradients':>11}{'passes':>8}{'seconds':>9}"

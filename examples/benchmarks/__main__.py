@@ -1,7 +1,7 @@
 """Run all measurements: every figure of the docs, from one command.
 
     python -m examples.benchmarks                                    what there is
-    python -m examples.benchmarks uci --sets boston --methods mclmc  one, with options of its own (--help)
+    python -m examples.benchmarks uci --sets boston --methods mclmc  one, with its own options (--help)
     python -m examples.benchmarks all --data FOLDER                  all, as the docs have them
 
 `all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement, which is not run again, and

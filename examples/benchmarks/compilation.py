@@ -119,7 +119,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=500, help="data points")
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--num-chains", type=int, default=4, help="chains, vectorized")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # what a process of its own is to do
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # the work of a separate process
     parser.add_argument("--output", type=Path, default=Path("output/compilation.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)

@@ -36,7 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     others = [name for name in METHODS if name != REFERENCE]
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="data sets")
     parser.add_argument("--nets", nargs="+", choices=NETS, default=["1x20"], help="networks")
-    parser.add_argument("--methods", nargs="+", choices=others, default=others[1:], help="beside NUTS")
+    parser.add_argument("--methods", nargs="+", choices=others, default=others[1:], help="compared with NUTS")
     parser.add_argument("--gradients", type=int, default=500_000, help="per chain, half of them warm-up")
     parser.add_argument("--draws", type=int, default=500, help="kept per chain, about")
     parser.add_argument("--num-chains", type=int, default=8, help="independent replicates")

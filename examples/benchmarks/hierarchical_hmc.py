@@ -87,7 +87,7 @@ def start_of(way: str, model: Callable, key: jax.Array, x: jax.Array) -> dict[st
     With those, the first noise precision is so low, and the weights are so free, that units saturate for good.
     """
     if way == "nuts":
-        return None  # its `init_strategy` says it
+        return None  # its `init_strategy` sets the start
     sites = handlers.trace(handlers.seed(model, key)).get_trace(x)
     weights = {n: s["value"] for n, s in sites.items() if n.startswith("net/") and s["type"] == "sample"}
     weights = {name: value for name, value in weights.items() if not name.endswith("precision")}

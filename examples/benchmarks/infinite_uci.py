@@ -41,7 +41,7 @@ PUBLISHED = {
         "yacht": (None, -0.47),
     },
 }
-# Column -> activation, and whether every input has a scale of its own.
+# Column -> activation, and whether every input has its own scale.
 VARIANTS = {"relu": ("relu", False), "erf": ("erf", False), "erf-ard": ("erf", True)}
 
 
