@@ -1,4 +1,4 @@
-# Two commands set up all they need: `make demo` and `make test`.
+# Two commands set up everything they need: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,18 +10,18 @@ PYTEST_ARGS ?=
 
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
-	@echo "make test   linter, type checker and the tests of every contract: about 10 minutes on two cores"
-	@echo "make test-all  everything: calibration, long fits, every example and page (an hour on two cores)"
-	@echo "make unit   the tests of make test alone"
-	@echo "make lint   linter and type checker only"
-	@echo "make bench  speed ratios, written to output/*.json"
-	@echo "make docs   the documentation as a site, warnings are errors (output/docs/index.html)"
-	@echo "make docs-figures  run the examples again whose output and plots the site shows (an hour)"
-	@echo "make evidence DATA=FOLDER  every table of the docs, measured again (hours; goes on where it was)"
+	@echo "make test   run the linter, the type checker and the tests of every contract: about 10 minutes on two cores"
+	@echo "make test-all  run everything: calibration, long fits, every example and page (an hour on two cores)"
+	@echo "make unit   run only the tests of make test"
+	@echo "make lint   run only the linter and the type checker"
+	@echo "make bench  measure speed ratios, written to output/*.json"
+	@echo "make docs   build the documentation as a site, with warnings as errors (output/docs/index.html)"
+	@echo "make docs-figures  rerun the examples whose output and plots the site shows (an hour)"
+	@echo "make evidence DATA=FOLDER  measure every table of the docs again (hours; resumes where it stopped)"
 	@echo "make clean  remove the environment and everything generated"
 
-# One stamp per set of requirements: the environment is made anew when pyproject.toml changes. Every set holds that of
-# the examples, that of the tests also that of the docs.
+# One stamp per set of requirements: the environment is updated when pyproject.toml changes. Every set includes the one
+# for the examples; the one for the tests also includes the one for the docs.
 EXTRAS_examples := examples
 EXTRAS_docs := examples,docs
 EXTRAS_benchmarks := examples,benchmarks
@@ -44,7 +44,7 @@ test: lint unit
 
 test-all: lint unit-all
 
-# A file stays with one worker, so that what its tests share is made once.
+# All tests of a file run on one worker, so that they can share fixtures and compiled programs.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 unit: $(VENV)/.test

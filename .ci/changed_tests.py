@@ -1,7 +1,7 @@
-"""Print the test files of the rooms that differ from a base commit: python .ci/changed_tests.py origin/main
+"""Print the test files of the modules that differ from a base commit: python .ci/changed_tests.py origin/main
 
-A room is a folder or module of the package; its tests are ``tests/test_<room>*.py``. Without the base, or on it, the
-list is empty.
+Here a module is a folder or file of the package; its tests are ``tests/test_<module>*.py``. If the base is missing or
+is this commit, the list is empty.
 """
 
 import subprocess
@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Rooms whose tests carry another name.
+# Modules whose tests have another name.
 TESTS = {"guides/adf": "adf", "networks.py": "networks", "models.py": "models"}
 
 
 def changed_files(base: str) -> list[str]:
-    """Files that differ between the base and this commit, from where the two parted."""
+    """Files that differ between the base and this commit, since they diverged."""
     command = ["git", "diff", "--name-only", f"{base}...HEAD"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else []

@@ -1,4 +1,4 @@
-"""Configuration of the site; `make docs` builds it. Nothing is fetched, neither by the build nor by the pages."""
+"""Configuration of the site; `make docs` builds it. Neither the build nor the pages fetch anything."""
 
 import inspect
 import sys
@@ -28,7 +28,7 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
-smartquotes = False  # a prime is no quotation mark
+smartquotes = False  # a prime is not a quotation mark
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -49,19 +49,19 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!numpyro_bnn\b).*|numpyro_bnn\.\w+\.[a-z_
 
 
 def is_generated_field(app, what, name, obj, skip, options):
-    """Fields of named tuples are described with `:param:`; Python's own sentence about each says nothing."""
+    """Fields of named tuples are described with `:param:`; Python's default docstring for each is dropped."""
     return True if inspect.isdatadescriptor(obj) and type(obj).__name__ == "_tuplegetter" else None
 
 
 def add_contents(app, what, name, obj, options, lines):
-    """Behind the description of a room, a line for each name that it offers."""
+    """After the description of a module, a line for each of its public names."""
     if what == "module":
         names = [f"   {public}" for public in obj.__all__ if callable(getattr(obj, public))]
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
 
 
 def keep_errors_with_means(app, docname, source):
-    """No line ends between a figure and its error."""
+    """No line break between a figure and its error."""
     source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 

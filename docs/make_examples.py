@@ -1,7 +1,7 @@
 """Runs the scripts whose output and figures the site shows: docs/figures/<name>.txt and <name>*.png.
 
-One script after the other, in a folder of its own; what is printed is kept as it is, with the command in front and
-machine and versions behind. Figures are made small. Scripts that read a data folder find it by NUMPYRO_BNN_DATA.
+Each script runs in its own folder. Its output is kept as it is, with the command before it and machine and versions
+after it. Figures are made small. Scripts that read a data folder find it by NUMPYRO_BNN_DATA.
 
     python docs/make_examples.py                # all
     python docs/make_examples.py regression     # some
@@ -21,7 +21,7 @@ FIGURES = ROOT / "docs" / "figures"
 WIDTH, COLOURS = 1100, 96  # of a figure on a page
 PACKAGES = ("numpyro_bnn", "jax", "numpyro", "arviz")
 
-# Script -> options. Empty: its defaults. Else small sizes, a few minutes each.
+# Script -> options. Empty: the defaults. Otherwise small sizes, a few minutes each.
 RUNS = {
     "regression": "",
     "probabilistic_backpropagation": "",
@@ -41,7 +41,7 @@ RUNS = {
 
 
 def command_of(name: str) -> str:
-    """What a reader types.
+    """The command that a reader types.
 
     >>> command_of("regression")
     'python -m examples.regression'
@@ -50,7 +50,7 @@ def command_of(name: str) -> str:
 
 
 def run(name: str, folder: str) -> tuple[str, float]:
-    """What the script prints, and the seconds it took."""
+    """The output of the script, and its seconds."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     command = [sys.executable, *command_of(name).split()[1:]]
     began = time.perf_counter()
@@ -69,7 +69,7 @@ def shrink(source: Path, target: Path) -> None:
 
 
 def make(name: str) -> None:
-    """Run one script, and keep what the page of it shows."""
+    """Run one script, and save the output and figures for its page."""
     with tempfile.TemporaryDirectory() as folder:
         printed, seconds = run(name, folder)
         for old in FIGURES.glob(f"{name}*.png"):

@@ -1,6 +1,6 @@
-"""The files of the package that five ordinary ways call: `python docs/make_ways.py` writes them to contributing.md.
+"""The files of the package that five common workflows use: `python docs/make_ways.py` writes them to contributing.md.
 
-A file counts if a function of it is called on the way. Each way is traced without what only imports it.
+A file counts if the workflow calls one of its functions; files that are only imported do not count.
 """
 
 import re

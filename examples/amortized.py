@@ -1,9 +1,9 @@
-"""A latent neural population model with an amortized guide, checked against the best Gaussian of each data point.
+"""A latent neural population model with an amortized guide, compared with the best Gaussian for each data point.
 
-Counts of K neurons in N time bins are Poisson with log rates C z_n + d. The guide maps the counts of a bin to the
-mean and sd of q(z_n | y_n) by a network, trained on minibatches together with q(C, d), and then gives the posterior
-of new bins without further training. For this likelihood the ELBO of a bin has a closed form and one maximum, so that
-what the network loses against optimizing each bin by itself, the amortization gap, is known exactly.
+Counts of K neurons in N time bins are Poisson with log rates C z_n + d. A network maps the counts of a bin to the
+mean and sd of q(z_n | y_n). It is trained on minibatches together with q(C, d), and then gives the posterior of new
+bins without further training. For this likelihood the ELBO of a bin has a closed form and one maximum, so the
+amortization gap, which is what the network loses compared with optimizing each bin separately, is known exactly.
 
     python -m examples.amortized --help
 """
@@ -22,7 +22,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 class Data(NamedTuple):
-    """Counts (N, K), and what they were simulated from."""
+    """Counts (N, K), and the parameters that they were simulated from."""
 
     counts: Any
     latents: Any
@@ -55,14 +55,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--latents", type=int, default=2, help="dimensions of z_n")
     parser.add_argument("--train-rows", type=int, default=10_000, help="bins to learn from")
     parser.add_argument(
-        "--new-rows", type=int, default=1000, help="bins never seen, and as many seen ones, scored"
+        "--new-rows", type=int, default=1000, help="new bins to score, and as many training bins"
     )
     parser.add_argument(
         "--widths", type=int, nargs="+", default=[8, 64], help="hidden units, one network each"
     )
     parser.add_argument("--num-steps", type=int, default=20_000, help="minibatch steps")
     parser.add_argument("--batch-size", type=int, default=100, help="bins of a minibatch")
-    parser.add_argument("--point-steps", type=int, default=2000, help="steps of the optimization of each bin")
+    parser.add_argument("--point-steps", type=int, default=2000, help="optimizer steps for each bin")
     parser.add_argument(
         "--num-draws", type=int, default=200, help="posterior draws for the coverage of log rates"
     )
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def simulate(args: argparse.Namespace) -> tuple[Data, Data]:
-    """Latents that move smoothly in time; the model takes each bin for itself. New bins lie among the others."""
+    """Latents that move smoothly in time; the model treats each bin separately. New bins lie among the others."""
     draws = np.random.default_rng(args.seed)
     size = args.train_rows + args.new_rows
     noise = draws.normal(size=(size + 400, args.latents))
@@ -105,7 +105,7 @@ def population(counts: Any, num_latents: int, batch_size: int | None = None) -> 
 
 
 def root_counts(counts: Any, *_: Any, **__: Any) -> Any:
-    """What the network sees: their variance does not grow with the rate."""
+    """Inputs of the network: their variance does not grow with the rate."""
     return np.sqrt(counts)
 
 
@@ -142,7 +142,7 @@ def point_elbo(mean: Any, sd: Any, counts: Any, loadings: Any, offset: Any) -> A
 
 
 def best_of_each(counts: Any, loadings: Any, offset: Any, num_steps: int) -> tuple[Any, Any]:
-    """The best mean and sd of every bin by itself; the objective is concave in both."""
+    """The best mean and sd of every bin, optimized separately; the objective is concave in both."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -164,7 +164,7 @@ def best_of_each(counts: Any, loadings: Any, offset: Any, num_steps: int) -> tup
 
 
 def compare(name: str, rows: str, data: Data, fit: tuple[Any, Any, float], args: argparse.Namespace) -> tuple:
-    """Amortized against best q of each bin, at the posterior median of C and d."""
+    """The amortized q of each bin compared with the best one, at the posterior median of C and d."""
     import jax
     import jax.numpy as jnp
 
@@ -210,7 +210,7 @@ def compare(name: str, rows: str, data: Data, fit: tuple[Any, Any, float], args:
 
 
 def align(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Latents are known up to an invertible linear map: the least-squares one."""
+    """Latents are identified up to an invertible linear map; this finds the least-squares one."""
     design = np.column_stack([found, np.ones(len(found))])
     return design @ np.linalg.lstsq(design, true, rcond=None)[0]
 
@@ -234,7 +234,7 @@ def print_table(rows: list[Scores]) -> None:
 
 
 def draw_figure(points: dict[str, dict[str, np.ndarray]], new: Data, folder: Path) -> Path:
-    """New bins: true and inferred latents; means and sds against the best of each bin; gaps of every network."""
+    """New bins: true and inferred latents; means and sds compared with the best ones; gaps of every network."""
     import matplotlib
 
     matplotlib.use("Agg")

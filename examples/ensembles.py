@@ -1,11 +1,12 @@
 """A deep ensemble, microcanonical chains around its members, and NUTS: one table and one figure per data set.
 
-Every chain of MCLMC first descends with Adam from a start of its own, kept from overfitting by held-out rows: those
-ends are a deep ensemble. From there it samples. NUTS samples the same model from its own start. For each:
-test error, log score, coverage, R-hat and effective sample size of the predicted function, within the chains and
-between them.
+Every chain of MCLMC first runs Adam from its own random start, with held-out rows to prevent overfitting; the end
+points are a deep ensemble. From there the chain samples. NUTS samples the same model from its own start. The table
+shows test error, log score, coverage, and R-hat and effective sample size of the predicted function, within the
+chains and between them.
 
-Energy and concrete are read from --data or the folder NUMPYRO_BNN_DATA; without them small sets made here stand in.
+Energy and concrete are read from --data or the folder NUMPYRO_BNN_DATA; without them the script simulates small sets
+instead.
 
     python -m examples.ensembles --data FOLDER --output output
 """
@@ -74,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(name: str, args: argparse.Namespace) -> Any:
-    """A UCI set where it is, else a set of its kind made here; standardized by the training rows."""
+    """A UCI set if its files exist, otherwise a similar simulated set; standardized by the training rows."""
     from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
@@ -87,7 +88,7 @@ def load_data(name: str, args: argparse.Namespace) -> Any:
 
 
 def made_data(name: str) -> Any:
-    """Few rows: a smooth response for energy, a noisier one with interactions for concrete."""
+    """A few simulated rows: a smooth response for energy, a noisier one with interactions for concrete."""
     from numpyro_bnn import datasets
 
     rng = np.random.default_rng(SETS.index(name))
@@ -151,8 +152,8 @@ def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[S
     fits = {"deep ensemble": export(mcmc, data, members=True), "MCLMC": export(mcmc, data)}
     about = fits["MCLMC"].attrs
     print(
-        f"MCLMC: energy errors imply a bias of variances of {about['implied_bias']:.3f} in the mean over"
-        f" directions, {about['implied_bias_bound']:.2f} at most in one"
+        f"MCLMC: energy errors imply a bias of variances of {about['implied_bias']:.3f}, averaged over"
+        f" directions, and of at most {about['implied_bias_bound']:.2f} in a single one"
     )
     optimized = args.members * args.optimizer_steps
     spent = int(np.sum(mcmc.last_state.num_gradients))
@@ -164,7 +165,7 @@ def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[S
     nuts = NUTS(network_model(args), max_tree_depth=args.max_tree_depth)
     mcmc, seconds = run(nuts, data, args, args.nuts_warmup, ("num_steps",))
     fits["NUTS"] = export(mcmc, data)
-    # Its warm-up is not counted transition by transition: taken to be as long as the draws, each.
+    # The gradients of its warm-up are not recorded: its transitions are assumed to be as long as those of the draws.
     steps = np.asarray(mcmc.get_extra_fields()["num_steps"])
     gradients = int(steps.sum() * (1 + args.nuts_warmup / args.num_samples))
     rows.append(score("NUTS", fits["NUTS"], data, gradients, seconds))
@@ -220,7 +221,7 @@ def print_table(rows: list[Scores]) -> None:
 
 
 def draw_figure(fits: dict[str, Any], data: Any, folder: Path) -> Path:
-    """Predictions of every member at some test rows: a dot with an interval over its draws."""
+    """Predictions of every member at some test rows: a dot, and an interval over its draws."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""Bayes by Backprop on images: accuracy, calibration, and what the network says of images it was not made for.
+"""Bayes by Backprop on images: accuracy, calibration, and uncertainty on images of other kinds.
 
-Fashion-MNIST, all 60,000 training images; MNIST and KMNIST are foreign to it. ``--net textbook`` is one convolution
-of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` has two convolutions. Weights have a mean-field
-posterior, learned from minibatches with flipout and local reparameterization; ``--members`` mixes several of them,
-from different starts. Also measures what a step costs beside one of the same network without uncertainty. The images
-are read from --data or the folder NUMPYRO_BNN_DATA; without them the digits of scikit-learn take their place, 0 to 4
-known and 5 to 9 foreign.
+The network learns from all 60,000 training images of Fashion-MNIST; MNIST and KMNIST are out of distribution. ``--net
+textbook`` is one convolution of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` has two convolutions.
+Weights have a mean-field posterior, learned from minibatches with flipout and local reparameterization; ``--members``
+mixes several of them, from different starts. The script also compares the time of a step with that of the same
+network without uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA; without them it uses the
+digits of scikit-learn, 0 to 4 for training and 5 to 9 as out of distribution.
 
     python -m examples.image_classification --help
 """
@@ -51,7 +51,7 @@ class Images(NamedTuple):
         return int(self.y.max()) + 1
 
     def standardized(self) -> "Images":
-        """Gray values less the mean of the training images, over their sd; foreign images too."""
+        """Gray values standardized by the training images, those of other kinds too."""
         mean, sd = self.x.mean(), self.x.std()
         foreign = {name: (x - mean) / sd for name, x in self.foreign.items()}
         return self._replace(x=(self.x - mean) / sd, x_test=(self.x_test - mean) / sd, foreign=foreign)
@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--net", choices=list(NETS), default="textbook", help="network")
-    parser.add_argument("--num-epochs", type=int, default=20, help="passes over as many images as there are")
+    parser.add_argument("--num-epochs", type=int, default=20, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="first step size of Adam")
     parser.add_argument(
@@ -79,9 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of start, minibatches and draws")
     parser.add_argument("--data", type=Path, default=None, help="folder that holds image/fashion_mnist.npz")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of figures and numbers")
-    parser.add_argument(
-        "--docs", type=Path, help="page whose table is to hold all networks found in --output"
-    )
+    parser.add_argument("--docs", type=Path, help="page whose table shows all networks found in --output")
     args = parser.parse_args(argv)
     at_least(parser, args, ("num_epochs", "batch_size", "members", "num_draws", "rounds", "test_images"))
     return args
@@ -143,7 +141,7 @@ def make_model(net: Any, num_classes: int, args: argparse.Namespace) -> Callable
 
 
 class Learned(NamedTuple):
-    """A fitted guide, and seconds of each epoch, the first with compiling."""
+    """A fitted guide, and seconds of each epoch; the first includes compilation."""
 
     guide: Any
     params: Mapping[str, Any]
@@ -161,7 +159,7 @@ def make_svi(model: Callable, guide: Any, num_steps: int, args: argparse.Namespa
 
 
 def learn(model: Callable, data: Images, seed: int, args: argparse.Namespace) -> Learned:
-    """Minimize the negative ELBO from the start that ``seed`` gives; says after each epoch where it is."""
+    """Minimize the negative ELBO from the start that ``seed`` gives; prints the loss after each epoch."""
     from numpyro_bnn import guides
 
     data = data._replace(x=jnp.asarray(data.x), y=jnp.asarray(data.y))  # on the device once
@@ -182,7 +180,7 @@ def learn(model: Callable, data: Images, seed: int, args: argparse.Namespace) ->
 
 
 def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a step of Bayes by Backprop and of the plain network, in turns, and the median ratio."""
+    """Milliseconds of a Bayes by Backprop step and of a plain step, timed alternately, and the median ratio."""
     import optax
 
     from numpyro_bnn import guides
@@ -244,7 +242,7 @@ def predictor(
 
 
 class Drawn(NamedTuple):
-    """Logits and class probabilities of images, (S, N, K), and three answers to how unsure they are, (N,)."""
+    """Logits and class probabilities of images, (S, N, K), and three measures of their uncertainty, (N,)."""
 
     logits: np.ndarray
     probs: np.ndarray
@@ -261,7 +259,7 @@ def drawn(logits: np.ndarray) -> Drawn:
 
 
 def score(known: Drawn, foreign: Mapping[str, Drawn], data: Images) -> dict[str, Any]:
-    """Accuracy, log score and calibration on known images, and how well uncertainty tells foreign ones."""
+    """Accuracy, log score and calibration on test images, and how well uncertainty separates other kinds."""
     from numpyro_bnn import metrics
 
     mean = known.probs.mean(0)
@@ -280,7 +278,7 @@ def score(known: Drawn, foreign: Mapping[str, Drawn], data: Images) -> dict[str,
 
 
 def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Path:
-    """Both scores that come from the weights, for known and foreign images."""
+    """Both scores that come from the weights, for test images and images of other kinds."""
     import matplotlib.pyplot as plt
 
     from numpyro_bnn import plots
@@ -338,7 +336,7 @@ def draw_plots(known: Drawn, foreign: Mapping[str, Drawn], data: Images, folder:
 
 
 def table(folder: Path) -> str:
-    """Markdown: a row for each network whose numbers lie in ``folder``."""
+    """Markdown: a row for each network whose results are in ``folder``."""
     paths = (folder / f"image_classification_{net}.json" for net in NETS)
     reports = [json.loads(path.read_text()) for path in paths if path.is_file()]
     names = [name for name in reports[0] if name.startswith(("accuracy", "log_score", "ece", "auroc"))]
@@ -363,7 +361,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     ratio = step_ratio(net, data, args)
     print(
-        "a step: {bayes_ms:.1f} ms, of the plain network {plain_ms:.1f} ms, ratio {ratio:.2f}".format(**ratio)
+        "time of a step: {bayes_ms:.1f} ms, plain network: {plain_ms:.1f} ms, ratio {ratio:.2f}".format(
+            **ratio
+        )
     )
     model = make_model(net, data.num_classes, args)
     members = [learn(model, data, args.seed + member, args) for member in range(args.members)]
@@ -373,7 +373,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name, value in scores.items():
         print(f"{name:36}{value:8.4f}")
     seconds = [second for learned in members for second in learned.seconds]
-    print(f"{sum(seconds):.0f} s of training in all, {statistics.median(seconds):.1f} s per epoch")
+    print(f"{sum(seconds):.0f} s of training in total, {statistics.median(seconds):.1f} s per epoch")
     report = {"net": args.net, "weights": size, **scores, "step": ratio, "seconds": seconds}
     path = folder / f"image_classification_{args.net}.json"
     write_report(path, {**report, "options": options_of(args), **environment([])})

@@ -1,4 +1,4 @@
-"""Finite networks beside their infinitely wide limit: prior draws, the tangent kernel in training, posteriors.
+"""Finite networks compared with their infinitely wide limit: prior draws, tangent kernels in training, posteriors.
 
 Wide networks drawn from the prior become a Gaussian process (a, b); the tangent kernel of a network moves less in
 training the wider it is (c); on a small data set NUTS on a network agrees with exact regression by the process (d).
@@ -23,7 +23,7 @@ NOISE_SD = 0.1
 
 
 class Width(NamedTuple):
-    """What was measured at one width; ratios to the limit or to the start.
+    """Measurements at one width, relative to the limit or to the start.
 
     :param kurtosis: E f^4 / K^2 - 3 over networks, 0 for a process.
     :param squared: mean squared relative distance of one network's covariance from the kernel.
@@ -193,7 +193,7 @@ def measure(args: argparse.Namespace) -> list[Width]:
 def draw_figure(
     args: argparse.Namespace, rows: list[Width], data: tuple, grid: np.ndarray, gp: Any, draws: np.ndarray
 ) -> Path:
-    """Four panels; colors of a palette that color-blind readers can tell apart."""
+    """Four panels, in colors that color-blind readers can distinguish."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -267,7 +267,7 @@ def _rates(axis: Any, rows: list[Width], names: dict[str, str], slope: float) ->
 
 
 def _posteriors(axis: Any, data: tuple, grid: np.ndarray, gp: Any, draws: np.ndarray, width: int) -> None:
-    """Bands of the process, and lines of the network."""
+    """Bands for the process, lines for the network."""
     mean, variance = gp.predict(grid, diagonal=True)
     sd = np.sqrt(variance)
     axis.fill_between(

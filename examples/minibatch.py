@@ -1,9 +1,9 @@
-"""Stochastic-gradient kernels on all the data beside NUTS on a part of it: one network, one table, one figure.
+"""Stochastic-gradient kernels on all the data, compared with NUTS on a part of it: one network, table and figure.
 
-California housing: 20640 districts, 8 measurements, median house value. SGLD, preconditioned SGLD and SGHMC see
-small minibatches of all training rows, NUTS every row of a subset in each gradient. Step sizes are chosen in warm-up.
-The data are read from --data or the folder NUMPYRO_BNN_DATA; without them the diabetes data of scikit-learn take
-their place.
+California housing: 20640 districts, 8 measurements, median house value. SGLD, preconditioned SGLD and SGHMC see small
+minibatches of all training rows, NUTS every row of a subset in each gradient. Step sizes are chosen in warm-up. The
+data are read from --data or the folder NUMPYRO_BNN_DATA; without them the script uses the diabetes data of
+scikit-learn.
 
     python -m examples.minibatch --help
 """
@@ -25,8 +25,9 @@ STATISTICS = ("step_size", "configurational_temperature", "gradient_noise", "num
 
 # The default bias_tolerance, 0.05, holds the noisiest direction to 5 % of excess variance. Gradients from 256 of
 # 16512 rows are so noisy that this takes steps of 1e-8, which do not leave the neighborhood of the warm start in the
-# time given here (median R-hat of the function 2 to 3). That direction is the one the data determine best, and
-# predictions hardly feel it: it may be too wide here. The temperatures, means over all directions, show the price.
+# time given here (median R-hat of the function 2 to 3). The data determine that direction best, and it hardly affects
+# predictions, so its variance may be too large here. The temperatures, which are means over all directions, show the
+# cost.
 BIAS_TOLERANCE = 10.0
 
 
@@ -77,7 +78,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> Any:
-    """California housing where it is, else a smaller set; standardized by the training rows."""
+    """California housing if its file exists, otherwise a smaller set; standardized by the training rows."""
     from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
@@ -96,7 +97,7 @@ def network_model(args: argparse.Namespace) -> Any:
 
 
 def export(mcmc: Any, data: Any, args: argparse.Namespace, seconds: float) -> Any:
-    """To ArviZ, with predictions at test rows alone: draws at all training rows would fill gigabytes."""
+    """Results for ArviZ, with predictions at test rows only: draws at all training rows would take gigabytes."""
     import numpyro_bnn as bnn
 
     new = {"x": data.x_test[: args.test_rows], "y": data.y_test[: args.test_rows]}
@@ -188,8 +189,8 @@ def score(method: str, idata: Any, data: Any, gradients: int, passes: float, sec
 
 def print_table(rows: list[Scores], num_test: int) -> None:
     print(f"\n{num_test} test rows. R-hat (worst, median) and ESS (worst) of the predicted function;")
-    print("temp.: kinetic, else configurational temperature, 1 where nothing is heated;")
-    print("passes: gradients x rows of each / training rows; all chains together")
+    print("temp.: kinetic or else configurational temperature, 1 without heating;")
+    print("passes: gradients x rows per gradient / training rows, over all chains")
     print(
         f"{'':18}{'RMSE':>8}{'log score':>11}{'90 % cov.':>11}{'R-hat':>8}{'median':>8}{'ESS':>6}"
         f"{'temp.':>7}{'gradients':>11}{'passes':>8}{'seconds':>9}"
@@ -204,7 +205,7 @@ def print_table(rows: list[Scores], num_test: int) -> None:
 
 
 def draw_figure(fits: dict[str, Any], rows: list[Scores], folder: Path) -> Path:
-    """Scores with standard errors above; temperatures, and mixing of the predicted function, below."""
+    """Scores with standard errors at the top; temperatures and mixing of the predicted function below."""
     import matplotlib
 
     matplotlib.use("Agg")

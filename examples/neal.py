@@ -1,9 +1,9 @@
 """Neal's examples with hierarchical priors: two classes of two inputs, and three classes with irrelevant inputs.
 
 Priors, networks and data of the examples of Radford Neal's software for flexible Bayesian modeling. Each group of
-weights has a precision of its own; on cdata each input has one (automatic relevance determination), and the
-posterior finds that two of the four inputs are irrelevant. The tables are read from a data folder; without one,
-small sets of the same kind are simulated.
+weights has its own precision. On cdata each input has one (automatic relevance determination), and the posterior
+shows that two of the four inputs are irrelevant. The tables are read from a data folder; without one, the script
+simulates small sets of the same kind.
 
     python -m examples.neal --data FOLDER
     python -m examples.neal --help
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=600, help="draws per chain")
     parser.add_argument("--num-chains", type=int, default=4, help="chains, vectorized")
     parser.add_argument("--max-tree-depth", type=int, default=10, help="of NUTS")
-    parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws, and of made-up data")
+    parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws, and of simulated data")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figures")
     args = parser.parse_args(argv)
     at_least(parser, args, ("num_warmup", "num_chains", "max_tree_depth"))
@@ -86,7 +86,7 @@ def load_data(name: str, args: argparse.Namespace) -> Any:
 
 
 def ard(name: str, shape: tuple[int, ...]) -> Any:
-    """Neal's ``x0.2:0.5:1``: a precision for each input around one that they share.
+    """Neal's ``x0.2:0.5:1``: a precision for each input, and a shared one above them.
 
     tau ~ Gamma(0.25) with mean 1 / width^2, tau_i ~ Gamma(0.5) with mean tau, w_ij ~ N(0, 1 / tau_i). Weights into
     a unit are then Cauchy given tau, and such weights his software scales by their number: width = 0.2 / D.
@@ -105,10 +105,11 @@ def ard(name: str, shape: tuple[int, ...]) -> Any:
 def make_model(name: str) -> Callable:
     """The networks of his commands, with the priors written above each.
 
-    Weights are not centered, as with the priors of the package unless asked. That was measured on cdata, two chains
-    of 300 draws after 300, worst of the log scales of the inputs: R-hat 1.02, ESS 101, 55 processor seconds. Centered
-    weights under NUTS: 1.18, 4 and 56; under `Gibbs` of `PrecisionGibbs` and NUTS: 1.18, 16 and 65. Drawn exactly
-    or not, a scale cannot go far while its weights stand still. On bdata it was the same: ESS 71 beside 5 of Gibbs.
+    Weights are non-centered, which is the default of the package. We measured two chains of 300 draws after 300 on
+    cdata; the worst log scale of an input had R-hat 1.02 and ESS 101, in 55 processor seconds. Centered weights gave
+    1.18, 4 and 56 with NUTS; with a `Gibbs` of `PrecisionGibbs` and NUTS, 1.18, 16 and 65. Even if a scale is drawn
+    exactly, it cannot move far while its weights are fixed. The result on bdata was similar: ESS 71, and 5 with
+    Gibbs.
     """
     import numpyro
     import numpyro.distributions as dist
@@ -183,10 +184,10 @@ def probabilities(fit: Fit, x: np.ndarray) -> np.ndarray:
 
 
 def score(probs: np.ndarray, data: Any, report: dict[str, Any]) -> None:
-    """Log probability of the test labels and share of wrong guesses: each chain, and all; reported and printed."""
+    """Log probability of the test labels and share of wrong guesses, for each chain and all chains; also printed."""
     from numpyro_bnn import metrics
 
-    mixing = metrics.function_space(probs[:, :, :100, 0])  # 100 points tell as much as all
+    mixing = metrics.function_space(probs[:, :, :100, 0])  # 100 points are enough
     report["function"] = {"r_hat": mixing.max_rhat, "ess": mixing.min_ess}
     print(
         f"\n{data}\n{len(probs)} chains of {probs.shape[1]} draws: {report['seconds']:.0f} seconds,"
@@ -199,7 +200,7 @@ def score(probs: np.ndarray, data: Any, report: dict[str, Any]) -> None:
         scores = (of_label.value, of_label.standard_error), (1 - right.value, right.standard_error)
         report["test"][name] = {"log_probability": scores[0], "error": scores[1]}
         print_scores(name, *scores)
-    if data.name in NEAL:  # his own cases, not made-up ones
+    if data.name in NEAL:  # his own cases, not simulated ones
         print_scores("Neal's run", *NEAL[data.name])
 
 
@@ -248,7 +249,7 @@ SETS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"bdata": bdat
 
 
 def draw_surface(mean: np.ndarray, sd: np.ndarray, data: Any, path: Path) -> None:
-    """Probability of class 1 with the training cases, and its posterior sd; both with the line of even odds."""
+    """Probability of class 1 with the training cases, and its posterior sd, each with the line of even odds."""
     figure, (left, right) = new_figure(2, (9.6, 4.2))
     x, y = np.moveaxis(GRID, -1, 0)
     for axis, values, levels, colors, title in (
@@ -267,7 +268,7 @@ def draw_surface(mean: np.ndarray, sd: np.ndarray, data: Any, path: Path) -> Non
 
 
 def draw_scales(mcmc: Any, path: Path) -> None:
-    """Posterior intervals of the scale of each input, each chain beside the others."""
+    """Posterior intervals of the scale of each input, with the chains side by side."""
     import numpyro_bnn as bnn
 
     idata = bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)

@@ -1,8 +1,8 @@
-"""Probabilistic backpropagation on all the data, beside ridge regression and NUTS on a part of it.
+"""Probabilistic backpropagation on all the data, compared with ridge regression and with NUTS on a part of it.
 
 California housing: 20640 districts, 8 measurements, median house value; two hidden layers of 50 ReLU units, 40
 epochs. The model is plain NumPyro, with the priors of Hernandez-Lobato and Adams (2015). The data are read from
---data or the folder NUMPYRO_BNN_DATA; without them the diabetes data of scikit-learn take their place.
+--data or the folder NUMPYRO_BNN_DATA; without them the script uses the diabetes data of scikit-learn.
 
     python -m examples.probabilistic_backpropagation --help
 """
@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> Any:
-    """California housing where it is, else a smaller set; 90 % for training, standardized by these."""
+    """California housing if its file exists, otherwise a smaller set; standardized by the 90 % training rows."""
     from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
@@ -136,7 +136,7 @@ def sample(pbp: Any, fit: Any, data: Any, args: argparse.Namespace) -> Scores:
 
 
 def ridge(data: Any) -> Scores:
-    """Ridge regression with penalty and noise from the evidence."""
+    """Ridge regression with penalty and noise that maximize the evidence."""
     from sklearn.linear_model import BayesianRidge
 
     start = time.perf_counter()
@@ -154,7 +154,7 @@ def print_table(rows: list[Scores], num_test: int) -> None:
 
 
 def draw_figure(pbp: Any, fit: Any, data: Any, args: argparse.Namespace, folder: Path) -> Path:
-    """Error against predicted sd in groups of test rows of similar sd; log evidence by epoch."""
+    """Error against predicted sd for groups of test rows with similar sd; log evidence by epoch."""
     import matplotlib
 
     matplotlib.use("Agg")

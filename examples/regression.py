@@ -1,4 +1,4 @@
-"""A Bayesian neural network on real data: sampled with NUTS, scored beside ridge regression, and plotted.
+"""A Bayesian neural network on real data: sampled with NUTS, compared with ridge regression, and plotted.
 
 The diabetes data set that ships with scikit-learn: 442 patients, 10 measurements, disease progression after a
 year. The network has one hidden layer and one learned scale per layer. Run it with ``make demo``, or
@@ -93,7 +93,7 @@ def score_network(idata, data, seconds: float) -> Scores:
 
 
 def score_ridge(data) -> Scores:
-    """Ridge regression with penalty and noise from the evidence, so that it has a predictive sd as well."""
+    """Ridge regression with penalty and noise that maximize the evidence, so that it has a predictive sd as well."""
     from sklearn.linear_model import BayesianRidge
 
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the scripts share: options that must be positive, outputs that can be written, tables inside pages."""
+"""Helpers of the scripts: checks of options and of output paths, and tables inside pages."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ __all__ = ["at_least", "between_marks", "markdown", "writable_file", "writable_f
 def at_least(
     parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1
 ) -> None:
-    """Refuse smaller numbers, also in options that take several.
+    """Refuse numbers below the minimum, also in options that take several.
 
     :param names: of the options, as attributes of ``args``.
     """
@@ -23,7 +23,7 @@ def at_least(
 
 
 def writable_folder(path: Path) -> Path:
-    """Find out before the work starts that results cannot be saved."""
+    """Report before the work starts if results cannot be saved."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable"

@@ -1,9 +1,10 @@
 """Networks sampled four ways: centered, non-centered, with moves along their symmetries, and on their quotient.
 
 Three networks, a batch-norm MLP, a small residual network with batch norm and a ReLU MLP, each with one learned scale
-per layer. The likelihood does not change along the orbits of their symmetries, and there a gradient sampler crawls.
-For every way: effective sample sizes of the log norms of the units, of the learned scales, of the coordinates on the
-orbits and of the predicted function; divergences; and whether the posterior of the scale is right.
+per layer. The likelihood does not change along the orbits of their symmetries, and gradient samplers move slowly
+there. For every way the tables show effective sample sizes of the log norms of the units, of the learned scales, of
+the coordinates on the orbits and of the predicted function; divergences; and whether the posterior of the scale is
+correct.
 
 Runs on the diabetes data that ship with scikit-learn, or on a UCI set of a data folder:
 
@@ -33,23 +34,23 @@ FIRST = "net/Dense_0.kernel"
 EXACT_MEAN, EXACT_INTERVAL = -0.5 * (np.log(2.0) + np.euler_gamma), (np.log(0.0627068), np.log(1.959964))
 
 NOTES = """\
-Two numbers in a cell are the median and the smallest over units, scales or test points. ESS as in NumPyro, all
-chains together, per draw and per second. Seconds are processor seconds of the draws alone, neither warm-up nor
-compilation. *Moves* and *quotient* are built on the non-centered model, with all symmetries found but
-permutations: units relabeled at random would make every number of a single unit look mixed.
+Two numbers in a cell are the median and the minimum over units, scales or test points. ESS is NumPyro's, over all
+chains together, per draw and per second. Seconds are processor seconds of the draws alone, without warm-up and
+compilation. *Moves* and *quotient* use the non-centered model and all symmetries that were found except
+permutations: relabeling units at random would make every number of a single unit look mixed.
 
 log norm: of the weights into a unit. log s: learned scales; the first is shown with its Monte Carlo standard error,
 and before a normalization its exact mean is {exact:.3f}. log ratio: log(|w_in| / |w_out|) of a ReLU unit, its
 coordinate on its orbit. The orbit itself, the product |w_in| |w_out|, mixes slowly whatever moves along it, and with
-more inputs than outputs the ratio given the product has little spread of its own. place: the exact conditional
-distribution function of the ratio given the orbit; uniform, and independent where moves are exact.
+more inputs than outputs the ratio has little spread of its own given the product. place: the exact conditional
+distribution function of the ratio given the orbit. It is uniform, and independent between draws if moves are exact.
 
-Symmetries say nothing about the modes of the function: where its R-hat is far from 1 no way has found them all, and
-the effective sample sizes of the function compare nothing."""
+The results for symmetries say nothing about the modes of the function. Where its R-hat is far from 1, none of the
+ways has found all modes, and the effective sample sizes of the function cannot be compared."""
 
 
 class Fit(NamedTuple):
-    """A finished run: draws of all sites (C, S, ...), statistics of the transitions, and what it took."""
+    """A finished run: draws of all sites (C, S, ...), statistics of the transitions, and its cost."""
 
     sites: Mapping[str, np.ndarray]
     divergences: int
@@ -137,7 +138,7 @@ def make_kernel(way: str, net: Any, symmetries: list, data: Any, args: argparse.
 
 
 class Sampler:
-    """A kernel compiled once for all seeds. ``MCMC`` runs the same transitions; here compiling is not timed."""
+    """A kernel compiled once for all seeds. ``MCMC`` runs the same transitions; these times exclude compilation."""
 
     def __init__(self, kernel: Any, data: Any, args: argparse.Namespace) -> None:
         self.kernel, self.args, self.call = kernel, args, (data.x_train, data.y_train)
@@ -203,7 +204,7 @@ def predictor(net: Any, data: Any) -> Callable:
 
 
 def place_on_orbit(p: float, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Conditional distribution function, given the product of a and b, of the place of a ReLU unit on its orbit.
+    """Distribution function of the position of a ReLU unit on its orbit, given the product of a and b.
 
     u = sqrt(a / b) is generalized inverse Gaussian of order p, u ~ ``scipy.stats.geninvgauss(p, sqrt(a b))``; a and b
     are the squared norms of the standardized weights in and out, p half the difference of their numbers. By the
@@ -221,7 +222,7 @@ def place_on_orbit(p: float, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def relu_places(sites: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of every unit of the ReLU MLP (C, S, U): kernels are N(0, s^2 / fan_in), biases N(0, 1)."""
+    """The same for every unit of the ReLU MLP (C, S, U): kernels are N(0, s^2 / fan_in), biases N(0, 1)."""
     sites = {name: value.astype(float) for name, value in sites.items()}
     into, out = sites[FIRST], sites["net/Dense_1.kernel"]
     scale_in, scale_out = (sites[f"net/Dense_{i}.kernel_scale"][..., None] for i in (0, 1))
@@ -232,7 +233,7 @@ def relu_places(sites: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def statistics_of(net: str, fit: Fit, symmetries: list) -> dict[str, np.ndarray]:
-    """What the table and the figure are about: name -> (C, S, U)."""
+    """The quantities of the table and the figure: name -> (C, S, U)."""
     from numpyro_bnn import symmetry
 
     def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -319,7 +320,7 @@ def table(rows: list[Mapping[str, Any]], net: str) -> str:
 
 
 def report(runs: list[Mapping[str, Any]]) -> str:
-    """All tables as Markdown, from what the JSON files hold."""
+    """All tables as Markdown, from the contents of the JSON files."""
     parts = ["# Four ways to sample networks with symmetries", NOTES.format(exact=EXACT_MEAN)]
     for run in runs:
         rows, settings, machine = run["rows"], run["settings"], run["machine"]

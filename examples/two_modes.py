@@ -1,9 +1,9 @@
 """Neal's regression `rdata`: a posterior with two modes, both visited by every chain.
 
-A network 1-8-1 with hierarchical priors. On the left, where there are no data, it may fall or turn up; plain NUTS
-stays where it starts. Here the output layer and the precisions of the hidden layer are integrated out, and hidden
-units that the data do not need are redrawn from their prior. Prints the scores of each chain beside those of Neal's
-run, and how often it turns up.
+A network 1-8-1 with hierarchical priors. On the left, where there are no data, the function may fall or turn up;
+plain NUTS stays in the mode where it starts. Here the output layer and the precisions of the hidden layer are
+integrated out, and hidden units that the data do not need are redrawn from their prior. The script prints the scores
+of each chain and of Neal's run, and how often the function turns up.
 
     python -m examples.two_modes --data FOLDER
     python -m examples.two_modes --help
@@ -38,13 +38,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=None, help="data folder with extra/neal_fbm.npz")
     parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions per chain")
     parser.add_argument("--num-samples", type=int, default=16_000, help="transitions per chain after that")
-    parser.add_argument("--kept-draws", type=int, default=1500, help="of them kept per chain, at most")
+    parser.add_argument("--kept-draws", type=int, default=1500, help="draws kept per chain, at most")
     parser.add_argument("--num-chains", type=int, default=4, help="chains, vectorized")
     parser.add_argument("--num-moves", type=int, default=200, help="moves of hidden units per transition")
     parser.add_argument("--max-tree-depth", type=int, default=6, help="of NUTS")
-    parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws, and of made-up data")
+    parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws, and of simulated data")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figure")
-    parser.add_argument("--docs", type=Path, help="page whose table is to hold the scores")
+    parser.add_argument("--docs", type=Path, help="page whose table shows the scores")
     args = parser.parse_args(argv)
     at_least(
         parser, args, ("num_warmup", "num_samples", "kept_draws", "num_chains", "num_moves", "max_tree_depth")
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def sample(data: Any, args: argparse.Namespace) -> tuple[Any, float]:
-    """1 8 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100, noise 0.05:0.5: what is linear is integrated out.
+    """1 8 1 / ih=0.05:0.5 bh=0.05:0.5 ho=x0.05:0.5 bo=100, noise 0.05:0.5, with linear parts integrated out.
 
     The output layer is drawn exactly for each draw, the precisions of the hidden layer are integrated too, and idle
     hidden units are redrawn from their prior: without these moves most chains of 8000 draws saw one mode.
@@ -116,7 +116,7 @@ def scores_of_chains(
         found[name]["turns_up"] = share
         numbers = SCORES.format(of_target.value, of_target.standard_error, *error)
         print(f"{name:12} {numbers}   turns up in {share:.2%} of the draws")
-    if data.name == "rdata":  # his own cases, not made-up ones
+    if data.name == "rdata":  # his own cases, not simulated ones
         print(f"{'Neal':12} {SCORES.format(*NEAL[0], *NEAL[1])}")
     return found
 
@@ -138,7 +138,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def draw_modes(x: np.ndarray, f: np.ndarray, left: np.ndarray, up: np.ndarray, data: Any, path: Path) -> None:
-    """Functions of both modes with the data, and where each chain is on the left, draw by draw."""
+    """Functions of both modes with the data, and the left end of the function in each chain, draw by draw."""
     figure, (functions, trace) = new_figure(2, (9.6, 3.8))
     for mode, color, label in ((~up, "C0", "falls"), (up, "C1", "turns up")):
         for i, one in enumerate(f[mode][:: max(1, mode.sum() // 30)][:30]):
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     grid = np.linspace(low - 2, high + 1, 80)
     extra = np.concatenate([low - LEFT, grid])
     new = {"x": np.append(data.x_test[:, 0], extra)[:, None], "y": np.append(data.y_test, 0 * extra)}
-    # The scale of the output bias is a thousand times the noise: single precision has few digits left for the rest.
+    # The scale of the output bias is a thousand times the noise: single precision leaves few digits for the rest.
     with jax.enable_x64(True):
         mcmc, seconds = sample(data, args)
         fields = jax.device_get(mcmc.get_extra_fields())

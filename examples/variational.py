@@ -1,8 +1,8 @@
 """How confident is a network between its data? Mean field, coupling flow and NUTS on one small data set.
 
-Two clusters of points on a line, nothing between them. In the gap variational guides are too confident (for mean
-field see Foong et al. 2019), also those with a better evidence bound; NUTS is the reference. The script prints that
-bound, Pareto k, the log score of held-out points, and the sd of the function in the gap and at the data.
+The data are two clusters of points on a line with a gap between them. In the gap variational guides are too confident
+(for mean field see Foong et al. 2019), even those with a better evidence bound; NUTS is the reference. The script
+prints that bound, Pareto k, the log score of held-out points, and the sd of the function in the gap and at the data.
 
     python -m examples.variational --help
 """
@@ -90,7 +90,7 @@ def make_model(args: argparse.Namespace) -> Callable:
 
 
 def fit_guide(guide: Any, data: Data, args: argparse.Namespace) -> tuple[Any, Any, float]:
-    """Parameters of the guide, how good it is, and seconds."""
+    """Parameters of the guide, its evidence, and seconds."""
     import jax
     import optax
     from numpyro.infer import SVI, Trace_ELBO

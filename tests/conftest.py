@@ -9,17 +9,17 @@ import pytest
 FLAGS = [
     # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
     "--xla_force_host_platform_device_count=2",
-    # A worker has one core: a program in 32 parts is compiled no sooner, and with more work, than one in a piece.
+    # A worker has one core: compiling a program in 32 parts is no faster than compiling it as a whole, and more work.
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
-# Most of the time of these tests is compilation, and XLA's newer code generator takes twice as long as the older one,
-# which later versions no longer have: the second Python tests the newer.
+# These tests mostly compile, and XLA's newer code generator takes twice as long as the older one. Later versions of
+# JAX have only the newer one, so the second Python tests that.
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# NumPyro's set-up of a model makes hundreds of tiny programs; workers share what they compile, also between runs.
+# NumPyro's setup of a model compiles hundreds of tiny programs; workers share them, also between runs.
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -28,7 +28,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Most tests compile for seconds what runs for milliseconds: without optimization that takes half the time."""
+    """Most tests compile far longer than they run; without optimization, compiling takes half the time."""
     jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimized") is None)
     return (yield)
 
@@ -39,11 +39,11 @@ def key():
     return jax.random.key(0)
 
 
-MOST_MEMORY = 3 * 2**30  # bytes of a worker: above it, compiled programs are let go between files
+MOST_MEMORY = 3 * 2**30  # bytes of a worker: above it, compiled programs are dropped between files
 
 
 def memory():
-    """Bytes that this process holds; where the system does not say, the most it ever held."""
+    """Bytes of memory of this process now, or its peak where the system reports only that."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -55,7 +55,7 @@ def memory():
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_fit_in_memory():
-    """Files share compiled programs until a worker grows large."""
+    """Keep compiled programs across files until a worker grows large."""
     yield
     if memory() > MOST_MEMORY:
         jax.clear_caches()
@@ -63,7 +63,7 @@ def compiled_programs_fit_in_memory():
 
 @pytest.fixture
 def closed_figures():
-    """No figure outlives its test, and none changes the settings of Matplotlib."""
+    """Close all figures after the test, and check that it left the settings of Matplotlib unchanged."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
@@ -82,10 +82,10 @@ def x64():
 
 @pytest.fixture(scope="session")
 def data_folder():
-    """Folder of the benchmark data; tests that need it are skipped, with the reason, where it is absent."""
+    """Folder of the benchmark data; tests that need it are skipped, with the reason, if it does not exist."""
     folder = os.environ.get("NUMPYRO_BNN_DATA")
     if not folder or not Path(folder).is_dir():
         if os.environ.get("NUMPYRO_BNN_REQUIRE_DATA"):
-            pytest.fail("NUMPYRO_BNN_REQUIRE_DATA is set, but NUMPYRO_BNN_DATA names no folder")
-        pytest.skip("benchmark data absent: set NUMPYRO_BNN_DATA to its folder")
+            pytest.fail("NUMPYRO_BNN_REQUIRE_DATA is set, but NUMPYRO_BNN_DATA is not a folder")
+        pytest.skip("no benchmark data: set NUMPYRO_BNN_DATA to its folder")
     return Path(folder)

@@ -91,7 +91,7 @@ PRIORS: dict[str, PriorRow] = {
     ),
 }
 
-# Variants of a family that another row of the same family protects.
+# Variants that another row of the same family also tests.
 PRIOR_VARIANTS = {
     "Normal without scaling",
     "Hierarchical centered",
@@ -123,7 +123,7 @@ KNOWN_FAILURES: dict[tuple[str, str], str] = {
 
 
 def rows(table: Mapping[str, Any], test: str, slow: Collection[str] = ()) -> list[Any]:
-    """Parameters of a contract test; what is known to fail must fail. Rows in ``slow`` run in `make test-all`."""
+    """Parameters of a contract test; known failures must fail. Rows in ``slow`` run in `make test-all`."""
     params = []
     for name, row in table.items():
         cause = KNOWN_FAILURES.get((test, name))
@@ -137,7 +137,7 @@ def rows(table: Mapping[str, Any], test: str, slow: Collection[str] = ()) -> lis
 
 
 class KernelRow(NamedTuple):
-    """A kernel as a function of its model, and what its states hold beside the common fields."""
+    """A kernel as a function of its model, and the fields of its states in addition to the common ones."""
 
     make: Callable[..., infer.SGMCMCKernel]
     momentum: bool = False
@@ -335,7 +335,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         _kinds(rescale=1, flip=1, order=1),
     ),
     "CNN max": NetRow(nn.CNN([3, 4], [5, 2], 3), IMAGE, _kinds(rescale=3, order=3)),
-    # A maximum does not take a sign along.
+    # A maximum does not commute with a change of sign.
     "CNN max tanh": NetRow(nn.CNN([3, 4], [5, 2], 3, activation="tanh"), IMAGE, _kinds(flip=1, order=3)),
     "CNN average tanh": NetRow(
         nn.CNN([3, 4], [5, 2], 3, pool=_AVG, activation="tanh"), IMAGE, _kinds(flip=3, order=3)
@@ -355,7 +355,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         IMAGE,
         _kinds(scale=2, rescale=2, shift=3, flip=2, order=2),
     ),
-    # What an input pixel adds is not the same at every pixel: the bias alone shifts all of them.
+    # The contribution of an input pixel differs between pixels: only the bias shifts all of them.
     "LayerNorm over pixels": NetRow(
         nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), _LN(), "relu", nn.Dense(2)]),
         IMAGE,
@@ -381,7 +381,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         IMAGE,
         _kinds(scale=5, shift=5, flip=4, order=4),
     ),
-    # One stream, three normalizations that read it: its three biases shift, the gained outputs rescale and flip.
+    # Three normalizations read one stream: its three biases shift, the outputs with gains rescale and flip.
     "pre-activation BatchNorm": NetRow(
         _before(_BN(), "relu"), _FEATURES, _kinds(scale=1, rescale=3, shift=3, flip=1, order=1)
     ),
@@ -421,7 +421,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
     ),
 }
 
-# Networks whose layers meet as in another one.
+# Networks whose layers are connected as in another row.
 NET_VARIANTS = {
     "MLP leaky relu",
     "MLP erf",
@@ -447,11 +447,11 @@ NET_VARIANTS = {
 
 
 class GuideRow(NamedTuple):
-    """A guide as a function of the model and keywords such as ``prefix``, and which parts of the contract it lacks.
+    """A guide as a function of the model and keywords such as ``prefix``, and the parts of the contract it lacks.
 
     :param make: a class of guides, or a ``partial`` of one.
     :param lacks: part of the contract -> why; the parts are the fields of ``PARTS``.
-    :param slow: a variant of a class that another row tests: left to ``make test-all``.
+    :param slow: a variant of a class that another row tests; it runs only in ``make test-all``.
     """
 
     make: Callable[..., Any]
@@ -470,7 +470,7 @@ GUIDES: dict[str, GuideRow] = {
         guides.AutoADF,
         {
             "list": "learns all sites at once, and needs the observation of the model",
-            "quantiles of bases": "it gives those of the weights; a base is the weight over its scale, both at q",
+            "quantiles of bases": "it gives those of the weights; a base is the weight over its scale, each at q",
         },
     ),
     "AutoMeanField": GuideRow(guides.AutoMeanField),

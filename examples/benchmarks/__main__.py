@@ -1,11 +1,11 @@
-"""One door to all measurements: every figure of the docs, from one command.
+"""Run all measurements: every figure of the docs, from one command.
 
     python -m examples.benchmarks                                    what there is
-    python -m examples.benchmarks uci --sets boston --methods mclmc  one, with options of its own (--help)
+    python -m examples.benchmarks uci --sets boston --methods mclmc  one, with its own options (--help)
     python -m examples.benchmarks all --data FOLDER                  all, as the docs have them
 
-`all` takes hours. It can be interrupted: what has ended is marked by a file NAME.done and not run again, and the
-longest, `uci`, goes on within its file.
+`all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement, which is not run again, and
+the longest one, `uci`, resumes within its file.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Measurement(NamedTuple):
     :param output: name of the file or folder that is written.
     :param options: further ones.
     :param data: it reads the data folder.
-    :param continues: it knows itself what is left to do.
+    :param continues: it finds out what is left to do.
     """
 
     module: str
@@ -77,7 +77,7 @@ def overview() -> str:
 
 
 def command(name: str, folder: Path, data: str | None) -> list[str]:
-    """What `all` runs for a measurement."""
+    """The command that `all` runs for a measurement."""
     found = MEASUREMENTS[name]
     words = ["-m", f"examples.{found.module}", "--output", str(folder / found.output), *found.options.split()]
     return [sys.executable, *words, *(["--data", data] if found.data and data else [])]
@@ -94,7 +94,9 @@ def run_all(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     args = parser.parse_args(argv)
     if args.data is None and not args.dry_run:
-        parser.error("--data: the docs' figures are of real data; name their folder, or set NUMPYRO_BNN_DATA")
+        parser.error(
+            "--data: the figures of the docs need real data; name its folder, or set NUMPYRO_BNN_DATA"
+        )
     folder, failed = writable_folder(args.output), []
     for name, found in MEASUREMENTS.items():
         words = command(name, folder, args.data)

@@ -1,8 +1,8 @@
-"""Time of one update of probabilistic backpropagation: AutoADF beside a plain scan, interleaved.
+"""Time of one update of probabilistic backpropagation: AutoADF compared with a plain scan, interleaved.
 
 The 20 splits of boston at once (one hidden layer of 50 units), and California housing (two layers of 50). The plain
-scan is what one writes first for this one network: moments by hand, automatic differentiation, float64 and float32.
-Ratios are medians of the ratios within a round. Writes JSON.
+scan is a straightforward program for this one network: moments by hand, automatic differentiation, float64 and
+float32. Ratios are medians of the ratios within a round. Writes JSON.
 
     python -m examples.benchmarks.adf_speed --data FOLDER --output docs/adf_speed.json
 """
@@ -33,7 +33,7 @@ from examples.benchmarks.shared import (
 from examples.probabilistic_backpropagation import model
 from examples.shared import at_least, markdown, writable_file
 
-# Of the C code of the authors, one core of a machine like ours: microseconds per update and split.
+# The C code of the authors on one core of a similar machine: microseconds per update and split.
 C_REFERENCE = {"boston": "9-12", "california": "175"}
 
 

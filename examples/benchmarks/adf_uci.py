@@ -1,4 +1,4 @@
-"""Probabilistic backpropagation on the UCI regression sets, beside the figures of the reference implementation.
+"""Probabilistic backpropagation on the UCI regression sets, compared with the reference implementation.
 
 The standard splits, one hidden layer of 50 ReLU units, 40 epochs; all splits of a set are learned at once. The model
 is plain NumPyro in the published parametrization. Writes JSON; with ``--docs`` also the table of a page.

@@ -1,8 +1,8 @@
 """Seconds before the first draw, and how much of them JAX's cache on disk and NumPyro's `jit_model_args` save.
 
-Each row is a process of its own, which samples two data sets of the same shape, a few draws each: the second run has
-what the first one compiled, as far as it is the same program. An 8-50-1 network with an output for the noise. With a
-cache, one process has run before, on other data. Writes JSON.
+Each row is a separate process, which samples two data sets of the same shape, a few draws each. The second run reuses
+what the first one compiled, if it is the same program. An 8-50-1 network with an output for the noise. With a cache,
+one process has run before, on other data. Writes JSON.
 
     python -m examples.benchmarks.compilation --output output/compilation.json
 """
@@ -27,7 +27,7 @@ from examples.shared import at_least, markdown, writable_file
 
 FEATURES = 8
 KERNELS = ("NUTS", "MCLMC")
-# JAX's, as environment variables: keep every program, however small.
+# Environment variables of JAX: keep every program, however small.
 CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -37,7 +37,7 @@ CACHE = {
 def seconds_of_runs(
     kernel_name: str, data_as_arguments: bool, seeds: list[int], args: argparse.Namespace
 ) -> list[float]:
-    """Of runs in this process, each with data of its own."""
+    """Seconds of runs in this process, each with its own data."""
     import numpyro_bnn as bnn
 
     net = bnn.nn.MLP([args.width, 2], "relu")
@@ -69,7 +69,7 @@ def seconds_of_runs(
 def measure(
     kernel_name: str, data_as_arguments: bool, cached: bool, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The same in a process of its own; with a cache, in a second one."""
+    """The same in a separate process; with a cache, in a second one."""
     job = {"kernel_name": kernel_name, "data_as_arguments": data_as_arguments, "options": options_of(args)}
     words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.compilation", "--job"]
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=500, help="data points")
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--num-chains", type=int, default=4, help="chains, vectorized")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # what a process of its own is to do
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # the work of a separate process
     parser.add_argument("--output", type=Path, default=Path("output/compilation.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)

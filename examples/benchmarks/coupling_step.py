@@ -1,9 +1,9 @@
-"""Time of an SVI step with `AutoCoupling`, beside flowjax's coupling flow on the same model.
+"""Time of an SVI step with `AutoCoupling`, compared with flowjax's coupling flow on the same model.
 
-Both flows have the same standard normal base, number of layers, hidden width and activation of the conditioners,
-are placed by the same loc and scale, and see the same minibatch through a one-hidden-layer tanh network. Of
-flowjax's flow both directions (`invert`) are timed, and the faster one counts. In one run and interleaved, so that
-load on the machine hits all alike; ratios are medians of the ratios within a round. Writes JSON.
+Both flows have the same standard normal base, number of layers, hidden width and activation of the conditioners, have
+the same loc and scale, and see the same minibatch through a one-hidden-layer tanh network. Both directions (`invert`)
+of flowjax's flow are timed, and the faster one counts. Steps are interleaved in one run, so that load on the machine
+affects all alike; ratios are medians of the ratios within a round. Writes JSON.
 
     python -m examples.benchmarks.coupling_step --output output/coupling_step.json
 """
@@ -52,7 +52,7 @@ def model(x: jax.Array, y: jax.Array, width: int) -> None:
 
 
 def num_latent(width: int) -> int:
-    """D, the unconstrained numbers of the model."""
+    """D, the number of unconstrained parameters of the model."""
     return (FEATURES + 2) * width + 2
 
 
@@ -154,7 +154,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Times of both packages as a Markdown table; of flowjax those of its faster direction."""
+    """Times of both packages as a Markdown table; for flowjax, of its faster direction."""
     heads = ("latent numbers", "draws per step", f"{OURS}, microseconds", "flowjax, microseconds", "ratio")
     rows = []
     for row in report["rows"]:

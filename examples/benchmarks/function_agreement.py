@@ -1,8 +1,8 @@
 """Do samplers agree on the predicted function? Means and standard deviations of long runs, chains as replicates.
 
 Every method runs the same number of chains from random starts, with as many gradients each. For a test input, the
-means (or the logarithms of the standard deviations) of its C chains are C independent values whose spread holds all
-Monte Carlo error, also that of chains that have not mixed; two methods are compared by Welch's t over them. Where
+means (or the logarithms of the standard deviations) of its C chains are C independent values whose spread contains
+all Monte Carlo error, even if the chains have not mixed. Two methods are compared by Welch's t of these values. Where
 both have the same distribution, the root mean square of t is near 1 (sqrt(df / (df - 2)), and inputs are not
 independent). Writes JSON, and a table into a page.
 
@@ -36,7 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     others = [name for name in METHODS if name != REFERENCE]
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="data sets")
     parser.add_argument("--nets", nargs="+", choices=NETS, default=["1x20"], help="networks")
-    parser.add_argument("--methods", nargs="+", choices=others, default=others[1:], help="beside NUTS")
+    parser.add_argument("--methods", nargs="+", choices=others, default=others[1:], help="compared with NUTS")
     parser.add_argument("--gradients", type=int, default=500_000, help="per chain, half of them warm-up")
     parser.add_argument("--draws", type=int, default=500, help="kept per chain, about")
     parser.add_argument("--num-chains", type=int, default=8, help="independent replicates")
@@ -46,7 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("output/function_agreement.json"), help="JSON file"
     )
-    parser.add_argument("--docs", type=Path, help="page whose table is to hold the figures")
+    parser.add_argument("--docs", type=Path, help="page whose table shows the figures")
     args = parser.parse_args(argv)
     at_least(parser, args, ("num_chains",), 3)
     at_least(parser, args, ("draws",), 4)
@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def draws_of(method: str, net: str, data: Any, args: argparse.Namespace) -> tuple[np.ndarray, dict[str, Any]]:
-    """Draws (C, S, N) of the function at the test rows, and what the kernel says of itself."""
+    """Draws (C, S, N) of the function at the test rows, and the kernel's own statistics."""
     kernel, warmup, draws = sampler(method, net, args)
     key = jax.random.fold_in(jax.random.key(args.seed), METHODS.index(method))
     mcmc = MCMC(

@@ -1,7 +1,7 @@
-"""Cost of a `random_network` model beside the same model written by hand in NumPyro.
+"""Cost of a `random_network` model, compared with the same model written by hand in NumPyro.
 
-Measures, in one run and interleaved: time of a gradient of the potential energy, time of a leapfrog trajectory,
-and the floating-point operations and bytes XLA counts for the compiled gradient. Writes JSON.
+Measures, interleaved in one run, the time of a gradient of the potential energy, the time of a leapfrog trajectory,
+and the floating-point operations and bytes that XLA counts for the compiled gradient. Writes JSON.
 
     python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json
 """
@@ -77,7 +77,7 @@ def prepare(model: Callable, x, y, widths, steps: int):
 
 
 def compare(n: int, widths: tuple[int, ...], repeats: int, calls: int, steps: int) -> dict:
-    """Both models on one data set; medians of interleaved repeats, and what XLA counts."""
+    """Both models on one data set; medians of interleaved repeats, and XLA's counts."""
     x = random.normal(random.key(1), (n, 13))
     y = jnp.sin(x[:, 0])
     prepared = {model.__name__: prepare(model, x, y, widths, steps) for model in (hand_written, ours)}
@@ -98,7 +98,7 @@ def compare(n: int, widths: tuple[int, ...], repeats: int, calls: int, steps: in
 
 
 def table(report: dict[str, Any]) -> str:
-    """Ratios, ours over written by hand, as a Markdown table."""
+    """Ratios of our model to the hand-written one, as a Markdown table."""
     heads = ("rows", "layers", "gradient", "leapfrog trajectory", "floating-point operations", "bytes")
     names = ("gradient", "leapfrog", "flops", "bytes")
     rows = [

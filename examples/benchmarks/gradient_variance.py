@@ -1,8 +1,8 @@
 """Variance and cost of gradients of the evidence lower bound: one draw, ten draws, flipout, local reparameterization.
 
 The variance is that of the gradient for one minibatch, summed over the parameters of a mean-field guide of a network
-with two hidden layers. The time of a step of each estimator (gradient and Adam) is measured beside the step of the
-same network with ordinary weights, interleaved, in this run. Writes JSON.
+with two hidden layers. The time of a step of each estimator (gradient and Adam) is compared with a step of the same
+network with ordinary weights, interleaved in the same run. Writes JSON.
 
     python -m examples.benchmarks.gradient_variance --output output/gradient_variance.json
 """
@@ -122,7 +122,7 @@ def deterministic_step(net: nn.Layer, data: tuple, optimizer) -> tuple[Callable,
 
 
 def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int) -> dict:
-    """Time and counted operations of a step of every estimator over those of the deterministic network."""
+    """Time and counted operations of a step of every estimator, relative to the deterministic network."""
     model, optimizer = make_model(net), numpyro.optim.Adam(1e-3)
     steps = {"deterministic": deterministic_step(net, data, optimizer)}
     svi = SVI(model, guides.AutoMeanField(model), optimizer, Trace_ELBO())

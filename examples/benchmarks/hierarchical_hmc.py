@@ -1,9 +1,9 @@
-"""Ways to move the weights of a hierarchical network, per gradient: NUTS, and long trajectories.
+"""Effective draws per gradient in hierarchical networks: NUTS compared with long trajectories.
 
-Networks whose groups of weights have a precision each, on boston and on Neal's regression `rdata`. NUTS over
-everything where nothing is centered; Gibbs draws of the precisions with NUTS or `GHMC` for the weights, with and
-without a momentum that persists. Effective draws of the function at the training inputs per 100,000 gradients, after
-warm-up. Writes JSON.
+In the networks each group of weights has a precision; the data are boston and Neal's regression `rdata`. The samplers
+are NUTS on all sites of the non-centered model, and Gibbs draws of the precisions with NUTS or `GHMC` for the
+weights, with and without persistent momentum. The table shows the effective draws of the function at the training
+inputs per 100,000 gradients, after warm-up. Writes JSON.
 
     python -m examples.benchmarks.hierarchical_hmc --data FOLDER --output output/hierarchical_hmc.json
 """
@@ -45,7 +45,7 @@ def rdata(x: jax.Array, y: jax.Array | None = None, centered: bool = True) -> No
 
 
 def boston(x: jax.Array, y: jax.Array | None = None, centered: bool = True) -> None:
-    """13 20 1, precisions of lighter tails."""
+    """13 20 1, with lighter-tailed priors of the precisions."""
     observe(x, y, 20, priors.GammaPrecision(0.5, 1.0, centered=centered), dist.Gamma(1.0, 0.1))
 
 
@@ -82,12 +82,12 @@ def kernel_of(way: str, model: Callable, args: argparse.Namespace) -> MCMCKernel
 
 
 def start_of(way: str, model: Callable, key: jax.Array, x: jax.Array) -> dict[str, jax.Array] | None:
-    """Small weights for the block of a Gibbs sampler, which takes draws of the prior otherwise.
+    """Small weights for a block of a Gibbs sampler, which otherwise starts at draws from the prior.
 
-    From those the first precision of the noise is so low, and the weights so free, that units saturate for good.
+    With those, the first noise precision is so low, and the weights are so free, that units saturate for good.
     """
     if way == "nuts":
-        return None  # its `init_strategy` says it
+        return None  # its `init_strategy` sets the start
     sites = handlers.trace(handlers.seed(model, key)).get_trace(x)
     weights = {n: s["value"] for n, s in sites.items() if n.startswith("net/") and s["type"] == "sample"}
     weights = {name: value for name, value in weights.items() if not name.endswith("precision")}
@@ -103,7 +103,7 @@ def _precisions(trace: dict[str, Any]) -> list[str]:
 
 
 def keep(state: Any, draw: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The function, the noise, and gradients: of this transition (NUTS) or of all so far (ours)."""
+    """The function, the noise, and gradients, of this transition (NUTS) or so far (our kernels)."""
     inner = state.block_states[1] if hasattr(state, "block_states") else state
     gradients = inner.num_gradients if hasattr(inner, "num_gradients") else inner.num_steps
     return draw["mean"], jnp.log(draw["precision"]), gradients
@@ -116,7 +116,7 @@ def load(name: str, args: argparse.Namespace) -> tuple[jax.Array, jax.Array]:
     if name == "rdata":
         data = load_data("rdata", args)
     elif args.data is None and not os.environ.get("NUMPYRO_BNN_DATA"):
-        print("no data folder: the diabetes set of scikit-learn in the place of boston")
+        print("no data folder: the diabetes set of scikit-learn instead of boston")
         data = datasets.standardize(datasets.load_sklearn("diabetes"))
     else:
         data = datasets.standardize(datasets.load_uci(name, 0, args.data))
@@ -149,7 +149,7 @@ def measure(name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spent(counts: np.ndarray, way: str) -> int:
-    """Gradients of the kept transitions, from counts of each (NUTS) or totals (ours, which lack the first)."""
+    """Gradients of the kept transitions, from counts of each (NUTS) or totals (our kernels, without the first)."""
     if "nuts" in way:
         return int(counts.sum())
     return int((counts[-1] - counts[0]) * len(counts) / (len(counts) - 1))
@@ -181,16 +181,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--data", type=Path, default=None, help="folder of the data; otherwise NUMPYRO_BNN_DATA"
     )
     parser.add_argument("--output", type=Path, default=Path("output/hierarchical_hmc.json"), help="JSON file")
-    parser.add_argument("--docs", type=Path, help="page whose table is to hold the figures")
+    parser.add_argument("--docs", type=Path, help="page whose table shows the figures")
     parser.add_argument("--sets", nargs="+", choices=MODELS, default=list(MODELS), help="data sets")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare")
     parser.add_argument("--num-chains", type=int, default=4, help="chains of each way, one after the other")
     parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of each chain")
     parser.add_argument("--num-samples", type=int, default=2000, help="transitions of each chain after that")
     parser.add_argument("--num-steps", type=int, default=64, help="leapfrogs per transition")
-    parser.add_argument("--momentum-decay", type=float, default=0.15, help="share forgotten per trajectory")
+    parser.add_argument(
+        "--momentum-decay", type=float, default=0.15, help="share of the momentum replaced per trajectory"
+    )
     parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
-    parser.add_argument("--seed", type=int, default=0, help="of chains, and of made-up data")
+    parser.add_argument("--seed", type=int, default=0, help="of chains, and of simulated data")
     args = parser.parse_args(argv)
     at_least(parser, args, ["num_chains", "num_steps", "max_tree_depth"])
     at_least(parser, args, ["num_warmup", "num_samples"], 4)

@@ -1,10 +1,10 @@
-"""Horseshoe regression with more inputs than data: Gibbs sampling with `PrecisionGibbs` beside NUTS.
+"""Horseshoe regression with more inputs than data: Gibbs sampling with `PrecisionGibbs`, compared with NUTS.
 
 200 inputs, 5 of them relevant, 100 rows. The Gibbs sampler draws the global scale and the noise with the coefficients
 integrated out, then the coefficients (together one `CustomGibbs` block), then the local scales (`PrecisionGibbs`),
-all in the centered model; NUTS samples the non-centered one. Both run in one process. The report says which inputs
-they find, and gives the posterior of the global scale and effective draws per second of sampling, without compilation
-and warm-up. Writes JSON.
+all in the centered model; NUTS samples the non-centered one. Both run in one process. The report shows which inputs
+they find, the posterior of the global scale, and effective draws per second of sampling, without compilation and
+warm-up. Writes JSON.
 
     python -m examples.benchmarks.horseshoe --output output/horseshoe.json
 """
@@ -127,7 +127,7 @@ def sample(
 
 
 def summary(draws: dict[str, np.ndarray], cost: dict[str, float]) -> dict[str, Any]:
-    """What the report says of one sampler."""
+    """The part of the report about one sampler."""
     log_tau = np.log(draws["tau"].astype(np.float64))
     size = np.abs(draws["beta"].mean((0, 1)))
     ess = {name: float(effective_sample_size(np.log(draws[name]))) for name in GLOBAL}
@@ -182,7 +182,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweeps", type=int, default=5000, help="draws of each chain of the Gibbs sampler")
     parser.add_argument("--nuts-draws", type=int, default=1500, help="draws of each chain of NUTS")
     parser.add_argument(
-        "--target-accept-prob", type=float, default=0.98, help="of NUTS, which diverges at smaller ones"
+        "--target-accept-prob", type=float, default=0.98, help="of NUTS, which diverges at smaller values"
     )
     parser.add_argument("--max-tree-depth", type=int, default=10, help="of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="of data and chains")

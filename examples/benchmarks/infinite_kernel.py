@@ -1,6 +1,6 @@
 """The kernel of 10,000 x 10,000 points of a deep ReLU network: seconds and peak memory.
 
-Runs in a process of its own; peak memory is that of the whole process, Python and JAX included. Writes JSON; with
+Runs in a separate process; peak memory is that of the whole process, Python and JAX included. Writes JSON; with
 ``--docs`` also the table of a page.
 
     python -m examples.benchmarks.infinite_kernel --output docs/infinite_kernel.json --docs docs/infinite.md
@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inputs", type=int, default=10, help="features of an input")
     parser.add_argument("--depth", type=int, default=3, help="hidden layers")
     parser.add_argument("--kernels", nargs="+", default=["nngp", "ntk"], choices=["nngp", "ntk"])
-    parser.add_argument("--block-size", type=int, default=500, help="rows worked out at once")
+    parser.add_argument("--block-size", type=int, default=500, help="rows computed at once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
     parser.add_argument("--output", type=Path, default=Path("output/infinite_kernel.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")

@@ -1,8 +1,8 @@
-"""Infinitely wide networks on the UCI regression sets, beside published figures of finite ones.
+"""Infinitely wide networks on the UCI regression sets, compared with published figures of finite ones.
 
-The standard splits; one hidden layer unless told otherwise. The scales of the prior and the noise come from the
-marginal likelihood of each training set (``infinite.prior_fit``). Writes JSON; with ``--docs`` also the tables of a
-page.
+The standard splits, with one hidden layer unless the options say otherwise. The scales of the prior and the noise
+come from the marginal likelihood of each training set (``infinite.prior_fit``). Writes JSON; with ``--docs`` also the
+tables of a page.
 
     python -m examples.benchmarks.infinite_uci --data FOLDER --output docs/infinite_uci.json --docs docs/infinite.md
 """
@@ -41,7 +41,7 @@ PUBLISHED = {
         "yacht": (None, -0.47),
     },
 }
-# Column -> activation, and whether every input has a scale of its own.
+# Column -> activation, and whether every input has its own scale.
 VARIANTS = {"relu": ("relu", False), "erf": ("erf", False), "erf-ard": ("erf", True)}
 
 
@@ -79,7 +79,7 @@ def learn_set(name: str, variant: str, args: argparse.Namespace) -> dict[str, An
 
 
 def nuts_of(path: Path | None) -> dict[str, dict[str, tuple[float, float]]]:
-    """What NUTS reached with 50 units, by set, from the JSON of ``variational_uci``."""
+    """Scores of NUTS with 50 units, by set, from the JSON of ``variational_uci``."""
     if path is None:
         return {}
     rows = json.loads(path.read_text())["rows"]

@@ -1,15 +1,15 @@
-"""Mixing of the predicted function: NUTS, centered and non-centered, beside MCLMC.
+"""Mixing of the predicted function: NUTS, centered and non-centered, compared with MCLMC.
 
-ReLU networks with one learned scale per layer on UCI sets. Every method gets a number of gradients per chain, half of
-it for warm-up; then each is given again as many seconds as the slowest of them took, by resuming it. Effective sample
-sizes are those of the predicted function at the test rows (bulk), per gradient and per second of sampling. Also the
-cost of a step beside that of its bare gradients, and of vectorized chains beside one: on one device, and on as many
-as there are cores. Writes JSON.
+ReLU networks with one learned scale per layer on UCI sets. Every method gets the same number of gradients per chain,
+half of them for warm-up; then each one is resumed until it has used as many seconds as the slowest. Effective sample
+sizes are those of the predicted function at the test rows (bulk), per gradient and per second of sampling. The script
+also compares the cost of a step with that of its bare gradients, and of vectorized chains with that of one chain, on
+one device and on one device per core. Writes JSON.
 
     python -m examples.benchmarks.microcanonical --data FOLDER --output output/microcanonical.json
 
-Where chains sit in different functions, the effective size of all together says no more than that. The sum of those
-of single chains beside it says how fast each moves where it is.
+If chains stay at different functions, the effective size of all chains together shows only that. The sum of those of
+the single chains shows how fast each one moves around its own function.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the samplers")
     parser.add_argument("--data", type=Path, default=None, help="folder of the UCI sets")
     parser.add_argument("--output", type=Path, default=Path("output/microcanonical.json"), help="JSON file")
-    parser.add_argument("--docs", type=Path, help="page whose tables are to hold the figures")
+    parser.add_argument("--docs", type=Path, help="page whose tables show the figures")
     args = parser.parse_args(argv)
     at_least(parser, args, ("num_chains", "rounds"))
     at_least(parser, args, ("max_tree_depth",), 2)
@@ -120,7 +120,7 @@ def functions_of(mcmc: MCMC, data: Any) -> np.ndarray:
 
 
 def sample(method: str, net: str, data: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Equal gradients: what came out, and how to go on for some time."""
+    """Equal gradients: the results, and a function that continues for some time."""
     kernel, warmup, draws = sampler(method, net, args)
     fields = ("num_steps",) if isinstance(kernel, NUTS) else ("num_gradients",)
     options = {"num_warmup": warmup, "num_samples": draws, "num_chains": args.num_chains}
@@ -252,7 +252,7 @@ def _flops(compiled: Any) -> float | None:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Markdown tables by name: mixing of each sampler, and what a step costs."""
+    """Markdown tables by name: mixing of each sampler, and the cost of a step."""
     heads = ["posterior", "sampler", "ESS, median", "least", "within chains, median", "least", "median R-hat"]
     heads += ["ESS/s", "within/s", "at equal seconds: ESS/s", "within/s"]
     mixing = []

@@ -1,9 +1,9 @@
 """Cost of moves along symmetries, relative to the transitions of the kernels that they accompany.
 
-A 13-50-1 network on 10,000 rows, non-centered, ReLU and batch-norm tanh. Timed are one sweep of the moves, for all
-symmetries and for each alone, without and with the refresh of the inner kernel; a NUTS transition; and an SGLD step
-with minibatches. They take turns in one process, so that load on the machine affects all of them; the report gives
-medians and minima. Writes JSON.
+A 13-50-1 network on 10,000 rows, non-centered, ReLU and batch-norm tanh. The script times one sweep of the moves, for
+all symmetries and for each alone, with and without the refresh of the inner kernel; a NUTS transition; and an SGLD
+step with minibatches. They take turns in one process, so that load on the machine affects all of them; the report
+gives medians and minima. Writes JSON.
 
     python -m examples.benchmarks.orbit_moves --output output/orbit_moves.json
 """
@@ -29,8 +29,8 @@ from numpyro_bnn.infer.orbit import OrbitState
 NETS = {"ReLU": lambda width: nn.MLP([width, 1], "relu")}
 NETS["batch norm"] = lambda width: nn.MLP([width, 1], "tanh", norm=nn.BatchNorm())
 FEATURES, STEP_SIZE = 13, 1e-6
-# What a sweep should cost at most: 5 % of a transition (of NUTS, or of SGLD with its steps per draw), and half of a
-# single SGLD step.
+# Upper limits of the cost of a sweep: 5 % of a transition (of NUTS, or of SGLD with its steps per draw), and half of
+# a single SGLD step.
 TRANSITION_LIMIT, STEP_LIMIT = 0.05, 0.5
 
 Calls = dict[str, tuple[Callable, int]]
@@ -83,7 +83,7 @@ def refreshed(kernel: infer.OrbitMoves, call: tuple) -> Callable:
 def with_inner(
     kernel: infer.OrbitMoves, state: OrbitState, inner: Any, call: tuple
 ) -> tuple[infer.OrbitMoves, OrbitState]:
-    """The same moves around another kernel of the same model; what was decided about them holds for any."""
+    """The same moves around another kernel of the same model, for which their analysis is also valid."""
     kernel = copy.copy(kernel)
     kernel._kernel = inner
     return kernel, state._replace(base=inner.init(random.key(2), 0, None, model_args=call, model_kwargs={}))
@@ -134,7 +134,7 @@ def times_of(found: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str,
 def ratios_of(
     found: dict[str, list[tuple[float, float]]], steps_per_draw: int
 ) -> dict[str, dict[str, float]]:
-    """A sweep beside each kernel: medians of the ratios within a round, ratios of the minima (wall-clock)."""
+    """A sweep relative to each kernel: medians of the ratios within a round, ratios of the minima (wall-clock)."""
     report = {}
 
     def compared(sweep: str, kernel: str, times: int, unit: str, limit: float) -> None:
@@ -182,13 +182,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("output/orbit_moves.json"), help="JSON file")
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), help="networks")
-    parser.add_argument("--rounds", type=int, default=15, help="repeats in turn")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved repeats")
     parser.add_argument("--rows", type=int, default=10_000, help="data points")
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--sweeps", type=int, default=1000, help="sweeps per repeat")
     parser.add_argument("--refreshes", type=int, default=20, help="sweeps with refresh of NUTS per repeat")
     parser.add_argument("--transitions", type=int, default=2, help="NUTS transitions per repeat")
-    parser.add_argument("--tree-depth", type=int, default=5, help="of NUTS; real trees are rather deeper")
+    parser.add_argument("--tree-depth", type=int, default=5, help="of NUTS; real trees tend to be deeper")
     parser.add_argument("--draws", type=int, default=5, help="SGLD draws per repeat")
     parser.add_argument("--steps-per-draw", type=int, default=100, help="SGLD steps per draw")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 512], help="minibatch sizes of SGLD")
@@ -211,7 +211,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """What a draw costs more with moves, as a Markdown table."""
+    """The extra cost of a draw with moves, as a Markdown table."""
     rows = []
     for net, part in report["nets"].items():
         for what, ratio in part["ratios"].items():

@@ -1,8 +1,8 @@
 """Time of an SGLD step: bare loops, the engine, BlackJAX, and a whole run of ``MCMC(SGLD(model))``.
 
-An 8-50-1 tanh network, minibatches of 32, float32. In one run and interleaved, so that load on the machine hits all
-alike; ratios are medians of the ratios within a round. Measures as well how the time grows with the number of data
-points, and what memory depends on. Writes JSON.
+An 8-50-1 tanh network, minibatches of 32, float32. Steps are interleaved in one run, so that load on the machine
+affects all alike; ratios are medians of the ratios within a round. The script also measures how time grows with the
+number of data points, and how memory grows with the number of steps. Writes JSON.
 
     python -m examples.benchmarks.sgld_step --output output/sgld_step.json
 """
@@ -86,7 +86,7 @@ def bare_sgd(x: jax.Array, y: jax.Array, num_steps: int) -> Callable:
 
 
 def leafwise_sgld(x: jax.Array, y: jax.Array, num_steps: int) -> Callable:
-    """SGLD as one writes it first: a key and a threefry draw for every parameter array."""
+    """Straightforward SGLD: a key and a threefry draw for every parameter array."""
 
     def step(z, key):
         batch_key, *keys = random.split(key, 1 + len(z))
@@ -177,7 +177,7 @@ def compare_steps(rounds: int, num_steps: int) -> dict[str, Any]:
 
 
 def compare_run(rounds: int, num_steps: int, steps_per_draw: int) -> dict[str, Any]:
-    """A whole run with progress bar beside the same steps in one bare loop."""
+    """A whole run with progress bar, compared with the same steps in one bare loop."""
     x, y = make_data(10_000)
     loop, state = engine_loop(engine(x, y), num_steps)
     calls = {
@@ -268,7 +268,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Markdown tables by name: a step beside others, and as the data grow."""
+    """Markdown tables by name: a step compared with others, and as the data grow."""
     rows = []
     for part in (report["steps"], report["run"]):
         for pair, ratio in part["wall_ratio"].items():

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing contenders in turns, and what machine and versions the figures are of."""
+"""Helpers of the benchmarks: interleaved timing, and the machine and versions behind the figures."""
 
 import argparse
 import json
@@ -82,7 +82,7 @@ def median_ratio(times: Mapping[Any, list[float]], name: Hashable, base: Hashabl
 
 
 def repeated(step: Callable, state: Any, number: int) -> Callable:
-    """A call that makes a short step several times, so that the clock is not what is measured."""
+    """A call that makes a short step several times, so that the clock's own cost does not matter."""
 
     def call() -> Any:
         for _ in range(number):
@@ -100,7 +100,7 @@ def sample_chain(
     keep: Callable,
     start: Any = None,
 ) -> tuple[Any, dict[str, float]]:
-    """One chain: what is kept of its draws, and seconds of both phases without compilation.
+    """One chain: values kept of its draws, and seconds of both phases without compilation.
 
     :param call: arguments of the model, positional and by keyword.
     :param lengths: transitions of warm-up, and of sampling.
@@ -125,17 +125,17 @@ def sample_chain(
 
 
 def one_device_per_core() -> None:
-    """Before JAX is first used; of no effect where it has been."""
+    """Must be called before JAX is first used; later it has no effect."""
     numpyro.set_host_device_count(os.cpu_count() or 1)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of a run, without paths: where files lay on this machine is of no interest elsewhere."""
+    """The options of a run, without paths, which mean nothing on another machine."""
     return {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write all that has been measured so far: it is not lost if a later case is interrupted."""
+    """Write everything measured so far, so that it is not lost if a later case is interrupted."""
     path.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
@@ -156,7 +156,7 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def provenance(reports: Iterable[Mapping[str, Any]]) -> str:
-    """What stands below a table: machines, versions and options that its figures are of."""
+    """The text below a table: machines, versions and options of its figures."""
     kept = list(reports)
     machines = {f"{report['machine']['cores']} cores, {report['machine']['device']}" for report in kept}
     versions = {
@@ -181,7 +181,7 @@ def _as_typed(options: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
 
 
 def put_table(page: Path | None, name: str, text: str, report: Mapping[str, Any]) -> None:
-    """Put a table into a page (none: nowhere), and below it what it is of."""
+    """Put a table into a page (if there is one), with its machine, versions and options below."""
     if page is not None:
         between_marks(page, f"{text}\n\n{provenance([report])}", name)
 

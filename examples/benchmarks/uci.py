@@ -1,9 +1,9 @@
 """UCI regression sets with the standard splits: any method, any split, one line of JSON each.
 
-A run can be interrupted: what is in the file is not computed again, and further sets, splits, methods or heads are
-added to it. All networks have a hidden layer of 50 ReLU units (100 for protein) under hierarchical priors; heads are
-one noise for all (`homo`) or an output for it (`hetero`). With `--docs` the tables of a page are made from the file.
-Half of the time of a small set is compilation; with JAX's cache on disk (the environment variable
+A run can be interrupted: results in the file are not computed again, and further sets, splits, methods or heads are
+added to it. All networks have a hidden layer of 50 ReLU units (100 for protein) and hierarchical priors. The heads
+are one noise scale for all rows (`homo`) or an output for it (`hetero`). With `--docs` the tables of a page are made
+from the file. Half of the time of a small set is compilation; with JAX's cache on disk (the environment variable
 `JAX_COMPILATION_CACHE_DIR`) the splits of a set share it.
 
     python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc nngp --splits 5
@@ -44,9 +44,10 @@ def model_of(data: Any, head: str) -> Callable:
 
 
 def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws: int, **call: Any) -> Any:
-    """A finished ``MCMC`` of chains that are vectorized, and shared out to all cores.
+    """A finished ``MCMC`` of chains that are vectorized and distributed over all cores.
 
-    Data are arguments of the compiled program: it is the same for all splits of a set, and found in JAX's cache.
+    The data are arguments of the compiled program, so it is the same for all splits of a set and comes from JAX's
+    cache.
 
     :param call: arguments of the model after the data, by name.
     """
@@ -103,7 +104,7 @@ def sghmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def variational(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Bayes by Backprop, and coupling flows on scales and output weights, which start where it ended."""
+    """Bayes by Backprop, and coupling flows over scales and output weights that start where it ended."""
     import optax
     from numpyro.infer import SVI, init_to_value
 
@@ -153,7 +154,7 @@ def nngp(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"NNGP": normal_scores(predicted.mean, predicted.covariance + found.noise_sd**2, data)}
 
 
-# Name -> what it does, and the heads it has.
+# Name -> function, and its heads.
 METHODS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "mclmc": (mclmc, HEADS),
     "nuts": (nuts, HEADS),
@@ -184,7 +185,7 @@ def scored(fit: Any, data: Any, **options: Any) -> dict[str, float]:
 
 
 def normal_scores(mean: Any, variance: Any, data: Any) -> dict[str, float]:
-    """The same of a normal predictive distribution."""
+    """The same for a normal predictive distribution."""
     from scipy import stats
 
     mean, sd = np.asarray(mean, np.float64), np.sqrt(np.asarray(variance, np.float64))
@@ -200,7 +201,7 @@ def normal_scores(mean: Any, variance: Any, data: Any) -> dict[str, float]:
 
 
 def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is asked for, splits outermost: an interrupted run has the same splits of all sets."""
+    """The jobs, ordered by split, so that an interrupted run has the same splits of all sets."""
     return [
         {"set": name, "split": split, "run": run, "head": head}
         for split in range(args.splits)
@@ -212,7 +213,7 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """What has been computed already; a line cut by an interruption is left out."""
+    """The results so far; a line that was cut off by an interruption is ignored."""
     if not path.exists():
         return []
     found = []
@@ -245,7 +246,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     bar = tqdm.tqdm(jobs, disable=not args.progress_bar)
     with args.output.open("a") as file:
         if not args.output.read_text().endswith("\n"):
-            file.write("\n")  # a line that was cut stays alone
+            file.write("\n")  # a line that was cut off stays separate
         for number, job in enumerate(bar):
             if number % 20 == 19:
                 jax.clear_caches()  # or the programs of past jobs fill the memory
@@ -280,7 +281,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", type=int, default=20, help="the first so many splits")
     parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps and draws")
     parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
-    parser.add_argument("--output", type=Path, default=Path("output/uci.jsonl"), help="file that grows")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output/uci.jsonl"), help="file to which results are added"
+    )
     parser.add_argument(
         "--docs", type=Path, nargs="+", default=[], help="pages whose tables are to be replaced"
     )

@@ -1,4 +1,4 @@
-"""Published figures on the UCI regression sets, and tables of ours beside them."""
+"""Published figures on the UCI regression sets, and tables that compare ours with them."""
 
 import json
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _OTHERS = {
     "yacht": ((0.666, 0.050), (-1.250, 0.016), (-0.47, 0.03), (1.58, 0.48), (-1.18, 0.21)),
 }
 COLUMNS = ("PBP", "MC dropout", "DVI", "deep ensembles")
-# On wine a third of the test rows also stands among the training rows: a process that learns no noise knows these.
+# On wine a third of the test rows also occur in the training rows: a process that learns no noise reproduces them.
 NOT_COUNTED = {("wine", "NNGP")}
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     name: {
@@ -43,8 +43,8 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
     """Markdown tables by name, from the lines of the runner; means over splits and their standard errors.
 
-    The best mean of a row is bold. Where a method has seen fewer splits than others, their number stands beside its
-    mean, which is not compared.
+    The best mean of a row is bold. Where a method was run on fewer splits than others, their number follows its mean,
+    which is not compared.
     """
     kept = list(lines)
     scores = {f"uci_{score}": _table(kept, score) for score in ("log_likelihood", "rmse")}
@@ -52,10 +52,10 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
-    """For each set the best mean log likelihood of ours, of the methods with the most splits, and published ones.
+    """For each set, our best mean log likelihood among the methods with the most splits, and published ones.
 
-    Some splits are harder than others, for every method. Where not all twenty have been run, the mean over them is
-    estimated as that of probabilistic backpropagation, which has been run on all, and the mean gain over it.
+    Some splits are harder than others, for every method. If not all twenty have been run, the mean over them is
+    estimated as the mean of probabilistic backpropagation, which has been run on all, plus the mean gain over it.
     """
     heads = ["test log likelihood", "ours", "method", "splits", "estimated for 20", *COLUMNS]
     rows = []
@@ -83,13 +83,14 @@ def _summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _by_split() -> dict[str, list[float]]:
-    """Log likelihoods of AutoADF, split by split, which the page of ADF shows."""
+    """Log likelihoods of AutoADF by split, which the ADF page summarizes."""
     path = Path(__file__).resolve().parents[2] / "docs" / "adf_uci.json"
     return {row["set"]: row["by_split"]["log_likelihood"] for row in json.loads(path.read_text())["rows"]}
 
 
 def _over_all(found: dict[int, float], baseline: list[float]) -> tuple[float, float, int]:
-    """Mean over all splits of the baseline, plus the gain over it on those that have been run; of all, their own."""
+    """Mean over all splits of the baseline, plus the gain on those that have been run; with all of them, their own
+    mean."""
     if len(found) == len(baseline):
         return _summary_of(list(found.values()))
     gains = [value - baseline[split] for split, value in found.items()]
@@ -104,7 +105,7 @@ def _summary_of(values: list[float]) -> tuple[float, float, int]:
 
 
 def _cost(lines: list[dict[str, Any]]) -> str:
-    """Coverage and seconds of each method, and what machine, versions, seeds and efforts the figures are of."""
+    """Coverage and seconds of each method, and the machine, versions, seeds and efforts of the figures."""
     rows = []
     for method, head in dict.fromkeys((line["method"], line["head"]) for line in lines):
         own = [line for line in lines if (line["method"], line["head"]) == (method, head)]
@@ -137,7 +138,7 @@ def _table(lines: list[dict[str, Any]], score: str) -> str:
 
 
 def _column(name: str, ours: list[list[float]], score: str) -> list[str]:
-    """One set: means over splits of our methods, then of the published ones."""
+    """One set: means over splits of our methods, followed by the published ones."""
     cells: list[tuple[float, float, int] | None] = [_summary_of(found) if found else None for found in ours]
     most = max((cell[2] for cell in cells if cell), default=0)
     pairs = [PUBLISHED[name][column][score] for column in COLUMNS]

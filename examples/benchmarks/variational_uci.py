@@ -1,9 +1,10 @@
-"""Variational guides on UCI regression sets, beside NUTS and published figures.
+"""Variational guides on UCI regression sets, compared with NUTS and published figures.
 
-The standard splits, one hidden layer of 50 units, learned scales of layers and noise. For every guide: the test log
-likelihood and RMSE in the units of the data, the ELBO, and how far mean and sd of its predicted function are from
-those of NUTS (root mean square over test points, in units of NUTS's sd; and the mean ratio of the sds). Flows start
-where the mean field ended; its seconds come on top of theirs. Writes JSON; with ``--docs`` also the table of a page.
+The networks have one hidden layer of 50 units, with learned scales of layers and noise; the splits are the standard
+ones. For every guide the script reports the test log likelihood and RMSE in the units of the data, the ELBO, the
+distance of its predicted function from that of NUTS (root mean square over test points, in units of NUTS's sd), and
+the mean ratio of the sds. Flows start where the mean field ended; its seconds are not included in theirs. Writes
+JSON; with ``--docs`` also the table of a page.
 
     python -m examples.benchmarks.variational_uci --data FOLDER --docs docs/guides.md
 """
@@ -33,7 +34,7 @@ METHODS = ("AutoMeanField", "AutoCoupling", "NUTS")
 
 
 class Predicted(NamedTuple):
-    """Scores on the test points of one split, mean and sd of the function there, and where the guide ended."""
+    """Scores on the test points of one split, mean and sd of the function there, and the guide's final values."""
 
     log_likelihood: float
     rmse: float
@@ -72,7 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_guide(model: Callable, start: Mapping[str, Any] | None) -> Any:
-    """Mean field, or with ``start`` a flow over the scales and output weights, which are few and far from normal.
+    """Mean field, or with ``start`` a flow over scales and output weights, which are few and far from normal.
 
     A flow starts at the mean field's medians ``start``, with small scales: from random weights its noise switches
     units off before they have learned anything, and it ends below the mean field.
@@ -152,7 +153,7 @@ def learn(method: str, data: Any, start: Mapping[str, Any] | None, args: argpars
 
 
 def distance(found: Predicted, reference: Predicted) -> tuple[float, float]:
-    """Of the mean functions, in units of the reference's sd; and the mean ratio of the sds."""
+    """Distance of the mean functions in units of the reference's sd, and the mean ratio of the sds."""
     gap = np.sqrt(np.mean((found.mean - reference.mean) ** 2)) / np.sqrt(np.mean(reference.sd**2))
     return float(gap), float(np.mean(found.sd / reference.sd))
 
