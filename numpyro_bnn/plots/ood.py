@@ -83,7 +83,7 @@ def ood_histograms(
     title, known = _scores(call, "inside", inside, score, site, group)
     others = {
         label: _scores(call, f"outside[{label!r}]", given, score, site, group)[1]
-        for label, given in (outside if several else {"foreign": outside}).items()
+        for label, given in (outside if several else {"OOD": outside}).items()
     }
     edges = _edges(call, [known, *others.values()], bins, log)
     (axis,) = _style.axes(call, ax)
