@@ -81,8 +81,7 @@ def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool
     - with ``logits`` a common :class:`Shift` of all outputs.
 
     A user-defined layer takes part if it defines :meth:`~numpyro_bnn.nn.Layer.connect`. To include hyperparameters,
-    use
-    :func:`find`, which reads a whole model.
+    use :func:`find`, which reads a whole model.
 
     :param net: the specification, e.g. ``nn.MLP([50, 1])``.
     :param input_shape: shape of one data point.
