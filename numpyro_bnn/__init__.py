@@ -1,4 +1,4 @@
-"""Bayesian neural networks for NumPyro: networks, priors, kernels, results for ArviZ."""
+"""Bayesian neural networks for NumPyro: networks, priors, kernels, guides, results for ArviZ."""
 
 from numpyro_bnn import (
     datasets,

@@ -1,7 +1,7 @@
-"""The border to ArviZ: the only module that imports it (and xarray), for both 0.x and 1.x.
+"""The interface to ArviZ 0.x and 1.x: the only module that imports it (and xarray).
 
-ArviZ 0.x keeps results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``; the rest of the package
-calls the functions below and does not need to know which of the two it holds.
+ArviZ 0.x stores results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``; the rest of the package calls
+the functions below and need not know which of the two it holds.
 """
 
 import os
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from numpyro_bnn._checks import argument_error, check_choice, unknown_name
 
 with warnings.catch_warnings():
-    # ArviZ 0.23 announces its coming refactor once a day; version 1, the refactor, is supported here.
+    # ArviZ 0.23 announces its refactoring once a day; version 1, the result, is supported here.
     warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
     import arviz as az
 
@@ -28,7 +28,7 @@ _TREE = int(az.__version__.split(".")[0]) >= 1
 
 # ArviZ needs four draws in each chain that it splits.
 _MIN_DRAWS = 4
-# A generalized Pareto distribution is fitted to a fifth of the weights, and to five of them at least.
+# A generalized Pareto distribution is fitted to a fifth of the weights, but to at least five of them.
 _MIN_WEIGHTS = 25
 
 
@@ -121,8 +121,8 @@ def dataset(
     """Build one group of results.
 
     :param variables: by name, the dimension names and the array, e.g. ``{"w": (("chain", "draw"), w)}``.
-    :param coords: coordinate values by dimension; those of other dimensions are ignored, and a
-        dimension without coordinates gets 0, 1, 2, ... as in ArviZ.
+    :param coords: coordinate values by dimension; those of other dimensions are ignored, and a dimension without
+        coordinates gets 0, 1, 2, ... as in ArviZ.
     :param attrs: text or numbers about the group.
     :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a name that is also
         a dimension, dimension names that do not fit the array, or an array that netCDF cannot hold.
@@ -149,13 +149,10 @@ def dataset(
 
 
 def inference_data(groups: Mapping[str, xr.Dataset], attrs: Mapping[str, Any] | None = None) -> Any:
-    """Join groups into what the installed ArviZ works on.
+    """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or ``xarray.DataTree`` (1.x).
 
-    :param groups: datasets by group name, e.g. ``{"posterior": dataset(...)}``; those without a variable are
-        left out.
-    :param attrs: text or numbers about the whole.
-    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
-    :raises TypeError: for an attribute that is neither text nor number.
+    :param groups: datasets by group name, e.g. ``{"posterior": dataset(...)}``; empty ones are left out.
+    :param attrs: text or numbers about the whole; anything else is a TypeError.
 
     >>> import numpy as np
     >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
@@ -180,7 +177,7 @@ def group_names(idata: Any) -> list[str]:
 
 
 def group(idata: Any, name: str) -> xr.Dataset:
-    """The dataset of one group; the error for an unknown one lists the groups there are."""
+    """The dataset of one group; the error for an unknown name lists the groups."""
     known = group_names(idata)
     if name not in known:
         raise unknown_name("group", "name", name, known)
@@ -212,7 +209,7 @@ def save(idata: Any, path: str | Path) -> Path:
         instead = "Pass the name of a file (not a folder) in a folder that exists."
         raise argument_error("save", "path", repr(str(target)), instead)
     tree = _tree({name: group(idata, name) for name in group_names(idata)}, attrs(idata))
-    # Written beside the target and then moved, so that a failure leaves an older file unchanged.
+    # Written next to the target and then moved, so that a failure leaves an older file unchanged.
     part = target.with_name(target.name + ".part")
     try:
         tree.to_netcdf(part, engine="h5netcdf")
@@ -261,14 +258,14 @@ def _by_column(array: NDArray[np.float64], diagnostic: Any, **options: Any) -> N
     defined = np.isfinite(columns).all(axis=(0, 1)) & (np.ptp(columns, axis=(0, 1)) > 0)
     if draws >= _MIN_DRAWS and defined.any():
         data = xr.Dataset({"columns": (("chain", "draw", "column"), columns[:, :, defined])})
-        # Constant chains at different values: ArviZ divides by a within-chain variance of zero.
+        # Constant chains at different values: ArviZ would divide by a within-chain variance of zero.
         with np.errstate(divide="ignore", invalid="ignore"):
             result[defined] = diagnostic(data, **options)["columns"].to_numpy()
     return result.reshape(shape)
 
 
 def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Spread equal values, which differ by less than the resolution of float32, over that resolution."""
+    """Spread equal values (equal within the resolution of float32) over that resolution."""
     distinct = np.unique(log_weights)
     if len(distinct) == len(log_weights):
         return log_weights
@@ -278,14 +275,14 @@ def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
-    """PSIS of one vector; ArviZ 1.x takes log likelihoods, so the sign is the opposite."""
+    """PSIS of one vector; ArviZ 1.x takes log likelihoods, so the sign is reversed."""
     if not _TREE:
         return az.psislw(log_weights.copy())
     from arviz_stats.base import array_stats
 
     try:
         return array_stats.psislw(-log_weights)
-    except ValueError:  # it refuses a tail of equal weights; ArviZ 0.x then smooths nothing
+    except ValueError:  # ArviZ 1.x refuses a tail of equal weights; ArviZ 0.x then smooths nothing
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 

@@ -1,4 +1,4 @@
-"""Argument checks and the one form of error message: they run before any work and say what to write instead."""
+"""Argument checks, done before any work, and the common form of error messages, which say what to write instead."""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def argument_error(
 ) -> Exception:
     """Build (the caller raises it) an error that teaches: call, argument, what came, what to write instead.
 
-    :param call: the public name the user wrote, e.g. ``"nn.Dense"``.
+    :param call: the public name that the user wrote, e.g. ``"nn.Dense"``.
     :param argument: the argument at fault, e.g. ``"units"``.
     :param got: what came; strings are quoted as they are, anything else by ``repr``.
     :param instead: a sentence that says what to write instead.
@@ -37,10 +37,7 @@ def argument_error(
 
 
 def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
-    """Build the error for a name outside a table, with the closest known name first.
-
-    :param known: an iterable of the names that exist.
-    """
+    """Build the error for a name that is not among the ``known`` ones, with the closest of these first."""
     from difflib import get_close_matches
 
     names = [str(name) for name in known]
@@ -71,10 +68,7 @@ def check_number(
     below: float = math.inf,
     infinite: bool = False,
 ) -> None:
-    """Refuse what is not a number, NaN, numbers below (``strict``: or at) ``minimum`` or not below ``below``.
-
-    :param infinite: allow infinity.
-    """
+    """Refuse non-numbers, NaN, numbers below (``strict``: or at) ``minimum`` or not below ``below``, or infinite."""
     if isinstance(value, jax.core.Tracer):
         return  # its value is not known yet
     try:
@@ -93,14 +87,14 @@ def check_number(
 
 
 def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -> None:
-    """Refuse a name that is not in a table, and name the closest that is."""
+    """Refuse a name that is not in a table, and suggest the closest one."""
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
         raise unknown_name(call, argument, value, known)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
-    """Refuse empty data and, where the values are known (not traced by JAX), NaN and infinity."""
+    """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):
         raise argument_error(
             call, argument, f"empty data of shape {np.shape(value)}", "Pass at least one row."

@@ -1,4 +1,4 @@
-"""Which outputs of a program depend on which inputs: read from its jaxpr, without running it."""
+"""Which outputs of a program depend on which inputs, read from its jaxpr without running it."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
@@ -23,12 +23,11 @@ ADDRESSING = {
 def dependence(
     fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
 ) -> dict[Any, set]:
-    """Follow the program of ``fn`` from its outputs back to its arguments.
+    """For each output of ``fn``, the names of the arguments from which it is computed; nothing is evaluated.
 
     :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of arrays.
     :param arguments: example values.
-    :return: for each output the names of the arguments it is computed from; a superset where a sub-program
-        mixes them.
+    :return: a superset if a sub-program mixes arguments.
 
     >>> import jax.numpy as jnp
     >>> found = dependence(lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]}, {"x": jnp.ones(2), "y": jnp.ones(2)})
@@ -41,11 +40,7 @@ def dependence(
 def program_dependence(
     closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
 ) -> dict[Any, set]:
-    """:func:`dependence` of a program that has been traced.
-
-    :param closed: its jaxpr.
-    :param shapes: the tree of its outputs.
-    :param arguments: the arguments it was traced with.
+    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``.
 
     >>> import jax.numpy as jnp
     >>> read = jax.make_jaxpr(lambda a: {"t": 2 * a["y"]}, return_shape=True)
@@ -72,10 +67,9 @@ def program_dependence(
 def needed_equations(
     jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
-    """The equations that some variables of a jaxpr are computed from, in order, and which of their outputs are used.
+    """The equations that compute the ``wanted`` variables of a jaxpr, in order, and which of their outputs are used.
 
-    :param wanted: variables; literals among them need nothing.
-    :param known: variables whose values are known.
+    Variables in ``known`` have known values, and so do literals.
 
     >>> import jax.numpy as jnp
     >>> jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x)))(1.0).jaxpr
@@ -92,12 +86,9 @@ def needed_equations(
 
 
 def pruned(fn: Callable, *arguments: Any) -> Callable:
-    """The program of ``fn`` with only the equations that its outputs need, for arguments of these shapes.
+    """The program of ``fn``, a pure function, with only the equations that its outputs need, for such arguments.
 
     A compiler would drop the others too; without them there is less to trace and lower wherever the program is used.
-
-    :param fn: a pure function of trees of arrays.
-    :param arguments: example values.
 
     >>> import jax, jax.numpy as jnp
     >>> half = pruned(lambda x: (x.sum(), jnp.linalg.inv(x))[0], jnp.ones((2, 2)))
@@ -112,12 +103,9 @@ def pruned(fn: Callable, *arguments: Any) -> Callable:
 
 
 def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
-    """Lengths of the axes that ``fn`` indexes with its argument, also after shifts and reshapes.
+    """Lengths of the axes that ``fn`` indexes with its integer argument, also after shifts and reshapes.
 
-    A value found with the argument is data, not an index: of ``effect[group[i]]`` only ``group`` is reported.
-
-    :param fn: a function of one integer array.
-    :param indices: an example.
+    A value looked up with the argument is data, not an index: for ``effect[group[i]]`` only ``group`` is reported.
 
     >>> import jax.numpy as jnp
     >>> indexed_lengths(lambda i: jnp.ones(5)[i] + jnp.ones((7, 2))[i, 0], jnp.arange(3))
@@ -130,7 +118,7 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
 
 
 def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
-    """Spread marks through a jaxpr, collect axes gathered with marked indices; return the marked outputs."""
+    """Propagate marks through a jaxpr, collect axes gathered with marked indices; return the marked outputs."""
     made_by: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         made_by.update(dict.fromkeys(equation.outvars, equation))

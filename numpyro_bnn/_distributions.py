@@ -1,4 +1,4 @@
-"""Distributions that NumPyro lacks, and reading the parameters of those that it has."""
+"""Distributions that NumPyro lacks, and access to the parameters of those that it has."""
 
 from math import prod
 from typing import Any, ClassVar
@@ -16,9 +16,7 @@ __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
 
 def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
-    """The distribution inside ``to_event`` and ``expand``.
-
-    :param masked: look inside ``mask`` as well.
+    """The distribution inside ``to_event``, ``expand`` and, if ``masked``, ``mask``.
 
     >>> type(unwrapped(dist.Normal(0.0, 1.0).expand([3]).to_event(1))).__name__
     'Normal'
@@ -45,10 +43,10 @@ def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
 
 
 def affine_normal(fn: dist.Distribution, masked: bool = False) -> tuple[jax.Array, jax.Array] | None:
-    """Loc and scale, shaped like the site, of independent normals and affine functions of them.
+    """Loc and scale, shaped like the site, of independent normals and affine functions of them, else ``None``.
 
     :param masked: look inside ``mask`` as well.
-    :return: ``None`` for another distribution. A scale has the sign that the affine functions give it.
+    :return: a scale has the sign that the affine functions give it.
 
     >>> [float(part) for part in affine_normal(dist.TransformedDistribution(
     ...     dist.Normal(1.0, 2.0), dist.transforms.AffineTransform(0.5, -3.0)))]
@@ -75,7 +73,7 @@ def _elementwise(transform: Transform) -> Transform:
 
 
 class GroupStudentT(dist.Distribution):
-    r"""Spherical multivariate Student t of an array of weights: only their common size is heavy-tailed.
+    r"""Multivariate Student t with a spherical scale, for an array of weights whose common size is heavy-tailed.
 
     :math:`w = z / \sqrt\tau` with :math:`z \sim N(0, I)` and :math:`\tau \sim \mathrm{Gamma}(\alpha / 2)` of mean
     :math:`1 / s^2`, with tau integrated out; n weights have
@@ -84,7 +82,7 @@ class GroupStudentT(dist.Distribution):
 
     :param df: alpha, degrees of freedom.
     :param scale: s.
-    :param shape: of the array, one event.
+    :param shape: shape of the array, which is one event.
 
     >>> round(float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))), 3)  # -log(2 pi)
     -1.838
@@ -123,9 +121,7 @@ class GroupStudentT(dist.Distribution):
         With n other elements of squared length q these are of the same family, with :math:`\\alpha + n` degrees of
         freedom and :math:`s^2 (\\alpha + q / s^2) / (\\alpha + n)`: given few others they are heavy-tailed.
 
-        :param rng_key: a key.
-        :param value: the array.
-        :param chosen: booleans that broadcast against it.
+        :param chosen: booleans that broadcast against the array ``value``.
         """
         chosen = jnp.broadcast_to(chosen, value.shape)
         df = self.df + jnp.sum(~chosen)

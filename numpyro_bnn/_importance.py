@@ -24,7 +24,7 @@ Trace = Mapping[str, dict[str, Any]]
 class WeightedDraw(NamedTuple):
     """One draw of a guide.
 
-    :param model: trace of the model at the draw, its plates full.
+    :param model: trace of the model at the draw, with full plates.
     :param log_joint: log p(D, z), () .
     :param log_guide: log q(z), with the auxiliary variables of the guide, ().
     """
@@ -42,10 +42,7 @@ def weighted_draw(
     kwargs: Mapping[str, Any],
     rng_key: jax.Array,
 ) -> WeightedDraw:
-    """Draw z from the guide and evaluate both densities on the full data.
-
-    :param params: values of parameter (and mutable) sites of guide and model.
-    """
+    """Draw z from the guide and evaluate both densities on the full data; ``params`` are those of guide and model."""
     guide_key, model_key = jax.random.split(rng_key)
     seeded = handlers.seed(full_plates(guide), guide_key)
     log_guide, guide_trace = log_density(seeded, args, kwargs, params)
@@ -99,7 +96,7 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
 
 
 class Sites(NamedTuple):
-    """Observed numbers of a model, over all its sites, and whether its guide has a site that is not a point mass."""
+    """Number of observed values, over all sites, and whether the guide has a site that is not a point mass."""
 
     num_observations: int
     has_density: bool
@@ -120,10 +117,9 @@ def check(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> Sites:
-    """Refuse a guide, or parameters, that do not fit the model, from shapes alone.
+    """Refuse guides, models or parameters of the wrong type, missing parameters, and latent sites without a guide.
 
-    :raises TypeError: for a guide or model that is not callable, or parameters that are not a mapping.
-    :raises ValueError: for missing parameters, or latent sites the guide does not draw.
+    Only shapes are computed.
     """
     for name, value in (("guide", guide), ("model", model)):
         if not callable(value):

@@ -1,4 +1,4 @@
-"""Random keys: split for one chain or for several at once, or made from the values of a draw."""
+"""Random keys: split for one chain or several at once, or derived from the values of a draw."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations drawn anew."""
+"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations redrawn."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,14 +35,10 @@ class full_plates(Messenger):
 
 
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
-    """B distinct random indices below N, each of them with probability B/N, at a cost of O(B).
+    """B distinct random indices below N, each with probability B/N, at a cost of O(B).
 
-    Stratified: indices lie on a circle that is turned at random and cut into B runs, and each run gives one index.
-    Sums over them are unbiased, and never vary more than with replacement.
-
-    :param size: N.
-    :param subsample_size: B.
-    :param rng_key: a key.
+    Stratified: a randomly rotated circle of indices is cut into B arcs, and each arc gives one index. Sums over them
+    are unbiased, and never vary more than with replacement. ``size`` is N, ``subsample_size`` B.
 
     >>> indices = draw_indices(10, 4, random.key(0))
     >>> len(set(indices.tolist()))
@@ -115,7 +111,7 @@ def isolated() -> Iterator[None]:
 
 
 class unobserved(Messenger):
-    """Draw observed sites from their distributions; ``factor`` statements stay.
+    """Redraw observed sites from their distributions; ``factor`` statements are unchanged.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro import handlers

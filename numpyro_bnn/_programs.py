@@ -10,20 +10,18 @@ from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._checks import argument_error
 
-# Programs kept for later calls: few, since each keeps its guide alive, and with it the guide's data.
+# Number of programs kept for later calls: few, since each keeps its guide and the guide's data alive.
 CACHE_SIZE = 8
 
-# Working memory of one chunk of draws; large enough to amortize its launch, small beside any result.
+# Working memory of one chunk of draws; large enough to amortize its launch, small compared with any result.
 CHUNK_BYTES = 128 * 2**20
 
 _ARRAY = object()
 
 
 class Signature:
-    """The fixed part of a call: the structure of its arguments and all leaves that are not arrays. A cache key.
-
-    :param tree: structure of ``(args, kwargs)``.
-    :param leaves: the leaves, with a placeholder for each array.
+    """The fixed part of a call, as a cache key: the structure of its arguments (``tree``) and the leaves, with a
+    placeholder for each array.
     """
 
     def __init__(self, tree: Any, leaves: tuple) -> None:
@@ -64,7 +62,7 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
-    """Number of draws whose intermediate values fit in the memory of a chunk, even if none were freed.
+    """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed.
 
     >>> draws_per_chunk(lambda x: x + 1.0, np.zeros(2**20, np.float32))
     32
@@ -74,10 +72,9 @@ def draws_per_chunk(fn: Callable, *example: Any) -> int:
 
 
 def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
-    """Apply a function to every key, on the device, with working memory for one chunk of draws.
+    """Apply a function to every key, (S,) typed or (S, 2) legacy, on the device, ``chunk`` draws at a time.
 
-    :param keys: (S,) typed or (S, 2) legacy keys.
-    :param chunk: draws at once; by default as many as fit in 128 MiB.
+    By default a chunk has as many draws as fit into 128 MiB.
     """
     size = draws_per_chunk(fn, keys[0]) if chunk is None else chunk
     return lax.map(fn, keys, batch_size=min(size, keys.shape[0]))

@@ -38,15 +38,15 @@ def regression(
     """Regression with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
-    (N, K) for a network with K > 1 outputs; integer targets count as numbers. Standardize both first.
+    (N, K) for a network with K > 1 outputs; integer targets are treated as numbers. Standardize both first.
 
-    :param net: specification with one output per target; with ``heteroscedastic`` with two, mean and
+    :param net: specification with one output per target; with ``heteroscedastic`` two, for the mean and
         sd = 1e-6 + softplus(second output): in float32 a softplus below -104 is 0.
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
-    :param heteroscedastic: let the network predict the noise of each data point; then there is no ``sigma``.
-    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
-        with another number of outputs.
+    :param heteroscedastic: let the network predict the noise of each data point; there is then no ``sigma``.
+    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, or a network
+        with the wrong number of outputs.
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn, priors
@@ -94,7 +94,7 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     :param num_classes: K.
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
     :raises ValueError: for NaN or infinite inputs, labels outside 0..K-1, mismatched lengths, wrong rank, a batch
-        size above N, a network with another number of outputs.
+        size above N, or a network with the wrong number of outputs.
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn
@@ -128,14 +128,14 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
         raise argument_error(call, "x", f"shape {jnp.shape(x)}", instead)
     check_finite(call, "x", x)
     size = jnp.shape(x)[0]
-    # Predictions run on full plates, where the batch size of the run has no meaning.
+    # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
     if not whole and batch_size is not None and not 1 <= batch_size <= size:
         raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
 
 
 def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
-    """Number of outputs of the network; refuse one that does not fit the likelihood."""
+    """Number of outputs of the network; refuse a network that does not match the likelihood."""
     shape = net.output_shape(jnp.shape(x)[1:])
     good = len(shape) == 1 and (
         shape[0] == multiple if call.endswith("classification") else shape[0] % multiple == 0

@@ -1,4 +1,4 @@
-"""Networks as NumPyro sample sites."""
+"""Networks whose parameters are NumPyro sample sites."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,8 +60,9 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
     :param prior: a callable ``(name, shape) -> Distribution`` such as :class:`~numpyro_bnn.priors.Hierarchical`, a
         distribution for all parameters, or a dictionary of these by name pattern; ``priors.Normal()`` by default.
     :return: a callable on batches ``(..., *input_shape)``.
-    :raises ValueError: inside a plate, for an input shape the network cannot take, for a parameter without a prior.
-    :raises TypeError: for a net or prior of another kind.
+    :raises ValueError: inside a plate, for an input shape the network cannot take, or for a parameter without a
+        prior.
+    :raises TypeError: for any other kind of net or prior.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro_bnn import nn, priors, random_network
@@ -88,7 +89,7 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
         prior.check(shapes)
     plates = [frame.name for frame in _PYRO_STACK if isinstance(frame, numpyro.plate)]
     if plates:
-        instead = "Call it before the plate: inside, each data point would get weights of its own."
+        instead = "Call it before the plate: inside, each data point would get its own weights."
         raise argument_error("random_network", "name", f"{name!r} inside plate {plates[-1]!r}", instead)
     params = {}
     with handlers.scope(prefix=name, divider="/"), noncenter():
@@ -99,7 +100,7 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
 
 
 def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
-    """Expand the distribution that a prior gave to the whole parameter; refuse one that does not fit."""
+    """Expand the distribution that a prior returned to the whole parameter; refuse one that does not fit."""
     if not isinstance(fn, dist.Distribution):
         instead = "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`."
         raise argument_error("random_network", "prior", f"{fn!r} for parameter {site!r}", instead, TypeError)

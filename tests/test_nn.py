@@ -475,7 +475,7 @@ MISTAKES = {
     "statistics": (
         lambda: nn.BatchNorm(False, False).apply({}, X, {"other": None}),
         ValueError,
-        "Make them with `net.statistics(params, x_train)`",
+        "Compute them by `net.statistics(params, x_train)`",
     ),
     "statistics of others": (
         lambda: nn.BatchNorm(False, False).apply({}, X[:, :1], nn.BatchNorm(False, False).statistics({}, X)),

@@ -152,7 +152,7 @@ def test_ood_scores_of_classes(score, expected, labeled):
     counts, _ = np.histogram(expected(values(labeled, "predictions", "y_probs")), 7)
     for patch in axis.patches:
         np.testing.assert_allclose(patch.get_data().values, counts / 500)
-    assert legend(axis)[1].startswith("foreign, AUROC 0.50 ")
+    assert legend(axis)[1].startswith("OOD, AUROC 0.50 ")
 
 
 def test_ood_histograms_of_numbers_take_the_spread_of_the_function(numbers):
@@ -171,7 +171,7 @@ def test_ood_histograms_of_given_scores_on_a_logarithmic_axis():
     np.testing.assert_allclose(axis.patches[1].get_data().values, [0.0, 1.0])
     assert axis.get_xscale() == "log"
     # 12 pairs, two of them ties.
-    assert legend(axis)[1].startswith(f"foreign, AUROC {11 / 12:.1f}")
+    assert legend(axis)[1].startswith(f"OOD, AUROC {11 / 12:.1f}")
 
 
 # --- relevance

@@ -571,7 +571,7 @@ MISTAKES = {
     "centered and integrated": (
         lambda: priors.GammaPrecision(centered=True, marginal=True),
         ValueError,
-        "pass one of them",
+        "pass only one of them",
     ),
     "alpha": (
         lambda: priors.GammaPrecision(1.0, -2.0),

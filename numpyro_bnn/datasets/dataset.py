@@ -1,4 +1,4 @@
-"""A data set in training and test rows, and its standardization by the statistics of the training rows."""
+"""A data set with training and test rows, and its standardization by the statistics of the training rows."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +39,7 @@ class Scaler:
     def fit(cls, train: ArrayLike) -> "Scaler":
         """Estimate mean and standard deviation over the first axis of ``train``, (N, D) or (N,).
 
-        A constant column gets its value as mean and the scale 1, so that it becomes exactly 0.
+        A constant column has its value as mean and the scale 1, so that it becomes exactly 0.
 
         :return: the :class:`Scaler`.
         :raises ValueError: for no rows, NaN or infinity.
@@ -51,7 +51,7 @@ class Scaler:
         check_finite("Scaler.fit", "train", values)
         values = _floating(values)
         constant = _constant(values)
-        # Differences from the first row keep all digits when the offset is large, and are 0 in constant columns.
+        # Differences from the first row keep all digits if the offset is large, and are 0 in constant columns.
         first = values[0].astype(np.float64)
         shifted = values - first
         mean = first + np.where(constant, 0.0, shifted.mean(axis=0))
@@ -88,9 +88,9 @@ class Dataset:
 
     :param x_train: inputs, (N, D), or (N, H, W, channel) for images.
     :param y_train: float targets (N,), or int32 class labels 0..K-1 (N,).
-    :param x_test: inputs of the test rows, of the same shape but for their number.
+    :param x_test: inputs of the test rows, shaped like ``x_train`` except for their number.
     :param y_test: targets of the test rows.
-    :param name: the name it was loaded under.
+    :param name: the name under which it was loaded.
     :param feature_names: one name per input column; empty for images.
     :param x_scaler: set by :func:`standardize`; converts inputs back to their units.
     :param y_scaler: set by :func:`standardize` if the targets were scaled too.
@@ -125,7 +125,7 @@ def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
     :param dataset: a :class:`Dataset` not yet standardized.
     :param targets: whether to scale the targets too; pass ``False`` for class labels.
     :return: a new :class:`Dataset`.
-    :raises ValueError: for class labels with ``targets=True``, a set without training rows, or one already
+    :raises ValueError: for class labels with ``targets=True``, a set without training rows, or one that is already
         standardized.
 
     >>> from numpyro_bnn.datasets import load_sklearn, standardize
@@ -159,7 +159,7 @@ def _floating(values: np.ndarray) -> np.ndarray:
 
 
 def _constant(values: np.ndarray) -> np.ndarray:
-    """Columns whose values differ by rounding only: their std is rounding error too, and often not 0."""
+    """Columns whose values differ only by rounding: their std is a rounding error too, and often not 0."""
     largest, smallest = values.max(axis=0).astype(np.float64), values.min(axis=0).astype(np.float64)
     rounding = 8 * np.finfo(values.dtype).eps * np.maximum(np.abs(largest), np.abs(smallest))
     return largest - smallest <= rounding

@@ -1,4 +1,4 @@
-"""Loaders: sets of scikit-learn, and tables and images read from a data folder."""
+"""Loaders: data sets from scikit-learn, and tables and images read from a data folder."""
 
 import os
 import zlib
@@ -43,7 +43,7 @@ _UCI = {
 _CALIFORNIA = "california_housing.npz"
 _NEAL = "extra/neal_fbm.npz"
 _NEAL_SETS = ("rdata", "odata", "bdata", "cdata", "xdata")
-# Name -> (file, parts it holds). KMNIST serves as out-of-distribution test data only.
+# Name -> (file, parts it holds). KMNIST is used as out-of-distribution test data only.
 _IMAGES = {
     "mnist": ("image/mnist.npz", ("train", "test")),
     "fashion_mnist": ("image/fashion_mnist.npz", ("train", "test")),
@@ -57,7 +57,7 @@ def load_sklearn(name: str, test_fraction: float = 0.2, seed: int = 0) -> Datase
 
     :param name: ``"diabetes"`` (regression, D = 10, in original units), ``"breast_cancer"`` (K = 2, D = 30),
         ``"wine"`` (K = 3, D = 13) or ``"digits"`` (K = 10, D = 64 pixels from 0 to 16).
-    :param test_fraction: share of the rows kept for testing, between 0 and 1; not stratified by class.
+    :param test_fraction: fraction of the rows kept for testing, between 0 and 1; not stratified by class.
     :param seed: seed of the split.
     :return: a :class:`Dataset`; inputs (N, D) float64, targets (N,) float64 or int32 labels.
     :raises ValueError: for an unknown name, a fraction that leaves a side empty, or a bad seed.
@@ -85,8 +85,8 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
     """Load a UCI regression set with one of its standard splits into 90 % training and 10 % test rows.
 
     The file ``uci/<file>.npz`` holds ``X`` (N, D), ``y`` (N,), ``train_idx`` and ``test_idx`` (splits, rows).
-    Values are as published, not normalized: see :func:`standardize`. The files have no column names, hence
-    ``x0, x1, ...``.
+    Values are as published, not normalized: see :func:`standardize`. The files have no column names, so the columns
+    are named ``x0, x1, ...``.
 
     :param name: boston, concrete, energy, kin8nm, naval, power, protein, wine or yacht.
     :param split: number of the split, from 0; there are 20, for protein 5.
@@ -126,7 +126,7 @@ def load_california(
     The file ``california_housing.npz`` holds ``X`` (N, D), ``y`` (N,) and ``feature_names`` (D,).
 
     :param folder: the data folder; by default the environment variable ``NUMPYRO_BNN_DATA``.
-    :param test_fraction: share of the rows kept for testing, between 0 and 1.
+    :param test_fraction: fraction of the rows kept for testing, between 0 and 1.
     :param seed: seed of the split.
     :return: a :class:`Dataset`; inputs (N, D) and targets (N,) in float64.
     :raises ValueError: for a missing or damaged file, a fraction that leaves a side empty, or a bad seed.
@@ -251,7 +251,7 @@ def _check_splits(file: str, train: np.ndarray, test: np.ndarray, num_rows: int)
     rows = np.sort(np.concatenate([train, test], axis=1), axis=1)
     if rows.shape[1] != num_rows or not (rows == np.arange(num_rows)).all():
         got = f"{file}, whose splits are not disjoint covers of its {num_rows} rows"
-        raise argument_error("load_uci", "folder", got, "Replace it by an intact file.")
+        raise argument_error("load_uci", "folder", got, "Replace it with an intact file.")
 
 
 # ------------------------------------------------------------------------------------------------- files
@@ -276,9 +276,9 @@ def _data_file(call: str, folder: str | os.PathLike | None, relative: str, sibli
 
 
 def _read_npz(call: str, path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Read the arrays ``names``; a damaged, foreign or pickled file, NaN and infinity are errors."""
+    """Read the arrays ``names``; a damaged, pickled or unrelated file, NaN and infinity are errors."""
     try:
-        # Opened here, because NumPy leaves the file open when the archive is damaged; allow_pickle stays False,
+        # Opened here, because NumPy leaves the file open if the archive is damaged; allow_pickle stays False,
         # because a data file must not be able to run code.
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)
@@ -291,7 +291,7 @@ def _read_npz(call: str, path: Path, names: Iterable[str]) -> dict[str, np.ndarr
         raise argument_error(call, "folder", got, instead) from error
     except (ValueError, OSError, EOFError, BadZipFile, zlib.error, NotImplementedError) as error:
         got = f"{str(path)!r}, which cannot be read ({error})"
-        raise argument_error(call, "folder", got, "Replace it by an intact npz file.") from error
+        raise argument_error(call, "folder", got, "Replace it with an intact npz file.") from error
     for name, array in arrays.items():
         if np.issubdtype(array.dtype, np.inexact):
             check_finite(call, f"{path.name}[{name}]", array)
@@ -299,7 +299,7 @@ def _read_npz(call: str, path: Path, names: Iterable[str]) -> dict[str, np.ndarr
 
 
 def _columns(x: np.ndarray) -> tuple[str, ...]:
-    """Names for tables whose files have none."""
+    """Column names for tables whose files have none."""
     return tuple(f"x{i}" for i in range(x.shape[1]))
 
 

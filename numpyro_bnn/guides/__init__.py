@@ -1,4 +1,4 @@
-"""Guides: posterior approximations for NumPyro's SVI, Predictive and summaries."""
+"""Guides: posterior approximations for NumPyro's SVI, Predictive and posterior summaries."""
 
 from numpyro_bnn.guides.adf import ADFResult, AutoADF
 from numpyro_bnn.guides.amortized import AutoAmortized

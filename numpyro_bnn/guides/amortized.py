@@ -38,36 +38,36 @@ Values = dict[str, jax.Array]
 
 
 class AutoAmortized(AutoGuide):
-    r"""Guide for models with a latent variable per data point, whose posterior a network computes from the data.
+    r"""Guide for models with a latent variable per data point: a network computes its posterior from the data.
 
-    For each row n of the data the *inference network* gives features h_n = f(y_n), and linear heads the parameters
+    For each row n of the data the *inference network* computes features h_n = f(y_n), and linear heads the parameters
     of q(z_n | y_n) = N(mu_n, sigma_n^2) for every latent site in the plate of the data, in unconstrained space:
 
     .. math:: \mu_n = h_n W + a, \qquad \sigma_n = \mathrm{softplus}(h_n V + c)
 
     The number of parameters does not grow with N, a step on B rows costs O(B), and new rows get a posterior without
     further training. W and V start at zero, a and c at the center and spread of the prior. Sites outside the plate
-    are approximated by the guide ``rest``, independent of the local ones.
+    are approximated by the guide ``rest``, independently of the local ones.
 
-    The plate may be subsampled: the plate statement of the guide draws the indices and the model takes the same
-    rows and the same scale. A model may also be given its minibatch as an argument: ``plate("data", N, len(y))``.
+    The plate may be subsampled: the plate statement of the guide draws the indices, and the model uses the same rows
+    and the same scale. A model may also receive its minibatch as an argument: ``plate("data", N, len(y))``.
 
-    :param model: with latent sites in a plate over data points.
+    :param model: a model with latent sites in a plate over data points.
     :param inputs: the input of the network: the name of an argument of the model that has one row per data
         point, such as ``"y"``, or a function of the model's arguments that returns such an array,
         ``(N, *input_shape)``.
     :param network: a network of :mod:`numpyro_bnn.nn` that turns one row into features of any shape, by default two
         dense layers of 64 units with tanh; or a callable from rows ``(B, *input_shape)`` to features (B, H) that
         declares its own parameters, such as ``flax_module("encoder", module, ...)`` called inside it.
-    :param full_rank: let the local latents of one row correlate: N(mu_n, L_n L_n^T) over all of them, with the
-        triangle of L_n from a head of its own.
+    :param full_rank: let the local latents of one row correlate: N(mu_n, L_n L_n^T) over all of them, with a separate
+        head for the triangle of L_n.
     :param plate: name of the plate of the data points, needed if latent sites lie in several plates.
-    :param rest: from a model to the guide of the other sites, e.g. ``AutoDelta`` for point estimates.
-    :param prefix: of the names of parameters.
+    :param rest: a function that makes the guide of the other sites from a model, e.g. ``AutoDelta``.
+    :param prefix: prefix of the parameter names.
     :param init_loc_fn: NumPyro's strategy for the values at which the model is first run.
     :param create_plates: as in NumPyro's autoguides.
-    :raises ValueError: for a model without latents in a plate, inputs with another number of rows than the plate, a
-        network with batch normalization, which makes rows dependent.
+    :raises ValueError: for a model without latents in a plate, for inputs with another number of rows than the plate,
+        and for a network with batch normalization, which makes rows dependent.
 
     References: Kingma & Welling (2014), *Auto-encoding variational Bayes*, section 3; Cremer, Li & Duvenaud (2018),
     *Inference suboptimality in variational autoencoders*, on the gap to the best q of each point.
@@ -199,7 +199,7 @@ class AutoAmortized(AutoGuide):
         return result
 
     def _sample_joint(self, posterior: Posterior, plate: numpyro.plate) -> jax.Array:
-        """(B, L) values of all local sites from one statement."""
+        """Values (B, L) of all local sites, from one statement."""
         inner = (1,) * (-plate.dim - 1)  # dims of other plates
         rows, size = posterior.loc.shape
         fn = dist.MultivariateNormal(
@@ -211,7 +211,7 @@ class AutoAmortized(AutoGuide):
         return value.reshape(rows, size)
 
     def _posterior(self, rows: jax.Array) -> Posterior:
-        """Declare the parameters and evaluate network and heads on rows ``(B, *input_shape)``."""
+        """Declare the parameters, and evaluate network and heads on rows ``(B, *input_shape)``."""
         features = self._features(rows)
         parts = []
         for site in self._sites:
@@ -238,7 +238,7 @@ class AutoAmortized(AutoGuide):
             }
             if jax.eval_shape(partial(network.statistics, params), rows):
                 got = "a network with batch normalization"
-                instead = "Use `nn.LayerNorm`: batch normalization makes q of one row depend on the others."
+                instead = "Use `nn.LayerNorm`: batch normalization makes q of one row depend on other rows."
                 raise argument_error(CALL, "network", got, instead)
             features = network.apply(params, rows)
         else:
@@ -261,9 +261,9 @@ class AutoAmortized(AutoGuide):
         """Draw the latent sites of every row of the data, and the sites outside the plate.
 
         :param rng_key: legacy or typed.
-        :param params: of a fit.
+        :param params: fitted parameters.
         :param args: arguments of the model, with these or new data; without any, those of the first run.
-        :param sample_shape: of the draws.
+        :param sample_shape: shape of the batch of draws.
         :return: local sites ``(*sample_shape, N, ...)``, other sites, and deterministic sites of the model.
         """
         args, kwargs, posterior = self._read(params, args, kwargs)
@@ -277,7 +277,7 @@ class AutoAmortized(AutoGuide):
     def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Values:
         """Medians of all latent sites, and deterministic sites at these.
 
-        :param params: of a fit.
+        :param params: fitted parameters.
         :param args: arguments of the model, with these or new data; without any, those of the first run.
         """
         args, kwargs, posterior = self._read(params, args, kwargs)
@@ -287,7 +287,7 @@ class AutoAmortized(AutoGuide):
     def quantiles(self, params: Mapping[str, Any], quantiles: Any, *args: Any, **kwargs: Any) -> Values:
         """Quantiles of all latent sites, along a new first axis, and deterministic sites at these.
 
-        :param params: of a fit.
+        :param params: fitted parameters.
         :param quantiles: numbers between 0 and 1.
         :param args: arguments of the model, with these or new data; without any, those of the first run.
         """
@@ -298,7 +298,7 @@ class AutoAmortized(AutoGuide):
         return self._complete(jax.random.key(0), flat, rest, 1, params, args, kwargs)
 
     def _read(self, params: Mapping[str, Any], args: tuple, kwargs: Any) -> tuple[tuple, Any, Posterior]:
-        """The arguments, or those of the first run, and the posterior at these parameters."""
+        """The arguments, by default those of the first run, and the posterior at these parameters."""
         if self.prototype_trace is None:
             with handlers.seed(rng_seed=0):
                 self._setup_prototype(*args, **kwargs)

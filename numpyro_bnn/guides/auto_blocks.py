@@ -1,4 +1,4 @@
-"""AutoBlocks: a guide whose latent sites are cut into blocks, each with its own family of distributions."""
+"""AutoBlocks: a guide that splits the latent sites into blocks, each with its own family of distributions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ from numpyro_bnn.guides.initialization import (
 )
 from numpyro_bnn.guides.scale_conditioning import Program, Scaled, prior_program, scaled_sites
 
-NUM_DRAWS = 4096  # of medians and quantiles without closed form
+NUM_DRAWS = 4096  # for medians and quantiles without closed form
 
 Blocks: TypeAlias = Mapping[Any, Family] | Sequence[tuple[Patterns, Family]]
 LocScale: TypeAlias = tuple[jax.Array, jax.Array]
@@ -47,20 +47,20 @@ class AutoBlocks(AutoNormal):
     depends on other latent sites h, is w = m(h) + s(h) u, and the family is that of u: q(w | h) then follows its
     scale, as in a non-centered model.
 
-    Sites outside the blocks have parameters ``<site>_<prefix>_loc`` and ``_scale``, like
-    :class:`~numpyro.infer.autoguide.AutoNormal`; a block has ``<prefix>_<patterns>_...``, the block ``"*"`` of all
-    sites ``<prefix>_...``.
+    Sites outside the blocks have parameters ``<site>_<prefix>_loc`` and ``_scale``, as in
+    :class:`~numpyro.infer.autoguide.AutoNormal`; a block has ``<prefix>_<patterns>_...``, and the block ``"*"`` of
+    all sites has ``<prefix>_...``.
 
     :param model: a NumPyro model.
-    :param blocks: families by pattern (shell-style, or a tuple of patterns) on site names; a block of several sites
+    :param blocks: families by pattern on site names (shell-style, or a tuple of patterns); a block of several sites
         is approximated jointly.
-    :param init_scale: first standard deviations: a number that multiplies the initial spread of each site
+    :param init_scale: initial standard deviations: a number that multiplies the initial spread of each site
         (fan-in^-1/2 for kernels, at most the prior sd; 1 for others in unconstrained space), or the standard
         deviations themselves, numbers or arrays by pattern.
-    :param init_loc_fn: strategy for the first means, :func:`init_to_fan_in` by default.
-    :param condition_on_scales: let weights follow the scales of their hierarchical priors. It helps where the data
-        say little about single weights, and hurts where they say much, as non-centering does: compare the bounds.
-    :param prefix: of the parameters.
+    :param init_loc_fn: strategy for the initial means, :func:`init_to_fan_in` by default.
+    :param condition_on_scales: let weights follow the scales of their hierarchical priors. It helps if the data say
+        little about single weights, and hurts if they say much, like non-centering: compare the bounds.
+    :param prefix: prefix of the parameter names.
     :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for minibatches.
     :raises ValueError: when first called, for patterns that match no site or overlap, and for a block with local
         latent sites (in a subsampled plate).
@@ -93,7 +93,7 @@ class AutoBlocks(AutoNormal):
     ) -> None:
         self._call = f"guides.{type(self).__name__}"
         if not callable(model):
-            instead = "Pass a NumPyro model, a function."
+            instead = "Pass a NumPyro model (a function)."
             raise argument_error(self._call, "model", repr(model), instead, TypeError)
         check_init_scale(self._call, init_scale)
         self._asked = checked_blocks(self._call, blocks)
@@ -126,20 +126,20 @@ class AutoBlocks(AutoNormal):
         self._make_blocks()
 
     def _subsampled_plates(self, name: str) -> list[str]:
-        """The subsampled plates that a site is in."""
+        """The subsampled plates that contain a site."""
         frames = self._latent()[name]["cond_indep_stack"]
         return [f.name for f in frames if f.size != self._prototype_frame_full_sizes[f.name]]
 
     @property
     def _local_sites(self) -> set[str]:
-        """Sites of which every data point has its own: in a plate of observations, or one that is subsampled."""
+        """Sites with one value per data point: in a plate of observations, or in a subsampled one."""
         trace = (self.prototype_trace or {}).values()
         data = {f.name for s in trace if s.get("is_observed") for f in s["cond_indep_stack"]}
         plates = {n: {f.name for f in s["cond_indep_stack"]} for n, s in self._latent().items()}
         return {name for name, inside in plates.items() if data & inside or self._subsampled_plates(name)}
 
     def _base_weights(self) -> dict[str, jax.Array]:
-        """The weight of each non-centered site, at the first means."""
+        """The weight of each non-centered site, at the initial means."""
         bases = base_sites(self.prototype_trace or {})
         if not bases:
             return {}
@@ -152,7 +152,7 @@ class AutoBlocks(AutoNormal):
         return pruned(weights, self._init_locs)(self._init_locs)
 
     def _initialize(self) -> None:
-        """First means and standard deviations, by site."""
+        """Initial means and standard deviations, by site."""
         spreads = {n: initial_spread(site, n in self._local_sites) for n, site in self._latent().items()}
         strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
         for base, weight in self._base_weights().items():
@@ -260,7 +260,7 @@ class AutoBlocks(AutoNormal):
         """Draw latent sites, and compute deterministic sites from them.
 
         :param rng_key: a key.
-        :param params: of the guide.
+        :param params: parameters of the guide.
         :param sample_shape: leading shape of the draws.
         :return: values by site; those inside plates are of full size.
         """
@@ -268,7 +268,7 @@ class AutoBlocks(AutoNormal):
         return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
 
     def median(self, params: Mapping[str, Any]) -> Values:
-        """Medians of the latent sites, and deterministic sites there.
+        """Medians of the latent sites, and deterministic sites at these.
 
         In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
         their scales) from 4096 draws with a fixed key.
@@ -280,7 +280,7 @@ class AutoBlocks(AutoNormal):
     def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
         """Quantiles of the latent sites, computed like :meth:`median`.
 
-        For quantiles of deterministic sites take those of draws from ``sample_posterior``.
+        For quantiles of deterministic sites, take quantiles of draws from ``sample_posterior``.
 
         :param quantiles: Q probabilities, or one.
         :return: arrays (Q, ...) by site.
@@ -297,11 +297,11 @@ class AutoBlocks(AutoNormal):
 
     def _check_called(self, method: str) -> None:
         if self.prototype_trace is None:
-            instead = "Use it in `SVI` first, or call it once on the data: it reads the model."
+            instead = "Use it in `SVI` first, or call it once on the data, so that it reads the model."
             raise argument_error(f"{self._call}.{method}", "params", "those of another guide", instead)
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
-        """The distributions of the sites in no block."""
+        """The distributions of the sites outside the blocks."""
         joint = {name for block, _ in self._blocks for name in block.shapes}
         prefixes = {name: f"{name}_{self.prefix}" for name in self._transforms if name not in joint}
         return {n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"]) for n, at in prefixes.items()}
@@ -316,7 +316,7 @@ class AutoBlocks(AutoNormal):
             return handlers.substitute(build, data=dict(params))()
 
     def _draw(self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: tuple[int, ...]) -> Values:
-        """Unconstrained draws; of a conditioned site those of u."""
+        """Unconstrained draws; for a conditioned site, draws of u."""
         values: Values = {}
         with handlers.block(), handlers.seed(rng_seed=rng_key):
             for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
@@ -349,7 +349,7 @@ class AutoBlocks(AutoNormal):
         return map_samples(single, draws, sample_shape)
 
     def _constrain(self, values: Values, sample_shape: tuple[int, ...]) -> Values:
-        """Constrained values and deterministic sites, with full plates, of unconstrained values."""
+        """Constrained values and deterministic sites, with full plates, from unconstrained values."""
 
         def single(one: Values) -> Values:
             with handlers.block(), full_plates():
@@ -357,7 +357,7 @@ class AutoBlocks(AutoNormal):
 
         if getattr(getattr(self._postprocess_fn, "fn", None), "func", None) is transform_fn:
             return self._postprocess_fn(values)  # the model has no deterministic sites
-        # A single one is mapped as well: the compiled program leaves out the likelihood of all the data.
+        # A single draw is mapped as well: the compiled program leaves out the likelihood of all the data.
         if sample_shape:
             return map_samples(single, values, sample_shape)
         mapped = map_samples(single, {name: value[None] for name, value in values.items()}, (1,))
@@ -388,12 +388,12 @@ def _elementwise(transform: Any) -> Any:
 
 
 def is_identity(transform: Any) -> bool:
-    """Whether a transform, in ``to_event`` or not, changes nothing."""
+    """Whether a transform, in ``to_event`` or not, is the identity."""
     return isinstance(_elementwise(transform), IdentityTransform)
 
 
 def _monotone(transform: Any, values: jax.Array) -> jax.Array:
-    """Quantiles behind a monotone transform, from those at q and 1 - q: a decreasing one reverses the order."""
+    """Quantiles after a monotone transform, from those at q and 1 - q: a decreasing one reverses the order."""
     half = len(values) // 2
     at, opposite = transform(values[:half]), transform(values[half:])
     zero = jnp.zeros(values.shape[1:])

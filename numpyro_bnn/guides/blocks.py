@@ -18,7 +18,7 @@ from numpyro_bnn.nn import Shape
 
 Patterns: TypeAlias = str | Sequence[str]
 
-MAX_NUMBERS = 10**8  # in one parameter: 400 MB, and three times that with an optimizer
+MAX_NUMBERS = 10**8  # per parameter: 400 MB, and three times that with an optimizer
 
 
 class Block(NamedTuple):
@@ -111,7 +111,7 @@ class Diagonal(Family):
 class FullRank(Family):
     """A Gaussian with any covariance: N(m, L L^T), with D + D (D + 1) / 2 free parameters.
 
-    :raises ValueError: for a block of more than 10^4 unknowns.
+    :raises ValueError: for a block of more than 10^4 numbers.
 
     >>> from numpyro import handlers
     >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
@@ -199,7 +199,7 @@ def _as_tuple(patterns: Patterns) -> tuple[str, ...]:
 
 
 def checked_blocks(call: str, blocks: Any) -> tuple[tuple[tuple[str, ...], Family], ...]:
-    """The blocks a user wrote, a mapping from patterns to families or pairs of them, as pairs."""
+    """The blocks a user passed, a mapping from patterns to families or pairs of them, as pairs."""
     pairs = list(blocks.items() if isinstance(blocks, Mapping) else blocks)
     for pair in pairs:
         if isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[1], Family):

@@ -29,9 +29,9 @@ class AutoCoupling(AutoBlocks):
 
     .. math:: y_A = x_A, \qquad y_B = x_B \odot e^{b \tanh(s(x_A)/b)} + t(x_A).
 
-    It starts as the mean field guide and has a number of parameters that is linear in the number of sites. One flow
-    over all weights of a network is rarely worth its cost: use it for the hyper-scales, or the last layer. Affine
-    flows keep the tail class: half-Cauchy scales need a non-centered model, e.g. :mod:`~numpyro_bnn.priors`.
+    It starts as the mean field guide, and its number of parameters is linear in the number of sites. One flow over
+    all weights of a network is rarely worth its cost: use it for the hyper-scales, or the last layer. Affine flows
+    keep the tail class: half-Cauchy scales need a non-centered model, e.g. :mod:`~numpyro_bnn.priors`.
 
     A fitted guide is also a change of variables for NUTS: ``NeuTraReparam(guide, params)``.
 
@@ -42,10 +42,10 @@ class AutoCoupling(AutoBlocks):
     :param hidden: widths of the hidden layers of the networks that give s and t.
     :param mask: ``"alternating"`` or ``"random"`` halves.
     :param bound: b; a layer changes a scale by at most e^b.
-    :param seed: of the random halves.
-    :param options: of :class:`~numpyro_bnn.guides.AutoBlocks`: ``init_scale``, ``init_loc_fn``,
+    :param seed: seed of the random halves.
+    :param options: options of :class:`~numpyro_bnn.guides.AutoBlocks`: ``init_scale``, ``init_loc_fn``,
         ``condition_on_scales``, ``prefix``, ``create_plates``.
-    :raises ValueError: for options it cannot use; when first called, for a block of one number.
+    :raises ValueError: for invalid options; when first called, for a block of one number.
 
     Reference: Dinh, Sohl-Dickstein & Bengio (2017), *Density estimation using Real NVP*.
 
@@ -81,16 +81,16 @@ class AutoCoupling(AutoBlocks):
         chosen = [blocks] if isinstance(blocks, str | tuple) else blocks
         super().__init__(model, [(patterns, family) for patterns in chosen], **options)
 
-    # -- the guide as a transport of N(0, I), as NeuTraReparam asks for it ---------------------------------
+    # -- the guide as a transport of N(0, I), as NeuTraReparam requires it ---------------------------------
 
     @property
     def latent_dim(self) -> int:
-        """Number of unconstrained numbers of all latent sites."""
+        """Total number of unconstrained values of all latent sites."""
         self._check_called("latent_dim")
         return sum(jnp.size(value) for value in self._init_locs.values())
 
     def get_base_dist(self) -> dist.Distribution:
-        """N(0, I) over all unconstrained numbers, which :meth:`get_transform` maps to the guide."""
+        """N(0, I) over all unconstrained values, which :meth:`get_transform` maps to the guide."""
         zeros = jnp.zeros(self.latent_dim)
         return dist.Normal(zeros, jnp.ones_like(zeros)).to_event(1)
 
@@ -99,7 +99,7 @@ class AutoCoupling(AutoBlocks):
 
         :class:`~numpyro.infer.reparam.NeuTraReparam` runs NUTS in the space that it maps from.
 
-        :param params: of the fitted guide.
+        :param params: parameters of the fitted guide.
         :raises ValueError: with ``condition_on_scales``, where the map depends on the data.
         """
         self._check_called("get_transform")
@@ -131,13 +131,13 @@ class AutoCoupling(AutoBlocks):
         return self._sites(self._unpack_latent(vector), vector.shape[:-1])
 
 
-# NeuTraReparam takes subclasses of AutoContinuous only, of which it uses the methods above. Real inheritance would
-# bring another way to sample, and refuse the local latent sites that the mean field of the rest can take.
+# NeuTraReparam accepts only subclasses of AutoContinuous, of which it uses the methods above. Real inheritance
+# would add another way to sample, and refuse local latent sites, which the mean field part can handle.
 AutoContinuous.register(AutoCoupling)
 
 
 class Blockwise(Transform):
-    """Transform consecutive parts of (..., D), of lengths ``sizes``, independently; log det is the sum of theirs."""
+    """Transform consecutive parts of (..., D), of lengths ``sizes``, independently; log det is the sum over parts."""
 
     domain = constraints.real_vector
     codomain = constraints.real_vector

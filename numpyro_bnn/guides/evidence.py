@@ -1,4 +1,4 @@
-"""Judging a fit: ELBO, importance-weighted bound and PSIS k-hat, each with its standard error."""
+"""Assess a fit: ELBO, importance-weighted bound and PSIS k-hat, each bound with its standard error."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -16,7 +16,7 @@ GOOD_K, USABLE_K = 0.5, 0.7
 
 
 class Evidence(NamedTuple):
-    r"""How well a guide fits the posterior, from the weights w_s = p(D, z_s) / q(z_s) of S draws z_s of it.
+    r"""How well a guide fits the posterior, from importance weights w_s = p(D, z_s) / q(z_s) of S draws z_s of it.
 
     :param elbo: the mean of log w, an unbiased estimate of the ELBO.
     :param elbo_se: its standard error.
@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
         lies between the ELBO and log p(D).
     :param iw_se: its standard error by the delta method, valid if the weights have a finite variance (k-hat below
         0.5); with k-hat above 0.7 it may be far too small.
-    :param iw_bias: L_S minus log p(D) to the first order, -iw_se^2 / 2: the bound is too low. As valid as ``iw_se``.
+    :param iw_bias: L_S minus log p(D) to first order, -iw_se^2 / 2: the bound is too low. As valid as ``iw_se``.
     :param pareto_k: k-hat, the shape of the tail of the weights after Pareto smoothing.
     :param ess: effective sample size of the weights, (sum w)^2 / sum w^2.
     :param num_observations: observed numbers in D, over all observed sites.
@@ -86,13 +86,13 @@ def evidence(
     .. math:: \mathrm{ELBO} = E[\log w], \qquad
               L_S = E\Big[\log \frac1S \sum_s w_s\Big], \qquad \mathrm{ELBO} \le L_S \le \log p(D).
 
-    Subsampled plates are made full. Auxiliary variables of a guide count in q only, so that both bounds stay
-    bounds. k-hat is about the whole posterior: it grows with the number of weights of a network, and predictions
-    may be good even if it is high. To compare two models of the same data, subtract their bounds; the standard error
-    of the difference is the root of the sum of the squared ``iw_se``.
+    Subsampled plates are made full. Auxiliary variables of a guide count in q only, so that both bounds stay bounds.
+    k-hat describes the whole posterior: it grows with the number of weights of a network, and predictions may be good
+    even if it is high. To compare two models of the same data, subtract their bounds; the standard error of the
+    difference is the root of the sum of the squared ``iw_se``.
 
     :param guide: a NumPyro guide; an autoguide knows its model.
-    :param params: of the fit, of guide and model (``svi_result.params``).
+    :param params: fitted parameters of guide and model (``svi_result.params``).
     :param args: arguments of the model, on the full data.
     :param rng_key: key of the draws.
     :param num_samples: S.
@@ -119,7 +119,7 @@ def evidence(
     -1.516 -1.516
     """
     call = "guides.evidence"
-    refuse_tracers(call, "Call it outside: it is compiled by itself.", args, kwargs, params, rng_key)
+    refuse_tracers(call, "Call it outside: it compiles its own program.", args, kwargs, params, rng_key)
     num_samples = check_count(call, "num_samples", num_samples, 2)
     if draws_per_chunk is not None:
         draws_per_chunk = check_count(call, "draws_per_chunk", draws_per_chunk)
@@ -142,9 +142,9 @@ def log_weights(
     *args: Any,
     **kwargs: Any,
 ) -> NDArray[np.float64]:
-    """Logarithms of the importance ratios p(D, z_s) / q(z_s) of draws z_s of a guide, on the full data.
+    """Log importance ratios log p(D, z_s) - log q(z_s) of draws z_s of a guide, on the full data.
 
-    They are the field ``log_weights`` of :func:`evidence`, which has the same arguments and errors.
+    These are the field ``log_weights`` of :func:`evidence`, which has the same arguments and errors.
 
     :return: (S,).
 
@@ -164,7 +164,7 @@ def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     """Estimate evidence, effective draws and k-hat from log weights.
 
     :param log_weights: (S,), from :func:`log_weights`.
-    :param num_observations: observed numbers behind them.
+    :param num_observations: number of observed values behind them.
     :raises ValueError: for fewer than two weights, NaN or infinite ones (``-inf``, a weight of 0, is allowed).
 
     >>> round(summarize([-1.0, -2.0, -3.0]).elbo, 6)

@@ -1,4 +1,4 @@
-"""Running SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
+"""Run SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
 
 import json
 import os
@@ -27,10 +27,10 @@ from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signatu
 CALL = "guides.fit"
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
-CHUNK_SECONDS = 0.25  # intended duration of a chunk, which is how long an interruption waits
+CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
 CHECKPOINT_FORMAT = 1
 DAMAGE = (OSError, KeyError, EOFError, zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError)
-WINDOW = 1000  # losses in the running mean of the progress bar
+WINDOW = 1000  # number of losses in the running mean of the progress bar
 
 
 def fit(
@@ -48,19 +48,19 @@ def fit(
 ) -> SVIRunResult:
     """Fit a guide by SVI, like ``svi.run``, for long runs and large data.
 
-    - A minibatch of a subsampled plate costs O(B), whatever N is: B distinct indices, each as likely as any other.
-    - The steps are compiled once for an SVI and shapes of its arguments, and reused when a run is continued.
-    - Ctrl-C returns the result so far. A step that is NaN or infinite ends the run, with a warning that names
-      it; the result is that of the steps before.
+    - A minibatch of a subsampled plate costs O(B), whatever N is: B distinct indices, all equally likely.
+    - The steps are compiled once per SVI and argument shapes, and reused when a run is continued.
+    - Ctrl-C returns the result so far. A step that is NaN or infinite ends the run with a warning that names it; the
+      result is that of the steps before.
     - With ``checkpoint`` the run can be killed at any moment. The same call then continues from the file, and ends
       bit for bit as if it had never stopped.
 
     :param svi: model, guide, optimizer and loss.
     :param rng_key: key of the start and of all steps.
-    :param num_steps: steps to take; with a checkpoint, the total over all calls.
+    :param num_steps: number of steps; with a checkpoint, the total over all calls.
     :param args: arguments of model and guide.
     :param init_state: the ``state`` of an earlier result, to continue from.
-    :param init_params: starting values of parameters.
+    :param init_params: initial values of parameters.
     :param progress_bar: show a bar with the mean of the last 1000 losses.
     :param stable_update: skip steps that are not finite, as ``svi.run`` does, instead of ending the run.
     :param checkpoint: a file, read if it exists and then written; delete it to start again.
@@ -89,7 +89,7 @@ def fit(
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
     path = None if checkpoint is None else _check_path(checkpoint)
-    instead = "It runs on the host: inside `jit` or `vmap` scan over `svi.update`."
+    instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
     state, losses = _start(svi, rng_key, args, kwargs, init_state, init_params, path)
     fixed, arrays = signature(args, kwargs)
@@ -102,7 +102,7 @@ def fit(
 
 
 class _Chunk(NamedTuple):
-    """State after some steps, their losses (the last may be NaN or infinite), and whether all of it is finite."""
+    """State after some steps, their losses (the last may be NaN or infinite), and whether everything is finite."""
 
     state: Any
     losses: np.ndarray
@@ -117,7 +117,7 @@ def _take(compiled: Callable, arrays: list, stable: bool, state: Any, number: in
 
 @dataclass
 class _Run:
-    """A run that may be stopped at any line: ``done`` always holds a state and its number of steps."""
+    """A run that may be interrupted at any line: ``done`` always holds a state and its number of steps."""
 
     svi: SVI
     take: Callable[[Any, int], _Chunk]
@@ -219,7 +219,7 @@ def _start(
     init_params: Mapping[str, Any] | None,
     path: Path | None,
 ) -> tuple[Any, np.ndarray]:
-    """The state to continue from, and the losses up to there."""
+    """The state to continue from, and the losses so far."""
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None:
@@ -228,7 +228,7 @@ def _start(
         state = first if state is None else state
     if path is not None and path.exists():
         return load_checkpoint(path, svi, state)
-    # Without weak types, which a step would lose, the steps are compiled once and not twice.
+    # Weak types would be lost in the first step and force a second compilation, so strip them.
     strong = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
     return strong, np.zeros(0, jnp.result_type(float))
 
@@ -260,7 +260,7 @@ def _compiled(svi: SVI, fixed: Signature, stable: bool) -> Callable:
 
 
 def _next_pace(pace: int, seconds: float) -> int:
-    """Steps of the next chunk, so that it takes about ``CHUNK_SECONDS``."""
+    """Number of steps of the next chunk, so that it takes about ``CHUNK_SECONDS``."""
     wanted = pace * CHUNK_SECONDS / max(seconds, 1e-9)
     return int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))
 
@@ -269,7 +269,7 @@ def _next_pace(pace: int, seconds: float) -> int:
 
 
 def _check_path(path: str | Path) -> Path:
-    """Refuse a path that cannot be a file, before any work."""
+    """Refuse a path that cannot be a file, before any work is done."""
     target = Path(path)
     if target.is_dir() or not target.resolve().parent.is_dir():
         instead = "Pass the name of a file (not a folder) in a folder that exists."
@@ -278,7 +278,7 @@ def _check_path(path: str | Path) -> Path:
 
 
 def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray) -> None:
-    """Write state and losses as an npz file, which is replaced in one step, so that it is always complete."""
+    """Write state and losses as an npz file that is replaced atomically, so that it is always complete."""
     arrays: dict[str, Any] = {f"leaf_{i}": _raw(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     described = np.frombuffer(json.dumps(_described(svi, state)).encode(), np.uint8)
     part = path.with_name(path.name + ".part")
@@ -295,7 +295,7 @@ def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray) -> Non
 def load_checkpoint(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
     """Read state and losses; ``like`` is a state of the same SVI, for its structure.
 
-    :raises ValueError: for any other file, or a checkpoint of another model, guide or optimizer than ``svi``'s.
+    :raises ValueError: for any other file, or for the checkpoint of another model, guide or optimizer.
     """
     damaged = "It is damaged, or was not written by `fit`: delete it, or pass another path."
     if not zipfile.is_zipfile(path):
@@ -316,7 +316,7 @@ def load_checkpoint(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
 
 
 def _described(svi: SVI, state: Any) -> dict[str, Any]:
-    """Names, shapes and dtypes, by which a file is matched with an SVI."""
+    """Names, shapes and dtypes, which must agree between a file and an SVI."""
     params = svi.optim.get_params(state.optim_state)
     return {
         "format": CHECKPOINT_FORMAT,
@@ -348,7 +348,7 @@ def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 def _raw(leaf: Any) -> np.ndarray:
-    """A leaf as an array that npz can hold: keys by their data, bfloat16 and its like by their bits."""
+    """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16 and the like."""
     array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
@@ -356,7 +356,7 @@ def _raw(leaf: Any) -> np.ndarray:
 def _restored(array: np.ndarray, leaf: Any) -> jax.Array:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
-    # A copy: on the CPU, JAX may otherwise go on working in memory that NumPy owns.
+    # A copy: on the CPU, JAX might otherwise keep working in memory that NumPy owns.
     return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
 
 

@@ -1,4 +1,4 @@
-"""Flows as families of blocks: affine coupling layers of our own, and any distribution of flowjax."""
+"""Flows as families of blocks: affine coupling layers, and any distribution of flowjax."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ MASKS = ("alternating", "random")
 
 
 class Conditioner(NamedTuple):
-    """The network of a coupling layer: a multilayer perceptron; a pytree, so it lives inside a transform.
+    """The network of a coupling layer: a multilayer perceptron, as a pytree so that a transform can hold it.
 
     ``kernels[i]`` has shape (H_i, H_{i+1}), ``biases[i]`` (H_{i+1},).
     """
@@ -37,7 +37,7 @@ class Conditioner(NamedTuple):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map (..., inputs) to (..., outputs)."""
         for kernel, bias in zip(self.kernels[:-1], self.biases[:-1], strict=True):
-            # Smooth, for the gradients of NUTS in the flow's space; grows linearly, as tails need.
+            # Smooth, for the gradients of NUTS in the flow's space; it grows linearly, as tails need.
             x = jax.nn.silu(x @ kernel + bias)
         return x @ self.kernels[-1] + self.biases[-1]
 
@@ -48,7 +48,7 @@ def declare_conditioner(name: str, inputs: int, outputs: int, hidden: Sequence[i
     With h hidden units there are h (inputs + 1) + outputs (h + 1) of them: linear in both. The last layer starts at
     zero, so that the transform starts as the identity.
 
-    :param inputs: size of the half that is read.
+    :param inputs: size of the half that the conditioner reads.
     :param hidden: widths of the hidden layers.
     """
     sizes = [inputs, *hidden, outputs]
@@ -56,7 +56,7 @@ def declare_conditioner(name: str, inputs: int, outputs: int, hidden: Sequence[i
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
         last = i == len(sizes) - 2
         kernel = jnp.zeros((fan_in, fan_out)) if last else _normal((fan_in, fan_out), fan_in**-0.5)
-        # Units that turn at different places can bend the map where it needs to.
+        # Units that bend at different places can shape the map where it needs to be.
         bias = jnp.zeros(fan_out) if last else _normal((fan_out,), 1.0)
         kernels.append(numpyro.param(f"{name}_kernel{i}", kernel))
         biases.append(numpyro.param(f"{name}_bias{i}", bias))
@@ -74,8 +74,8 @@ class AffineCoupling(Transform):
 
     A is the leading part of ``split`` coordinates and B the rest; with ``swap`` the other way round. Inverse and
     log det cost as much as the forward pass. Any number of batch dimensions may precede the vector. It is the
-    identity where its conditioner gives zero; it changes a scale by at most the factor e^b, so that no step of an
-    optimizer can overflow it; Gaussian tails stay Gaussian, heavy tails stay heavy.
+    identity if its conditioner gives zero; it changes a scale by at most the factor e^b, so that no step of an
+    optimizer can overflow; Gaussian tails stay Gaussian, heavy tails stay heavy.
 
     :param conditioner: maps (..., D_A) to (..., 2 D_B): s, then t.
     :param split: size of the leading part.
@@ -142,9 +142,9 @@ class AffineCoupling(Transform):
 def permutations(dim: int, num_flows: int, mask: str, seed: int = 0) -> list[np.ndarray | None]:
     """The permutation of D coordinates that follows each layer, or ``None``.
 
-    Layers change the second and the first half of the coordinates in turns. With ``"random"`` halves the coordinates
-    are permuted after every two layers, by a fixed seed; they leave the last layer in their own order, and enter the
-    first in any order, which makes no difference to independent standard normals.
+    Layers change the second and the first half of the coordinates in turn. With ``"random"`` halves every two layers
+    are followed by a fixed permutation; coordinates leave the last layer in their original order, and enter the
+    first in any order, which does not matter for independent standard normals.
     """
     found: list[np.ndarray | None] = [None] * num_flows
     if mask == "random":
@@ -166,15 +166,15 @@ class Coupling(Family):
     hidden width h it has about L (3/2) h D parameters: linear in the D numbers of the block.
 
     Affine flows cannot change the tail class: tails stay Gaussian in unconstrained space (log-normal for positive
-    sites), so that heavy-tailed sites, like half-Cauchy scales, need a non-centered model. Like every fit of KL(q||p)
-    it may find one of several separated modes; start wide (``init_scale``) where there are more.
+    sites), so heavy-tailed sites, like half-Cauchy scales, need a non-centered model. Like every fit of KL(q||p) it
+    may find only one of several separated modes; start wide (``init_scale``) if there may be more.
 
-    :param num_flows: L; 2 let every number depend on others, more bend further.
+    :param num_flows: L; with 2 every number can depend on others, more layers make more flexible maps.
     :param hidden: widths of the hidden layers of the conditioners.
-    :param mask: ``"alternating"`` changes the two halves of the block in turns, ``"random"`` random halves.
+    :param mask: ``"alternating"`` changes the two halves of the block in turn, ``"random"`` random halves.
     :param bound: each layer changes a scale by at most the factor e^bound.
-    :param seed: of the random halves.
-    :raises ValueError: for options it cannot use, and for a block of one number, which has no two halves.
+    :param seed: seed of the random halves.
+    :raises ValueError: for invalid options, and for a block of one number, which cannot be halved.
 
     Reference: Dinh, Sohl-Dickstein & Bengio (2017), *Density estimation using Real NVP*.
 
@@ -223,7 +223,7 @@ class Coupling(Family):
             read = dim - split if swap else split
             conditioner = declare_conditioner(f"{name}_flow{i}", read, 2 * (dim - read), self.hidden)
             layers.append(AffineCoupling(conditioner, split, swap, self.bound))
-            if permutation is not None:  # a gather in the program; all else are slices
+            if permutation is not None:  # a gather in the program; everything else is slices
                 layers.append(PermuteTransform(jnp.asarray(permutation)))
         return layers
 
@@ -237,7 +237,7 @@ class Coupling(Family):
         )
 
 
-# -- flowjax, an optional package, which nothing else imports -----------------------------------------
+# -- flowjax, an optional package that nothing else imports --------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,15 +246,15 @@ class Flowjax(Family):
 
     .. math:: \theta = \mu + \sigma \odot z, \qquad z \sim \text{flow}.
 
-    Every trainable array of the flow becomes one parameter, named by its place in the flow,
-    ``<prefix>_flow<path>``, and starts at its value there; arrays wrapped in ``paramax.NonTrainable`` stay fixed.
-    Legacy keys of NumPyro are converted to the typed ones that flowjax takes, so ``Predictive`` works.
+    Every trainable array of the flow becomes one parameter, named by its path in the flow, ``<prefix>_flow<path>``,
+    with its value as the initial value; arrays wrapped in ``paramax.NonTrainable`` stay fixed. NumPyro's legacy keys
+    are converted to the typed ones that flowjax expects, so ``Predictive`` works.
 
     :param flow: unconditional, of shape (D,) for a block of D numbers, e.g. from ``flowjax.flows.coupling_flow``.
-    :param standardized: with ``False``, θ = z: the flow itself has to start near sensible weights.
+    :param standardized: with ``False``, θ = z: the flow itself must start near sensible weights.
     :raises ImportError: if flowjax is not installed.
     :raises TypeError: for anything but a flowjax distribution.
-    :raises ValueError: for a conditional flow, and, when the guide is first called, for one of another shape.
+    :raises ValueError: for a conditional flow; when the guide is first called, for a flow of the wrong shape.
 
     Reference: Ward (2023), *FlowJAX: distributions and normalizing flows in JAX*.
 
@@ -310,7 +310,7 @@ def _declare_flow(name: str, flow: Any) -> Any:
 
 
 class FlowjaxDistribution(dist.Distribution):
-    """Distribution of loc + scale * z, with z from a flowjax distribution of shape (D,), for NumPyro."""
+    """NumPyro distribution of loc + scale * z, with z from a flowjax distribution of shape (D,)."""
 
     support = constraints.real_vector
     pytree_data_fields = ("flow", "loc", "scale")
@@ -329,7 +329,7 @@ class FlowjaxDistribution(dist.Distribution):
     def sample_with_intermediates(
         self, key: jax.Array, sample_shape: tuple[int, ...] = ()
     ) -> tuple[jax.Array, list[Any]]:
-        """Draw with the density, so that no flow has to be inverted (some can only be inverted numerically)."""
+        """Draw together with the density, so that no flow has to be inverted (some need a numerical inverse)."""
         z, log_prob = self.flow.sample_and_log_prob(_typed(key), sample_shape)
         return self.loc + self.scale * z, [log_prob - jnp.log(self.scale).sum()]
 

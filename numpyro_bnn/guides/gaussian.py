@@ -8,7 +8,7 @@ from numpyro_bnn.guides.auto_blocks import AutoBlocks, is_identity
 from numpyro_bnn.guides.blocks import Family, FullRank, Patterns
 from numpyro_bnn.guides.initialization import init_to_fan_in
 
-PARAMETERS = ("kernel", "bias", "scale", "weight", "embedding")  # of a network that is one layer
+PARAMETERS = ("kernel", "bias", "scale", "weight", "embedding")  # names in a network of a single layer
 
 
 class AutoMeanField(AutoBlocks):
@@ -18,14 +18,14 @@ class AutoMeanField(AutoBlocks):
 
     over the unconstrained latent sites. Means start at fan-in scale (:func:`init_to_fan_in`), standard deviations at
     a tenth of that: NumPyro's ``AutoNormal`` starts weights in (-2, 2), where a wide network saturates. Sites are
-    plain Normal statements, so that ``TraceMeanField_ELBO`` takes KL(q(w) || p(w | h)) in closed form where the prior
-    given its hyper-sites h is Normal too. Its condition holds: h does not depend on w in this guide.
+    plain Normal statements, so that ``TraceMeanField_ELBO`` uses the closed form of KL(q(w) || p(w | h)) if the prior
+    given its hyper-sites h is Normal too. This is valid because h does not depend on w in this guide.
 
     :param model: a NumPyro model.
-    :param init_scale: see :class:`AutoBlocks`; by pattern, e.g. ``{"*.kernel": 0.01}``, for control of single sites.
-    :param init_loc_fn: strategy for the first means.
+    :param init_scale: see :class:`AutoBlocks`; by pattern, e.g. ``{"*.kernel": 0.01}``, to control single sites.
+    :param init_loc_fn: strategy for the initial means.
     :param condition_on_scales: let weights with centered hierarchical priors follow their scales.
-    :param prefix: of the parameters ``<site>_<prefix>_loc`` and ``<site>_<prefix>_scale``.
+    :param prefix: part of the parameter names ``<site>_<prefix>_loc`` and ``<site>_<prefix>_scale``.
     :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for minibatches.
 
     Reference: Blundell et al. (2015), *Weight uncertainty in neural networks*; Graves (2011).
@@ -65,20 +65,20 @@ class AutoMeanField(AutoBlocks):
 
 
 class AutoStructured(AutoBlocks):
-    r"""Structured mean field: one joint Gaussian per layer of a network, or per block the user names.
+    r"""Structured mean field: one joint Gaussian per layer of a network, or per user-defined block.
 
     .. math:: q(\theta) = \prod_{l} N(\theta_l; m_l, S_l) \prod_j N(\theta_j; \mu_j, \sigma_j^2)
 
     Sites that share their names up to the last dot form a layer: ``net/Dense_0`` for ``net/Dense_0.kernel`` (or its
     non-centered ``_base``) and ``net/Dense_0.bias``; a site without a dot in its name is a layer of its own.
-    Hyper-sites, such as ``net/Dense_0.kernel_scale``, and other sites with a limited support stay mean field, as do
-    local latent sites.
+    Hyper-sites, such as ``net/Dense_0.kernel_scale``, and other sites with a constrained support stay mean field, and
+    so do local latent sites.
 
     :param model: a NumPyro model.
-    :param family: of every layer, by default :class:`FullRank`; e.g. :class:`LowRank` for wide ones.
+    :param family: family of every layer, by default :class:`FullRank`; e.g. :class:`LowRank` for wide layers.
     :param blocks: instead of layers, a list of patterns (or tuples of patterns), each a block with this family, or a
         dictionary from patterns to families as in :class:`AutoBlocks`.
-    :param include_scales: put hyper-sites into the block of their layer.
+    :param include_scales: include hyper-sites in the block of their layer.
     :param settings: ``init_scale``, ``init_loc_fn``, ``condition_on_scales``, ``prefix``, ``create_plates`` of
         :class:`AutoBlocks`.
     :raises ValueError: when first called, for a model without such a layer.

@@ -1,4 +1,4 @@
-"""Inclusive KL: fitting a guide that covers the posterior, by self-normalized importance sampling."""
+"""Inclusive KL: fit a guide that covers the posterior, by self-normalized importance sampling."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,19 +29,19 @@ class TraceInclusiveKL_ELBO(ELBO):
     .. math:: \nabla KL(p \| q) = -E_p[\nabla \log q(z)]
               \approx -\sum_s \frac{w_s}{\sum_r w_r} \nabla \log q(z_s),
 
-    and parameters of the model follow the gradient of log p(D) that the same weights give. The value of the loss is
-    -log mean_s w_s, the importance-weighted bound. Where mean field under KL(q || p) makes variances too small, here
-    it matches those of the marginals; with multiple modes it covers all.
+    and parameters of the model follow the gradient of log p(D) from the same weights. The value of the loss is
+    -log mean_s w_s, minus the importance-weighted bound. Mean field under KL(q || p) makes variances too small; here
+    it matches those of the marginals, and with several modes it covers all of them.
 
-    The estimate of the gradient is consistent but not unbiased: its bias falls with 1/S, and grows with the
-    variance of the weights. Use it for few latent variables (hyper-scales, a last layer, one data point): with many,
-    one particle takes all the weight; see ``pareto_k`` of :func:`evidence`.
+    The gradient estimate is consistent but not unbiased: its bias falls with 1/S, and grows with the variance of the
+    weights. Use it for few latent variables (hyper-scales, a last layer, one data point): with many, one particle
+    takes all the weight; see ``pareto_k`` of :func:`evidence`.
 
-    Plates that enclose every random site (local latents, one set for each data point) have weights of their own
-    for each index, and may be subsampled. Other subsampled plates are refused: the weights of a minibatch belong to
-    another posterior.
+    Plates that enclose every random site (local latents, one set for each data point) have separate weights for each
+    index, and may be subsampled. Other subsampled plates are refused: the weights of a minibatch belong to another
+    posterior.
 
-    For the divergences between the two, and the importance-weighted bound itself, NumPyro has
+    For divergences between the two, and for the importance-weighted bound itself, NumPyro has
     :class:`~numpyro.infer.elbo.RenyiELBO`.
 
     :param num_particles: S, at least 2.
@@ -77,7 +77,7 @@ class TraceInclusiveKL_ELBO(ELBO):
     ) -> jax.Array:
         """The negative importance-weighted bound, with the gradients of the class.
 
-        :param rng_key: key of the particles and of the minibatch, which they share.
+        :param rng_key: key of the particles and of the minibatch that they share.
         :param param_map: values of parameters by site.
         :param model: a NumPyro model.
         :param guide: a NumPyro guide.
@@ -158,7 +158,7 @@ def _common_plates(trace: Trace) -> tuple[set[int], float]:
 
 
 def _by_index(log_prob: jax.Array, dims: set[int]) -> jax.Array:
-    """Sum over all dimensions but those of the common plates."""
+    """Sum over all dimensions except those of the common plates."""
     others = tuple(axis for axis in range(log_prob.ndim) if axis - log_prob.ndim not in dims)
     return jnp.sum(log_prob, axis=others, keepdims=True) if dims else jnp.sum(log_prob)
 

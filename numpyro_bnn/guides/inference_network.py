@@ -1,4 +1,4 @@
-"""Parts of AutoAmortized: local latent sites as a network sees them, their posterior, plates and inputs."""
+"""Parts of AutoAmortized: local latent sites as the network sees them, their posterior, plates and inputs."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -54,19 +54,19 @@ class RowSite(NamedTuple):
         return biject_to(self.support)
 
     def place(self, flat: jax.Array) -> jax.Array:
-        """From all sites (..., B, L) to this one, with the rows along the axis of the plate."""
+        """Extract this site from all sites (..., B, L), with the rows along the axis of the plate."""
         rows = jnp.reshape(flat[..., self.part], (*flat.shape[:-1], *self.shape))
         return jnp.moveaxis(rows, flat.ndim - 2, self.axis)
 
     def independent(self, posterior: Posterior) -> dist.Distribution:
-        """q of the site, where sites are independent."""
+        """q of the site, if sites are independent."""
         loc, scale = self.place(posterior.loc), self.place(posterior.scale)
         fn = dist.Normal(loc, scale).to_event(self.event_dim)
         real = getattr(self.support, "base_constraint", self.support) is dist.constraints.real
         return fn if real else dist.TransformedDistribution(fn, self.transform)
 
     def point(self, flat: jax.Array, event_dim: int) -> dist.Distribution:
-        """The site at values (B, L) drawn from a joint density; its own is the change of variables."""
+        """The site at values (B, L) drawn from a joint density; its density is the change of variables."""
         unconstrained = self.place(flat)
         value = self.transform(unconstrained)
         if numpyro.get_mask() is False:
@@ -83,7 +83,7 @@ def declare_head(name: str, features: jax.Array, start: jax.Array) -> jax.Array:
 
 
 class without(Messenger):
-    """A model whose sites ``names``, and all deterministic ones, are hidden; they are drawn with a fixed key."""
+    """Run a model with the sites ``names`` and all deterministic ones hidden; they are drawn with a fixed key."""
 
     def __init__(self, fn: Callable, names: list[str]) -> None:
         self.names = names
@@ -112,7 +112,7 @@ def find_plate(latent: Mapping[str, Any], name: str | None) -> str:
 
 
 def center_and_spread(fn: dist.Distribution, transform: Transform) -> tuple[jax.Array, jax.Array]:
-    """Of a prior in unconstrained space: mean and sd of a normal, else median and scaled interquartile range."""
+    """Center and spread of a prior in unconstrained space: mean and sd if normal, else median and scaled IQR."""
     exact = affine_normal(fn, masked=True)
     if exact is not None:
         return jnp.asarray(exact[0], float), jnp.abs(jnp.asarray(exact[1], float))

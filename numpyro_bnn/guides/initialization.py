@@ -1,4 +1,4 @@
-"""Where a guide starts: means at the scale of the fan-in, small standard deviations."""
+"""Starting point of a guide: means at the scale of the fan-in, small standard deviations."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn import fan_in
 
-# Suffixes that NumPyro's reparameterizers give to the site they sample instead of the one in the model.
+# Suffixes that NumPyro's reparameterizers give to the site they sample instead of the original one.
 BASE_SUFFIXES = ("_base", "_decentered")
 
 
@@ -28,8 +28,8 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
 
     for a site of at least two axes with prior N(m, s^2) and n inputs per unit; Gaussian sites with fewer axes start
     at their prior mean, all others at their prior median (:func:`~numpyro.infer.initialization.init_to_median`). It
-    is an ordinary initialization strategy of NumPyro, for any kernel or guide. NumPyro's ``init_to_uniform`` draws
-    from (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3 instead of about 1.
+    is an ordinary NumPyro initialization strategy, for any kernel or guide. NumPyro's ``init_to_uniform`` draws from
+    (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3 instead of about 1.
 
     The base of a non-centered weight (``w_base``) starts at N(0, 1); the guides of this package shrink that to the
     fan-in scale of the weight itself.
@@ -71,14 +71,14 @@ def _normal_moments(fn: Any) -> list[jax.Array] | None:
 
 
 def _weight(name: str) -> str:
-    """The weight that a base site stands for."""
+    """The weight that a base site belongs to."""
     for suffix in BASE_SUFFIXES:
         name = name.removesuffix(suffix)
     return name
 
 
 def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
-    """Scale of a kernel; a base site has the unit of its prior, whatever its fan-in."""
+    """Scale of a kernel; a base site is in units of its prior, whatever its fan-in."""
     return fan_in(name, shape) ** -0.5 if len(shape) > 1 and _weight(name) == name else 1.0
 
 
@@ -104,9 +104,9 @@ def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
-    """Initial scale of a site in unconstrained space; the first sd of a guide is a fraction of it.
+    """Initial scale of a site in unconstrained space; the initial sd of a guide is a fraction of it.
 
-    :param local: each data point has its own value, so that the axes of the site are not inputs of a layer.
+    :param local: whether each data point has its own value, so that the axes of the site are not inputs of a layer.
     :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 for all others.
     """
     moments = _normal_moments(site["fn"])
@@ -131,7 +131,7 @@ def check_init_scale(call: str, init_scale: Any) -> None:
 def initial_scales(
     call: str, init_scale: Any, spreads: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, jax.Array]:
-    """First standard deviation of every site, in unconstrained space.
+    """Initial standard deviation of every site, in unconstrained space.
 
     :param init_scale: a number that multiplies the spreads, or standard deviations by pattern; a site that matches
         no pattern gets 0.1 times its spread.

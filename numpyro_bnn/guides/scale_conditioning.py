@@ -13,7 +13,7 @@ from numpyro_bnn._plates import full_plates
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other latent sites.
 Scaled: TypeAlias = Mapping[str, frozenset[str]]
-# From values of sites to prior loc and scale by site.
+# Maps values of sites to prior loc and scale by site.
 Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[jax.Array, jax.Array]]]
 
 
@@ -25,7 +25,7 @@ def _moments(
     kwargs: Mapping,
     plates: Mapping | None,
 ) -> Program:
-    """From values of latent sites to prior loc and scale of the sites ``names``; other sites are at ``examples``."""
+    """Prior loc and scale of the sites ``names`` at values of latent sites; other sites are at ``examples``."""
 
     def program(values: Mapping[str, Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
         given = {**examples, **values, **(plates or {})}
@@ -45,9 +45,9 @@ def scaled_sites(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> Scaled:
-    """Find the Gaussian sites whose prior sd depends on other latent sites, and which.
+    """Find the Gaussian sites whose prior sd depends on other latent sites, and those sites.
 
-    :param trace: of the model, at values where it can be run.
+    :param trace: trace of the model, at values where it can be run.
     :param local: sites inside subsampled plates; sites that depend on one of them are left out.
 
     >>> import numpyro, numpyro.distributions as dist
@@ -78,9 +78,9 @@ def prior_program(
     kwargs: Mapping[str, Any],
     plates: Mapping[str, Any] | None = None,
 ) -> Program:
-    """From values of hyper-sites to prior loc and scale of the sites they scale, without the likelihood.
+    """A function from values of hyper-sites to prior loc and scale of the sites they scale, without the likelihood.
 
-    :param examples: values of the sites outside subsampled plates, used where a value is not known yet.
+    :param examples: values of the sites outside subsampled plates, used if a value is not known yet.
     :param plates: indices of plates; without them every plate is full.
     """
     needed = sorted(set().union(*scaled.values()))

@@ -1,4 +1,4 @@
-"""Kernels for ``numpyro.infer.MCMC``: stochastic gradients, microcanonical, exact blocks, symmetries, tempering."""
+"""Kernels for ``numpyro.infer.MCMC``: SG-MCMC, microcanonical, Metropolis, Gibbs, symmetry moves, tempering."""
 
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.chain_methods import parallel_vectorized

@@ -1,4 +1,4 @@
-"""The adapter between the engine and NumPyro's ``MCMCKernel``; a kernel adds its dynamics."""
+"""The adapter between the SG-MCMC engine and NumPyro's ``MCMCKernel``; a subclass adds its dynamics."""
 
 import copy
 import time
@@ -46,10 +46,10 @@ class SGMCMCKernel(MCMCKernel):
     :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
         squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
         :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
-    :param warm_start: share of the warm-up spent on optimization, in [0, 1), 0 for none; or a
+    :param warm_start: fraction of the warm-up spent on optimization, in [0, 1), 0 for none; or a
         :class:`~numpyro_bnn.infer.WarmStart` with more options.
     :param optimizer: optax transformation of the warm start; by default that of ``WarmStart``.
-    :param bias_tolerance: relative error of a posterior variance that ``step_size=None`` aims at.
+    :param bias_tolerance: target of ``step_size=None``: the relative error of a posterior variance.
     :param init_strategy: as for NumPyro's kernels.
     :raises ValueError: for an option out of range or an unknown name; on initialization, for models whose
         minibatches would be silently wrong.
@@ -62,7 +62,7 @@ class SGMCMCKernel(MCMCKernel):
 
     exact = False
     target_accept_prob: float | None = None
-    preconditioners: tuple[str, ...] = ()  # names beside those that all kernels know
+    preconditioners: tuple[str, ...] = ()  # names in addition to those that all kernels accept
 
     def __init__(
         self,
@@ -115,20 +115,20 @@ class SGMCMCKernel(MCMCKernel):
             )
 
     def _reset(self) -> None:
-        """Forget what was built for a model and its arguments."""
+        """Discard what was built for a model and its arguments."""
         self._policy: Policy | None = None
         self._sample_fn: Callable | None = None  # `MCMC` initializes a kernel where this is None
-        self._shown = (0.0, "")  # when the progress bar got its last text, and the text
+        self._shown = (0.0, "")  # when the text of the progress bar was last updated, and the text
 
-    # -- what a kernel chooses -------------------------------------------------------------------------
+    # -- what a kernel defines -------------------------------------------------------------------------
 
     @abstractmethod
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        """How the position moves; ``step_size`` is the eps of the first step."""
+        """The dynamics of the position; ``step_size`` is the eps of the first step."""
 
     @property
     def schedule(self) -> Callable[[Any], Any]:
-        """The factor of the base step size, as a function of the step of the engine."""
+        """The factor that multiplies the base step size, as a function of the engine's step."""
         return self._step_size if callable(self._step_size) else _constant
 
     def estimator(
@@ -145,28 +145,28 @@ class SGMCMCKernel(MCMCKernel):
         return sgmcmc.Minibatch(potential, stream)
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """eps for a largest curvature and largest gradient-noise variance (both preconditioned) of P parameters.
+        """eps for the largest curvature and the largest gradient-noise variance (both preconditioned).
 
-        Overdamped: a coordinate of curvature lam and noise V has a variance too large by the share
-        (eps / 4) (lam + V / T) to first order. At most a quarter of the limit of stability, whatever is tolerated.
+        Overdamped: to first order a coordinate of curvature lam and noise V has a variance too large by the fraction
+        (eps / 4) (lam + V / T). Never more than a quarter of the stability limit, whatever the tolerance.
         """
         tolerated = 4 * self._bias_tolerance / (curvature + noise / max(self._temperature, 1e-12))
         return jnp.minimum(1 / curvature, tolerated)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
-        """eps for the way to the typical set: a quarter of the limit of stability.
+        """eps on the way to the typical set: a quarter of the stability limit.
 
-        The variance of the gradient, summed, is ``noise`` times its square. Far from the mode both grow alike, and
+        ``noise`` is the summed variance of the gradient over its squared norm. Far from the mode both grow alike, and
         with larger steps a chain would move ever further away.
         """
         return 1 / (curvature * (1 + noise))
 
     def optimizer_steps(self) -> int:
-        """Steps of the optimizer in a transition: as many gradients as sampling would take."""
+        """Optimizer steps per transition: as many gradients as sampling would take."""
         return self._steps_per_draw * self.dynamics(lambda z: z, 1.0).batches
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
-        """Everything that the chains of a run need of this kernel."""
+        """Everything that the chains of a run need from this kernel."""
         given = self._step_size
         length = round(self._warm_start.share * num_warmup)
         tuner, steps = Tuner(), self._steps_per_draw
@@ -194,7 +194,7 @@ class SGMCMCKernel(MCMCKernel):
     def sampler(
         self, target: Target, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
     ) -> sgmcmc.Sampler:
-        """Put the engine together for these arguments, at trace time: it costs nothing later."""
+        """Assemble the engine for these arguments; this happens while tracing and costs nothing at run time."""
         unravel, schedule = ravel_pytree(z)[1], self.schedule
         stream = stream_of(target, self._minibatches)
 
@@ -286,9 +286,8 @@ class SGMCMCKernel(MCMCKernel):
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         """Text for the progress bar, ``{steps} steps of size {step_size}``.
 
-        ``MCMC`` asks after every transition. Waiting for the device each time would let it idle between transitions,
-        so a state that is not computed yet is waited for at most ten times a second; otherwise the last text is
-        given again.
+        ``MCMC`` asks after every transition. Waiting for the device each time would leave it idle in between, so the
+        old text is returned until the state is ready or a tenth of a second has passed.
         """
         now = time.monotonic()
         ready = getattr(state.step_size, "is_ready", lambda: True)()
@@ -322,7 +321,7 @@ class SGMCMCKernel(MCMCKernel):
         """The model bound to its arguments."""
         return self.policy.target
 
-    # -- what an export reads --------------------------------------------------------------------------
+    # -- read by the export ----------------------------------------------------------------------------
 
     def members(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -332,7 +331,7 @@ class SGMCMCKernel(MCMCKernel):
         :raises ValueError: for a kernel without warm start.
         """
         if not self.policy.warm_start_length:
-            instead = "Give it a warm start, and a warm-up: its end points are the members."
+            instead = "Use a warm start and a warm-up: the end points of the warm start are the members."
             raise argument_error("to_inference_data", "members", "a run without warm start", instead)
         many = state.i.ndim > 0
         unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], state.z) if many else state.z)[1]

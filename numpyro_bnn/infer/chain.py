@@ -1,4 +1,4 @@
-"""One chain: optimize, measure, sample; pure functions of the state, given a policy and the model's arguments."""
+"""One chain: optimize, measure, sample, as pure functions of the state, given a policy and the model's arguments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ class SGMCMCState(NamedTuple):
     :param base_step_size: the chosen or adapted step size that the schedule multiplies.
     :param engine: state of the engine (position, momentum, preconditioner, step number).
     :param optimizer: state of the warm start; empty without one.
-    :param tuning: what a kernel remembers of its warm-up; empty for most.
-    :param rng_key: the key all random numbers of the chain are made from, together with the step number.
+    :param tuning: quantities accumulated in warm-up; empty for most kernels.
+    :param rng_key: the key from which, with the step number, all random numbers of the chain are made.
     """
 
     z: Any
@@ -55,10 +55,10 @@ class SGMCMCState(NamedTuple):
 
 
 class Tuner:
-    """What adapts in warm-up, besides a step size that is chosen from curvature and noise: here nothing."""
+    """Adaptation in warm-up beyond a step size chosen from curvature and noise; this base class adapts nothing."""
 
     def start(self, position: jax.Array, step_size: jax.Array) -> Any:
-        """What :meth:`adapt` remembers, at the start of a chain."""
+        """The tuning state at the start of a chain."""
         return ()
 
     def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
@@ -68,20 +68,13 @@ class Tuner:
     def adapt(
         self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
     ) -> SGMCMCState:
-        """Change a chain after transition ``i``; ``before`` is its state before it, with caches renewed."""
+        """Adapt a chain after transition ``i``; ``before`` is its state before it, with caches renewed."""
         return after
 
 
 @dataclass(frozen=True)
 class AcceptanceTuner(Tuner):
-    """Bring the acceptance to its target in warm-up, by Robbins-Monro steps on log eps.
-
-    It starts anew in the middle, and forgets what it learned on the way to the typical set.
-
-    :param accept_prob: the target.
-    :param begin: first transition that samples.
-    :param end: first transition after warm-up.
-    """
+    """Adapt log eps to a target acceptance by Robbins-Monro steps, anew from the middle of ``begin`` to ``end``."""
 
     accept_prob: float
     begin: int
@@ -99,24 +92,24 @@ class AcceptanceTuner(Tuner):
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What the chains of a run do: values and functions that a kernel decides once, when it is initialized.
+    """Settings and functions of a run, fixed when the kernel is initialized and shared by its chains.
 
     :param target: the model bound to its arguments.
     :param warm_start: how the chains optimize.
     :param num_warmup: transitions of the warm-up.
-    :param warm_start_length: how many of them optimize.
-    :param optimizer_steps: steps of the optimizer in each of these.
-    :param engine_warmup: steps of the engine in the rest of the warm-up.
+    :param warm_start_length: number of these that optimize.
+    :param optimizer_steps: optimizer steps in each of these.
+    :param engine_warmup: engine steps in the rest of the warm-up.
     :param scales_from_gradients: whether the squared gradients of the warm start make the preconditioner.
     :param step_size: base step size at the start, which ``schedule`` multiplies.
     :param chooses_step_size: whether the step size is chosen in warm-up.
-    :param steers_step_size: whether the chosen step size is a first guess, which the tuner changes.
+    :param steers_step_size: whether the chosen step size is a first guess that the tuner adapts.
     :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
     :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
     :param stable_step_size: ``stable_step_size(curvature, noise)``: the largest for traveling to the typical set.
     :param sampler: ``sampler(z, base_step_size, args, kwargs)`` puts the engine together.
-    :param run: ``run(sampler, engine, i)``: the steps of transition ``i``.
-    :param tuner: what else adapts.
+    :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``.
+    :param tuner: what else is adapted.
     """
 
     target: Target
@@ -139,7 +132,7 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A policy with arguments of the model; it exists only while a function is traced."""
+    """A policy bound to the arguments of the model; it exists only while a function is traced."""
 
     policy: Policy
     args: tuple
@@ -165,8 +158,8 @@ class Chain:
         )
 
     def transition(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        """Make transition ``i``, a number that chains under ``vmap`` share, so that stages stay branches."""
-        # `MCMC` gives a resumed run another key. Numbers come from the key and the step, so none is used twice.
+        """Make transition ``i``, a number that chains share under ``vmap``, so that ``cond`` stays a branch."""
+        # `MCMC` gives a resumed run a new key. Numbers depend on key and step, so none is used twice.
         state = state._replace(engine=state.engine._replace(seeds=_seeds(state)))
         warm = self.policy.warm_start_length
         if warm:
@@ -176,7 +169,7 @@ class Chain:
         return state._replace(i=i + 1)
 
     def refresh(self, state: SGMCMCState) -> SGMCMCState:
-        """Take up ``state.z`` and the arguments: recompute cached potentials and gradients, keep the momentum."""
+        """Adopt ``state.z`` and the arguments: recompute cached potentials and gradients, keep the momentum."""
         engine = state.engine._replace(position=ravel_pytree(state.z)[0], seeds=_seeds(state))
         return state._replace(engine=self._sampler(state.z, state.base_step_size).refresh(engine))
 
@@ -186,7 +179,7 @@ class Chain:
     # -- sampling ----------------------------------------------------------------------------------------
 
     def _sample(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        # Measured when sampling starts, more and more rarely on the way to the typical set, and once at the end.
+        # Measured when sampling starts, then ever more rarely on the way to the typical set, and once at the end.
         policy = self.policy
         warm, total = policy.warm_start_length, policy.num_warmup
         half = (warm + total) // 2
@@ -210,8 +203,8 @@ class Chain:
     def _measure(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         """Measure the gradient noise at the position, choose the step size if none is given, and renew caches.
 
-        On the way to the typical set gradients and their noise are large, and a chain whose steps are small enough
-        for them never arrives: the first half of warm-up takes the largest stable step instead.
+        On the way to the typical set gradients and their noise are so large that steps chosen for them would never
+        get there: the first half of warm-up takes the largest stable step instead.
         """
         policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
         warm = policy.warm_start_length
@@ -244,7 +237,7 @@ class Chain:
         )
         if policy.scales_from_gradients:
             values = sgmcmc.preconditioners.from_squared_gradients(squares, target.num_data).values
-            # Only the shape of G comes from the gradients; its size is left to the step size.
+            # Only the shape of G comes from the gradients; its scale is absorbed by the step size.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
         member = Member(memory, engine.position, old.score)
         if warm.held_out:
@@ -262,7 +255,7 @@ class Chain:
         )
 
     def _better(self, unravel: Callable, new: Member, old: Member) -> Member:
-        """Keep the position that predicts the held-out rows better."""
+        """Return whichever position predicts the held-out rows better."""
         policy = self.policy
         held_out = held_out_score(policy.target, policy.warm_start.held_out, self.args, self.kwargs)
         score = held_out(unravel(new.position))
@@ -272,7 +265,7 @@ class Chain:
 
 
 def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
-    """Fields of a state that the engine reports."""
+    """Fields of the state that come from the engine."""
     seen = engine.statistics
     return {
         "configurational_temperature": seen.configurational_temperature,
@@ -285,5 +278,5 @@ def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
 
 
 def _seeds(state: SGMCMCState) -> sgmcmc.engine.Seeds:
-    # The key is used at every transition, but always with other step numbers.
+    # The key is the same at every transition, the step numbers never are.
     return sgmcmc.engine.fresh_seeds(jax.random.clone(state.rng_key))

@@ -1,4 +1,4 @@
-"""Integrate sites that enter a model linearly out of it, so that a sampler only moves the others."""
+"""Integrate sites that enter a model linearly out of it, so that a sampler moves only the others."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -23,7 +23,7 @@ FACTOR = "_collapsed_log_likelihood"
 
 
 def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -> Callable:
-    r"""Integrate sites that enter a model linearly out of it, exactly; draws of them come back with each sample.
+    r"""Marginalize sites that enter a model linearly, exactly; draws of them come back with each sample.
 
     For data and weights :math:`y \sim N(f + A w, S)`, :math:`w \sim N(m, D)`, where f, A, m, S and D depend on all
     other sites :math:`\theta`, a sampler needs only the latter,
@@ -31,24 +31,24 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     .. math:: p(\theta \mid y) \propto p(\theta)\, N(y;\ f + A m,\ A D A^\top + S),
 
     and w is drawn from its normal conditional for each draw afterwards. The output layer of a network given the
-    layers below is such a site: without it there is no ridge left between the scales of two layers, hidden units
-    that are not needed are free to move, and modes that differ in their output weights become one.
+    layers below is such a site: once it is integrated out, no ridge remains between the scales of two layers, hidden
+    units that are not needed move freely, and modes that differ only in output weights become one.
 
     In draws, ``Predictive(model, ...)`` and :func:`~numpyro_bnn.to_inference_data` the sites appear as if they had
     been sampled: the new model has them as deterministic sites. Their random numbers come from the bits of the other
     sites, so the model stays a function of its latent sites.
 
-    A gradient costs min(N, P) directional derivatives or gradients of the model more than before, and a QR
-    decomposition of a matrix of N + P times min(N, P) elements.
+    Compared with the original model a gradient costs min(N, P) more directional derivatives (or gradients), and a QR
+    decomposition of a matrix with N + P rows and min(N, P) columns.
 
     :param model: a NumPyro model.
-    :param sites: names of sites with independent normal priors that means of normal data are linear in.
+    :param sites: names of sites with independent normal priors, in which the means of normal data are linear.
     :param args: positional arguments of the model, with the data.
     :param kwargs: its keyword arguments.
     :return: a model with the signature of ``model``; it returns nothing.
-    :raises ValueError: where the model is not linear in the sites, noise or prior are not normal, or what depends on
-        them is not observed.
-    :raises TypeError: if ``sites`` is not a sequence of different names.
+    :raises ValueError: if the model is not linear in the sites, if noise or prior are not normal, or if latent sites
+        depend on them.
+    :raises TypeError: if ``sites`` is not a sequence of distinct names.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro.infer import MCMC, NUTS
@@ -80,10 +80,10 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
 
 
 def _check_names(sites: Any) -> tuple[str, ...]:
-    """Refuse anything but a sequence of different names."""
+    """Refuse anything but a sequence of distinct names."""
     names = tuple(sites) if isinstance(sites, Iterable) and not isinstance(sites, str) else ()
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        instead = "Pass a sequence of at least one different name of sites, e.g. `['beta']`."
+        instead = "Pass a nonempty sequence of distinct site names, e.g. `['beta']`."
         raise argument_error(CALL, "sites", sites, instead, TypeError)
     return names
 
@@ -98,7 +98,7 @@ class _WithoutLinear(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "deterministic":
-            msg["stop"] = True  # recorded once the linear sites are drawn
+            msg["stop"] = True  # recorded once the linear sites have been drawn
         elif msg["type"] == "sample" and msg["name"] in self.structure.shapes:
             msg["value"], _ = affine_normal(msg["fn"]) or (None, None)
             msg["stop"] = True
@@ -118,7 +118,7 @@ def _integrate(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Declare the factor that replaces the data, and the sites that were left out."""
+    """Declare the factor that replaces the data, and the sites that were integrated out."""
     with isolated():
         linear = LinearModel(model, structure, values, args, kwargs)
         gaussian, jacobian = linear.gaussian(), linear.jacobian()
@@ -157,9 +157,9 @@ def log_marginal(model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
 def sample(rng_key: jax.Array, model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
-    With P <= N from their normal distribution in P dimensions; otherwise in N dimensions, by shifting a draw of the
-    prior to where it meets the data (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1). That rounds in units of
-    the prior sd: in single precision it should be below 10^6 posterior sds.
+    For P <= N directly from their normal distribution in P dimensions; otherwise in N dimensions, by correcting a
+    draw of the prior (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1). That rounds in units of the prior sd:
+    in single precision it should be below 10^6 posterior sds.
 
     >>> ones = jnp.ones(1)
     >>> model = LinearGaussian(ones, ones, ones, 0 * ones, 1e-4 * ones, ones)
@@ -173,8 +173,8 @@ class _Fit:
     """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): density of r, draws of w given r.
 
     Both need a triangular T with T'T = I + R'R, or I + R R' where that is smaller. It comes from a QR decomposition
-    of R on top of the identity and not from the Cholesky decomposition of that sum: prior scales of one model may
-    differ by many orders of magnitude, and single precision holds a condition number of R, but not its square.
+    of R stacked on the identity, not from a Cholesky decomposition of the sum: prior scales in one model can differ
+    by many orders of magnitude, and single precision copes with the condition number of R, but not with its square.
     """
 
     def __init__(self, model: LinearGaussian, jacobian: jax.Array) -> None:
@@ -185,7 +185,7 @@ class _Fit:
         (n, p), dtype = self.matrix.shape, self.matrix.dtype
         self.tall = p <= n
         if self.tall:
-            # The last column holds the least-squares problem: its solution times T, and the rest.
+            # The last column is the least-squares problem: T times its solution, and the residual.
             right = jnp.concatenate([self.residual, jnp.zeros(p, dtype)])
             stacked = jnp.column_stack([jnp.concatenate([self.matrix, jnp.eye(p, dtype=dtype)]), right])
             whole = jnp.linalg.qr(stacked, mode="r")

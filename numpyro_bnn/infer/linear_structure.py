@@ -1,4 +1,4 @@
-"""Sites that enter a model linearly under normal noise: find them in its program, refuse what is not linear."""
+"""Find sites that enter a model linearly under normal noise, and refuse those that do not."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,8 +16,8 @@ from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 from numpyro_bnn._plates import full_trace
 
-# Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the sizes
-# of the innovations at which they are measured.
+# Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
+# sizes of the innovations at which they are measured.
 TOLERANCE, SIZES = 1e-3, (1.0, 30.0, 1000.0)
 INNOVATIONS = " innovations"  # cannot be the name of a site
 
@@ -51,8 +51,8 @@ class LinearGaussian(NamedTuple):
 class LinearModel:
     """A model as a function of the *innovations* u of its linear sites: the sites less their prior means.
 
-    Prior means may themselves be linear in other linear sites, as in a hierarchy of locations; innovations are
-    independent all the same.
+    Prior means may themselves be linear in other linear sites, as in a hierarchy of locations; innovations remain
+    independent.
 
     :param values: of all other latent sites.
     """
@@ -96,7 +96,7 @@ class LinearModel:
         return derivative(self.mean)(u)
 
     def gaussian(self) -> LinearGaussian:
-        """Everything but the linear map."""
+        """Everything except the linear map."""
         traced = self.trace(self.zeros())
         prior, data = (
             [flat_normal(traced[name]) for name in names]
@@ -116,7 +116,7 @@ class LinearModel:
 def read(
     call: str, model: Callable, sites: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]
 ) -> LinearStructure:
-    """Find out where the linear sites enter a model; errors, in the name of ``call``, give the site at fault.
+    """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault.
 
     >>> import numpyro
     >>> def model():
@@ -154,7 +154,7 @@ def read(
 
 
 def _parts(linear: LinearModel, at: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-    """What the innovations may or may not change, of every sample site."""
+    """For every sample site, the quantities that innovations may or may not change."""
     found: dict[tuple[str, str], Any] = {}
     for name, site in linear.trace(at[INNOVATIONS]).items():
         if site["type"] == "sample":
@@ -168,7 +168,7 @@ def _parts(linear: LinearModel, at: Mapping[str, jax.Array]) -> dict[tuple[str, 
 def _data(
     call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Sites other than the linear ones whose density depends on those."""
+    """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
     what = {
         "sd": "the scale",
@@ -202,7 +202,7 @@ def _check_linear(call: str, linear: LinearModel) -> None:
         u = at[INNOVATIONS]
         return {"map": jax.jvp(linear.mean, (u,), (jnp.ones_like(u),))[1]}
 
-    # Where the program of the derivative has no use for the point, the mean is linear.
+    # If the program of the derivative does not use the point, the mean is linear.
     if not dependence(slope, {INNOVATIONS: linear.zeros()})["map"]:
         return
     # Otherwise compare means with their linearization at random values.
@@ -264,7 +264,7 @@ def weights(site: Mapping[str, Any]) -> jax.Array:
 
 
 def _over_events(factor: Any, fn: dist.Distribution) -> jax.Array:
-    """A factor of the batch shape, broadcast over elements of events."""
+    """Broadcast a factor of the batch shape over elements of events."""
     batch = jnp.broadcast_to(jnp.asarray(factor), fn.batch_shape)
     return batch.reshape(fn.batch_shape + (1,) * fn.event_dim)
 

@@ -19,27 +19,27 @@ from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time
 
-EARLY = 100.0  # factor by which the first target of the energy variance exceeds the last
+EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
-LEAST_NOISE = 1e-2  # of the mean noise: minimum that is assumed of a coordinate
-LEAST_MEASURED = 10  # steps of a draw that report their energy error, or a tenth of them
-DECOHERENCE = 0.4  # decoherence length as a share of the distance traveled per effective draw
+LEAST_NOISE = 1e-2  # lower limit of the noise of a coordinate, as a fraction of the mean
+LEAST_MEASURED = 10  # steps per draw that report their energy error, or a tenth of them if that is more
+DECOHERENCE = 0.4  # decoherence length as a fraction of the distance traveled per effective draw
 
 
 def implied_bias(energy_variance: Any) -> Any:
-    r"""Relative error of a posterior variance that an energy error implies.
+    r"""Relative error of a posterior variance, estimated from the energy errors of integrator steps.
 
     Leapfrog steps give a Gaussian direction the relative variance 1 + b, and their energy errors the variance
 
     .. math:: v = \frac{4 b^3}{(1 + b)^2}
 
-    whatever the step size, where momenta are drawn exactly; the inverse of this is returned. It is concave, so it
-    bounds the mean of b over directions, given the mean of v, the energy variance per parameter. The largest b is at
-    most that at P v, where one direction has all of the error. Microcanonical steps, by either integrator, have
-    smaller errors on Gaussians at the same v, also below 0 in wide directions. For other targets this gives the order
-    of magnitude.
+    whatever the step size, if momenta are drawn exactly; the inverse of this is returned. It is concave, so at the
+    mean of v over directions, the energy variance per parameter, it bounds the mean of b. The largest b is at most
+    that at P v, where one direction has all of the error. Microcanonical steps, with either integrator, have smaller
+    errors on Gaussians at the same v, negative ones in wide directions. For other targets this is the order of
+    magnitude.
 
     :param energy_variance: v >= 0.
 
@@ -48,7 +48,7 @@ def implied_bias(energy_variance: Any) -> Any:
     """
     given = np.asarray(energy_variance, np.float64)
     first = np.cbrt(given / 4)
-    bias = first * (1 + first) + given / 4  # above the root, from where Newton's method descends to it
+    bias = first * (1 + first) + given / 4  # above the root, so Newton's method descends to it
     for _ in range(50):
         slope = np.where(bias > 0, 12 * bias**2 - 2 * given * (1 + bias), 1.0)
         bias = bias - (4 * bias**3 - given * (1 + bias) ** 2) / slope
@@ -58,7 +58,7 @@ def implied_bias(energy_variance: Any) -> Any:
 class MCLMC(SGMCMCKernel):
     r"""Microcanonical Langevin Monte Carlo (MCLMC): fast, unadjusted sampling at constant speed.
 
-    A velocity of constant size turns along the gradient and is refreshed a little at every step:
+    A velocity of constant size turns along the gradient and is partially refreshed at every step:
 
     .. math:: d\theta = u\,dt, \qquad du = (I - u u')\,\nabla \log p\,dt / (P - 1) + \mathrm{noise}, \qquad |u| = 1
 
@@ -67,28 +67,27 @@ class MCLMC(SGMCMCKernel):
     for a leapfrog step of time h. Nothing is rejected: the bias is of order step_size^2. It is controlled by the
     energy error of the steps, whose variance per parameter (``energy_variance``) implies it (:func:`implied_bias`).
 
-    Warm-up, after the warm start: the step size is steered to an energy variance that falls, from a hundred times the
-    target, while the chain travels; then variances of the draws give preconditioner and decoherence length, and their
-    autocorrelation time gives that length once more. A chain that diverges in warm-up goes back and takes smaller
-    steps.
+    Warm-up, after the warm start: while the chain travels, the step size is adapted to an energy variance that falls
+    from a hundred times the target; then variances of the draws set preconditioner and decoherence length, and their
+    autocorrelation time sets that length again. A chain that diverges in warm-up goes back and takes smaller steps.
 
-    With a subsampled plate each step integrates the potential of its own minibatch, for one gradient more. The noise
-    of these gradients is a further bias, which the energy error does not show; where it has the same size in all
-    directions it mostly blurs the direction, and ``preconditioner="gradient_noise"`` makes it so.
+    With a subsampled plate each step integrates the potential of its own minibatch, at the cost of one more gradient.
+    Gradient noise then adds a bias that the energy error does not show; if the noise has the same size in all
+    directions, its main effect is a less precise direction, and ``preconditioner="gradient_noise"`` makes it so.
 
-    :param step_size: length of a step, or a schedule of them; ``None`` has it chosen.
-    :param decoherence_length: L, distance after which the direction is forgotten; ``None`` has it chosen.
+    :param step_size: length of a step, or a schedule of them; ``None`` chooses it in warm-up.
+    :param decoherence_length: L, distance after which the direction is forgotten; ``None`` chooses it in warm-up.
     :param integrator: ``"mclachlan"`` (two gradients per step) or ``"leapfrog"`` (one).
-    :param energy_variance: target of the variance of a step's energy error, per parameter; or a pair, from the first
-        to the last transition of the first part of warm-up. By default the one that implies ``bias_tolerance``, from
-        a hundred times as much.
+    :param energy_variance: target of the variance of a step's energy error, per parameter; or a pair: the target at
+        the start and at the end of the first part of warm-up. By default it ends at the value that implies
+        ``bias_tolerance`` and starts at a hundred times that.
     :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up), ``"gradient_noise"``
         (diagonal: one over the variance of the minibatch gradients), or as for the other kernels.
     :raises ValueError: for numbers out of range; on initialization, for fewer than two parameters.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``num_gradients`` counts every gradient.
 
-    Reference: Robnik, De Luca, Silverstein & Seljak (2023); Robnik & Seljak (2024); of networks Sommer et al. (2025).
+    Reference: Robnik, De Luca, Silverstein & Seljak (2023); Robnik & Seljak (2024); Sommer et al. (2025) for BNNs.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC
@@ -152,7 +151,7 @@ class MCLMC(SGMCMCKernel):
         return replace(built, dynamics=fresh)
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """A first guess: a time step h has the length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
+        """A first guess: a time step h has length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
         return jnp.sqrt(0.25 / curvature * size)
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
@@ -179,10 +178,9 @@ class MCLMC(SGMCMCKernel):
         return replace(policy, steers_step_size=True, run=run, tuner=tuner)
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
-        """Attributes of a run.
+        """Attributes of a run, with the bias of variances that the energy errors of its draws imply.
 
-        Among them the bias of variances that the energy errors of the draws imply (largest of the chains): its mean
-        over directions, and a bound, as if one direction had all of the error.
+        For the worst chain: its mean over directions, and a bound, as if one direction had all the error.
         """
         lengths, energies = jax.device_get((state.engine.memory.length, state.tuning.energy))
         size, energy = int(state.engine.position.shape[-1]), float(np.max(energies))
@@ -200,7 +198,7 @@ class MCLMC(SGMCMCKernel):
 def _measure_some_steps(
     num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
 ) -> sgmcmc.State:
-    """The steps of a transition, of which some report energy errors: without them a step is cheaper."""
+    """The steps of a transition, only some of which report energy errors: without them a step is cheaper."""
     measured = min(num_steps, max(LEAST_MEASURED, num_steps // 10))
     if measured == num_steps:
         return sampler.run(engine, measured)
@@ -217,14 +215,14 @@ def _measure_some_steps(
 
 
 class Tuning(NamedTuple):
-    """What a chain remembers.
+    """What a chain accumulates in warm-up.
 
-    :param excess: running mean of the energy variance of a step, scaled to the present step size.
+    :param excess: running mean of the energy variance of a step, scaled to the current step size.
     :param age: number of transitions in it.
-    :param spread: of whitened positions.
+    :param spread: running variances of whitened positions.
     :param record: positions (M, K), for the autocorrelation time.
     :param energy: mean energy variance of the draws since warm-up.
-    :param draws: their number.
+    :param draws: number of these draws.
     """
 
     excess: jax.Array
@@ -237,16 +235,12 @@ class Tuning(NamedTuple):
 
 @dataclass(frozen=True)
 class EnergyTuner(Tuner):
-    """How step size, decoherence length and preconditioner are found in warm-up.
+    """Adapt step size, decoherence length and preconditioner in warm-up.
 
-    :param stages: what is adapted when.
     :param num_warmup: transitions before the draws that are kept.
-    :param steps_per_draw: steps of a transition.
     :param energy_targets: first and last target of the energy variance.
-    :param steers_step_size: whether the step size is adapted.
-    :param sets_length: whether the decoherence length is.
-    :param sets_scales: whether the preconditioner is made of the variances of the draws.
-    :param evens_noise: whether it is made of the gradient noise.
+    :param steers_step_size: whether the step size is adapted; ``sets_length``: the decoherence length.
+    :param sets_scales: whether variances of the draws set the preconditioner; ``evens_noise``: gradient noise.
     """
 
     stages: Stages
@@ -274,7 +268,7 @@ class EnergyTuner(Tuner):
     def adapt(
         self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
     ) -> SGMCMCState:
-        """Steer the step size after every transition of the warm-up, length and preconditioner after some."""
+        """Adapt the step size after every transition of the warm-up, length and preconditioner after some."""
         state = after
         if self.stages.end > self.stages.begin:
             warming = i < self.stages.end
@@ -290,7 +284,7 @@ class EnergyTuner(Tuner):
         self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
     ) -> SGMCMCState:
         stages, broken = self.stages, after.diverging
-        # A divergence here means that the first steps were too large: go back, and make them smaller.
+        # A divergence here means that the first steps were too large: go back, and shorten them.
         kept, z = jax.tree.map(
             lambda a, b: jnp.where(broken, a, b), (before.engine, before.z), (after.engine, after.z)
         )
@@ -308,14 +302,14 @@ class EnergyTuner(Tuner):
         return lax.cond(i == stages.last - 1, self._relaxed, lambda s: s, state)
 
     def _steered(self, state: SGMCMCState, broken: jax.Array, i: jax.Array) -> SGMCMCState:
-        """Bring a running mean of the energy variance to its target of this transition."""
+        """Adapt the step size so that a running mean of the energy variance meets the target of this transition."""
         stages, tuning, energy = self.stages, state.tuning, jnp.asarray(state.energy_variance)
         dtype = energy.dtype
         first, last = map(math.log, self.energy_targets)
         share = jnp.clip((i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0)
         target = jnp.exp(first + (last - first) * share).astype(dtype)
         finite = jnp.isfinite(energy) & ~broken
-        # On the way to the typical set a few errors are very large: each may ask for a factor of two at most.
+        # On the way to the typical set a few errors are very large: limit the effect of each to a factor of two.
         seen = jnp.where(finite, jnp.minimum(energy, 64 * target), 64 * target)
         age = tuning.age + 1
         gain = jnp.maximum(1 / age, jnp.where(i < stages.late, 0.1, 0.0).astype(dtype))
@@ -347,7 +341,7 @@ class EnergyTuner(Tuner):
         enough = tuning.spread.total >= LEAST
         variance, adaptation = tuning.spread.variance(), engine.adaptation
         if self.sets_scales:
-            # Only the shape: its size is left to the step size.
+            # Only the shape: its scale is absorbed by the step size.
             shape = jnp.exp(0.5 * (jnp.log(variance) - jnp.mean(jnp.log(variance))))
             adaptation = jnp.where(enough, adaptation * shape, adaptation)
             variance = variance / shape**2
@@ -360,10 +354,10 @@ class EnergyTuner(Tuner):
         return state._replace(engine=engine._replace(adaptation=adaptation, memory=memory), tuning=tuning)
 
     def _relaxed(self, state: SGMCMCState) -> SGMCMCState:
-        """Set the length to a share of the distance traveled per effective draw, where draws are correlated."""
+        """Set the length to a fraction of the distance traveled per effective draw, if draws are correlated."""
         time = autocorrelation_time(state.tuning.record) * self.stages.stride
         found = DECOHERENCE * time * self.steps_per_draw * state.base_step_size
-        # Draws that are almost independent do not show how much closer they could be.
+        # Nearly independent draws do not show how much closer together they could be.
         memory = state.engine.memory
         length = jnp.where(time > 2, found, memory.length).astype(memory.length.dtype)
         return state._replace(engine=state.engine._replace(memory=memory._replace(length=length)))

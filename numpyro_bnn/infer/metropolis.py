@@ -1,4 +1,4 @@
-"""Exact kernels, with a Metropolis test: MALA and generalized HMC on all the data, GGMC with minibatch gradients."""
+"""Kernels with a Metropolis test: MALA and generalized HMC on all the data, GGMC with minibatch gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from numpyro_bnn.infer.target import Target
 
 
 class _AllDataKernel(SGMCMCKernel):
-    """Base of exact kernels whose gradients use all the data."""
+    """Base class of Metropolis-adjusted kernels whose gradients use all the data."""
 
     exact = True
 
@@ -38,7 +38,7 @@ class _AllDataKernel(SGMCMCKernel):
 
 
 class MALA(_AllDataKernel):
-    r"""Metropolis-adjusted Langevin algorithm: a gradient step with noise, then accept or stay.
+    r"""Metropolis-adjusted Langevin algorithm: a gradient step with noise, then accept or reject.
 
     .. math:: \theta^* = \theta + \tfrac\epsilon2 G g(\theta) + \sqrt{\epsilon T}\,L\,\xi
 
@@ -67,21 +67,21 @@ class MALA(_AllDataKernel):
 class GHMC(_AllDataKernel):
     r"""Generalized Hamiltonian Monte Carlo: long trajectories whose momentum may persist from one to the next.
 
-    A step is a trajectory of ``num_steps`` leapfrogs, of random step size, whose initial momentum is
+    A step is a trajectory of ``num_steps`` leapfrog steps of random size, whose initial momentum is
     :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`. Useful as a block of ``numpyro.infer.Gibbs``
-    beside :class:`~numpyro_bnn.infer.PrecisionGibbs`, or where trajectories must be longer than those of NUTS.
+    alongside :class:`~numpyro_bnn.infer.PrecisionGibbs`, or where trajectories must be longer than those of NUTS.
 
     It uses all the data and ignores a ``subsample_size`` of the model. ``step_size=None`` (h^2, the square of the
     leapfrog step) is adapted in warm-up to an acceptance of 0.8.
 
-    :param num_steps: L, leapfrogs per trajectory.
-    :param momentum_decay: share of the momentum that a trajectory forgets, in [0, 1]; 1 is plain HMC.
-    :param jitter: leapfrog steps of a trajectory are h times a uniform number in [1 - jitter, 1 + jitter].
+    :param num_steps: L, leapfrog steps per trajectory.
+    :param momentum_decay: fraction of the momentum that is lost before a trajectory, in [0, 1]; 1 is plain HMC.
+    :param jitter: the leapfrog step of a trajectory is h times a uniform number in [1 - jitter, 1 + jitter].
     :raises ValueError: for numbers out of range.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts trajectories.
 
-    Reference: Horowitz (1991) for persistent momentum; Neal (1996), chapter 3, on networks.
+    Reference: Horowitz (1991) for persistent momentum; Neal (1996), chapter 3, for networks.
 
     >>> GHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
     True
@@ -117,18 +117,18 @@ class GHMC(_AllDataKernel):
 class GGMC(SGMCMCKernel):
     r"""Gradient-guided Monte Carlo: exact sampling with minibatch gradients.
 
-    ``num_steps`` steps of underdamped Langevin dynamics (OBABO), each with a minibatch of its own, then one
-    Metropolis test on all the data:
+    ``num_steps`` steps of underdamped Langevin dynamics (OBABO), each with its own minibatch, then one Metropolis
+    test on all the data:
 
     .. math:: \log\alpha = -\tfrac1T \Big[U(\theta_L) - U(\theta_0) + \sum_l
               \big(K(m_l^{\text{after 2nd B}}) - K(m_l^{\text{after 1st O}})\big)\Big]
 
     On rejection the chain stays and its momentum is flipped, which exactness requires. Gradient noise lowers the
-    acceptance, never the exactness. ``step_size=None`` is adapted in warm-up to an acceptance of 0.65.
+    acceptance rate but adds no bias. ``step_size=None`` is adapted in warm-up to an acceptance of 0.65.
 
     :param num_steps: L, steps per test.
-    :param momentum_decay: share of the momentum that a step forgets, in [0, 1].
-    :raises ValueError: for numbers out of range, or minibatches that are not independent.
+    :param momentum_decay: fraction of the momentum lost per step, in [0, 1].
+    :raises ValueError: for numbers out of range, or for minibatches that are not independent.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts tests.
 

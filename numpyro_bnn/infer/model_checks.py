@@ -1,4 +1,4 @@
-"""Which rows a subsampled plate sees; models whose minibatches would be silently wrong are refused."""
+"""Choose the rows that a subsampled plate sees; refuse models whose minibatches would be silently wrong."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,7 +27,7 @@ class Plate(NamedTuple):
 
 
 class RowSubset(NamedTuple):
-    """Rows that a model sees in place of a minibatch, by plate."""
+    """By plate, the rows that a model sees in place of a minibatch."""
 
     indices: Mapping[str, jax.Array]
 
@@ -36,7 +36,7 @@ class RowSubset(NamedTuple):
 
 
 class only_rows(Messenger):
-    """Restrict some plates to a fixed subset of their rows, weighted as if it were all; other plates are full.
+    """Restrict some plates to a fixed subset of their rows, weighted as if it were all data; other plates are full.
 
     :param rows: indices by plate.
 
@@ -61,7 +61,7 @@ class only_rows(Messenger):
 class give_indices(Messenger):
     """Give subsampled plates the indices of a minibatch, and the model its random keys.
 
-    Keys are set as values: NumPyro's potential would replace what a ``seed`` handler offers by a constant.
+    Keys are set as values, because NumPyro's potential would replace those of a ``seed`` handler by a constant.
 
     :param batch: indices by plate.
     :param plates: the plates that ``batch`` was made for.
@@ -81,7 +81,7 @@ class give_indices(Messenger):
             raise argument_error(
                 "MCMC.run",
                 "model arguments",
-                f"data with which plate {name!r} has size and subsample size {now}",
+                f"data for which plate {name!r} has size and subsample size {now}",
                 f"The run was started with {then and tuple(then)}: start a new one for other sizes.",
             )
         msg["value"] = self.batch[name]
@@ -107,11 +107,11 @@ def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
     return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
 
 
-# -- what a trace shows ----------------------------------------------------------------------------------
+# -- reading a trace -------------------------------------------------------------------------------------
 
 
 class _asks_for_keys(Messenger):
-    """Note whether a model asks for random numbers of its own."""
+    """Record whether a model asks for random numbers of its own."""
 
     asked = False
 
@@ -130,9 +130,9 @@ def trace_of(model: Callable, seed: int, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
-    """The plates of a trace that see a part of their indices.
+    """The plates of a trace that see a subset of their indices.
 
-    :raises ValueError: for a part larger than the whole.
+    :raises ValueError: for a subset larger than the whole.
     """
     sites = {name: site["args"] for name, site in traced.items() if site["type"] == "plate"}
     plates = {name: Plate(*args) for name, args in sites.items() if args[1] not in (None, args[0])}
@@ -221,7 +221,7 @@ def _replaced(likelihood: Callable, batch: Mapping[str, jax.Array], name: str, i
 
 
 def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict) -> None:
-    """Under two seeds of ours a plate must get two keys, unless the model brings its own."""
+    """Check that two seeds give a plate two different keys; a model that is already seeded fails this."""
     with jax.ensure_compile_time_eval():
         traces = [trace_of(model, seed, args, kwargs)[0] for seed in (1, 2)]
         keys = [

@@ -17,17 +17,17 @@ SPLITTINGS = {"BAOAB": sgmcmc.BAOAB, "OBABO": sgmcmc.OBABO}
 
 
 def friction_of(momentum_decay: float, step_size: Any) -> Any:
-    """Friction gamma per unit of time with exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size)."""
+    """Friction gamma per unit of time such that exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size)."""
     rate = float("inf") if momentum_decay == 1 else -math.log1p(-momentum_decay)
     return rate / step_size**0.5
 
 
 def check_momentum_decay(call: str, value: Any) -> None:
-    """Refuse a share outside [0, 1]."""
+    """Refuse a fraction outside [0, 1]."""
     check_number(call, "momentum_decay", value)
     if value > 1:
         raise argument_error(
-            call, "momentum_decay", value, "Pass the share of momentum lost per step, in [0, 1]."
+            call, "momentum_decay", value, "Pass the fraction of momentum lost per step, in [0, 1]."
         )
 
 
@@ -43,8 +43,8 @@ class _WithMomentum(SGMCMCKernel):
         check_momentum_decay(self._call, self._momentum_decay)
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """eps = h^2: h sqrt(lam) <= 1 is half the limit of stability; gradient noise of variance V puts h^2 V into
-        the momenta at each step, of which a refresh renews 1 - a^2.
+        """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of variance V adds h^2 V per step
+        to the variance of the momenta, of which a refresh renews the fraction 1 - a^2.
         """
         heat = self._renewed * self._temperature * self._bias_tolerance / jnp.maximum(noise, 1e-30)
         return jnp.minimum(1 / curvature, heat)
@@ -54,24 +54,24 @@ class _WithMomentum(SGMCMCKernel):
 
     @property
     def _renewed(self) -> float:
-        """Share of the variance of the momentum that a refresh renews, 1 - a^2."""
+        """Fraction of the momentum's variance that a refresh renews, 1 - a^2."""
         return 1 - (1 - self._momentum_decay) ** 2
 
 
 class SGHMC(_WithMomentum):
     r"""Stochastic-gradient HMC: underdamped Langevin dynamics with minibatch gradients.
 
-    With h = sqrt(step_size), M^{-1} = G, an exact Ornstein-Uhlenbeck refresh of the momentum and a minibatch of
-    its own for every gradient:
+    With h = sqrt(step_size), M^{-1} = G, an exact Ornstein-Uhlenbeck refresh of the momentum and a new minibatch for
+    every gradient:
 
     .. math:: B:\ m \leftarrow m + \tfrac h2 \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 M^{-1} m, \quad
               O:\ m \leftarrow a\,m + \sqrt{(1 - a^2) T} M^{1/2} z,\quad a = 1 - \mathrm{momentum\_decay}
 
-    With exact gradients, positions on Gaussian targets have no bias (BAOAB), and a bias of order h^2 elsewhere.
-    Gradient noise of variance V heats by the share h^2 V / ((1 - a^2) T). At ``momentum_decay=1`` a step is one of
-    SGLD.
+    With exact gradients, positions have no bias on Gaussian targets (BAOAB), and a bias of order h^2 elsewhere.
+    Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
+    ``momentum_decay=1`` a step is one of SGLD.
 
-    :param momentum_decay: share of the momentum that a step forgets, in [0, 1]; 0 is Hamiltonian.
+    :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is Hamiltonian.
     :param splitting: ``"BAOAB"`` or ``"OBABO"``.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
@@ -99,9 +99,9 @@ class SGNHT(_WithMomentum):
     .. math:: dm = (\tilde g - \xi m) dt + \sqrt{2 A T}\,dW, \quad d\theta = M^{-1} m\,dt, \quad
               Q\,d\xi = (m' M^{-1} m / P - T)\,dt
 
-    It removes the heating by gradient noise if that noise has the same size in all (preconditioned) directions.
-    The thermostat's mass is (20 h)^2, so that xi follows the temperature within some tens of steps on any scale of
-    the parameters.
+    It removes the heating caused by gradient noise that has the same size in all (preconditioned) directions. The
+    thermostat's mass is (20 h)^2, so that xi follows the temperature within some tens of steps on any scale of the
+    parameters.
 
     :param momentum_decay: sets A, the noise injected, and the start of xi, as in :class:`SGHMC`; in [0, 1).
 
@@ -128,5 +128,5 @@ class SGNHT(_WithMomentum):
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """eps = h^2: half the limit of stability, and noise of at most a tenth of T per step in the momenta."""
+        """eps = h^2: half the stability limit, with gradient noise adding at most T / 10 per step to the momenta."""
         return jnp.minimum(1 / curvature, 0.1 * self._temperature / jnp.maximum(noise, 1e-30))

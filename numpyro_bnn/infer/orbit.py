@@ -1,4 +1,4 @@
-"""Moves along the symmetries of a model, around any kernel."""
+"""Moves along the symmetries of a model, combined with any kernel."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from numpyro_bnn.symmetry.finding import TOLERANCE
 from numpyro_bnn.symmetry.model_info import PriorProgram
 from numpyro_bnn.symmetry.moves import Plan, move, plan
 
-TARGET = 0.44  # best acceptance rate of a random walk in one dimension
+TARGET = 0.44  # optimal acceptance rate of a random walk in one dimension
 
 
 class OrbitState(NamedTuple):
@@ -59,9 +59,9 @@ class OrbitMoves(Wrapper):
     :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
         kernel with a model and ``refresh``.
     :param symmetries: from :func:`~numpyro_bnn.symmetry.find`, or your own.
-    :param exact: whether to leave the likelihood out of every acceptance ratio. The symmetries are then measured on
-        the model first, and refused if they do not hold (:func:`~numpyro_bnn.symmetry.check`). With ``False`` nothing
-        is measured and the likelihood of all the data enters every ratio.
+    :param exact: whether to leave the likelihood out of every acceptance ratio. The symmetries are then first checked
+        numerically on the model, and refused if they do not hold (:func:`~numpyro_bnn.symmetry.check`). With
+        ``False`` nothing is checked and the likelihood of all the data enters every ratio.
     :param tolerance: of that check.
     :raises ValueError: for symmetries that the model does not have, or that name unknown sites.
     :raises TypeError: for a kernel without model or ``refresh``.

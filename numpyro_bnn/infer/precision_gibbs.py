@@ -34,7 +34,7 @@ class PrecisionGibbsState(NamedTuple):
 
 
 def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values that other blocks of a ``Gibbs`` hold, and the keyword arguments of the model."""
+    """Split the keyword arguments of a ``Gibbs`` block into values held by other blocks and those of the model."""
     kwargs = dict(model_kwargs or {})
     return dict(kwargs.pop(CONDITIONED, {})), kwargs
 
@@ -42,9 +42,9 @@ def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any],
 class PrecisionGibbs(MCMCKernel):
     r"""Gibbs updates of precisions, variances and scales of normal sites, where the model makes them conjugate.
 
-    A block of :class:`numpyro.infer.Gibbs`. It reads from the model's program which sites scale which normal sites,
-    and draws each from its exact conditional given everything else. For precisions of weights and noise with Gamma
-    priors these are
+    A block of :class:`numpyro.infer.Gibbs`. It finds in the model's program which sites scale which normal sites, and
+    draws each from its exact conditional given everything else. For precisions of weights and noise with Gamma priors
+    these are
 
     .. math::
         \tau \mid w &\sim \mathrm{Gamma}\big(\alpha + \tfrac n2,\ \beta + \tfrac12 \textstyle\sum_i w_i^2\big), \\
@@ -53,13 +53,13 @@ class PrecisionGibbs(MCMCKernel):
 
     It also draws inverse-Gamma, Gamma and exponential variances, half-normal scales (generalized inverse Gaussian),
     and half-Cauchy scales, such as those of a horseshoe, through two inverse Gammas. One site may scale several
-    normal sites, and its elements may belong to elements, rows or columns of them. Scales (``handlers.scale``,
-    tempering) and masks of the log density count. The normal sites must be *centered*: sample the weight itself.
+    normal sites, with one element per element, row or column of them. Scales (``handlers.scale``, tempering) and
+    masks of the log density are respected. The normal sites must be *centered*: sample the weight itself.
 
-    A sweep runs the model once for all sites that scale different normal sites, and once more for each further one.
+    A sweep runs the model once for all sites that scale different normal sites, and once more for each other site.
 
     :param model: the NumPyro model.
-    :raises ValueError: on initialization, for a site without a conjugate conditional, with the reason.
+    :raises ValueError: on initialization, for a site without a conjugate conditional; the message gives the reason.
 
     Reference: Neal (1996), section 3.5; Makalic & Schmidt (2016), equations 9 to 11, for the half-Cauchy.
 
@@ -114,7 +114,7 @@ class PrecisionGibbs(MCMCKernel):
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> PrecisionGibbsState:
         held, kwargs = held_values(model_kwargs)
-        # Parallel chains start inside a compiled program; the plan must hold none of its tracers.
+        # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
             names, found, reasons = _read(self._model, set(held), model_args, kwargs)
         for name, reason in reasons.items():
@@ -193,8 +193,8 @@ class PrecisionGibbs(MCMCKernel):
 class ScaledSite(NamedTuple):
     """A normal site whose sd is proportional to a power of elements of a scale site.
 
-    :param owner: for each of its elements, flat, the flat index of the element of the scale site that scales it.
-    :param follows: whether any element of the scale site does.
+    :param owner: flat index, for each element of the site, of the element of the scale site that scales it.
+    :param follows: for each element of the site, whether the scale site scales it at all.
     """
 
     name: str
@@ -222,12 +222,12 @@ class GIG(NamedTuple):
 
 
 def _half_cauchy(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
-    """t = s^2 is InverseGamma(1/2, r) given r ~ Gamma(1/2, rate = A^2); r is drawn afresh given t each time."""
+    """t = s^2 is InverseGamma(1/2, r) given r ~ Gamma(1/2, rate = A^2); r is redrawn given t each time."""
     rate = random.exponential(rng_key, jnp.shape(t), t.dtype) / (fn.scale**-2 + 1 / t)
     return GIG(-0.5, 0.0, 2 * rate)
 
 
-# (distribution, whether t is the square of the value) -> prior of t; a new hyper-prior is a new row.
+# (distribution, whether t is the square of the value) -> prior of t; a new hyperprior is a new row.
 PRIORS: Mapping[tuple[type, bool], Callable[[Any, jax.Array, jax.Array], GIG]] = {
     (dist.Gamma, False): lambda fn, t, rng_key: GIG(fn.concentration, 2 * fn.rate, 0.0),
     (dist.Chi2, False): lambda fn, t, rng_key: GIG(fn.concentration, 2 * fn.rate, 0.0),
@@ -240,7 +240,7 @@ POWERS = (-0.5, 0.5, -1.0, 1.0)
 
 
 def _independent(found: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
-    """Runs of sites without common children: given everything else, the sites of a run are independent."""
+    """Group sites without common children: within a group they are independent given everything else."""
     groups: list[list[ConjugateSite]] = []
     seen: set[str] = set()
     for one in found:
@@ -261,14 +261,14 @@ def _draw(
 ) -> dict[str, jax.Array]:
     r"""One exact draw of scale sites that are independent given everything else.
 
-    With t = value^k, k = 2 \|power\|, elements x_m of the children and their weights :math:`\omega_m` (scales and
-    masks of the log density), :math:`n = \sum \omega_m` and
-    :math:`S = \sum \omega_m (x_m - \mu_m)^2 / c_m^2` where the sd is :math:`c_m\,t^{\pm 1/2}`, the prior (p, a, b) of
-    t becomes (p - n/2, a, b + S) for a scale or a variance and (p + n/2, a + S, b) for a precision.
+    With t = value^k, k = 2 \|power\|, elements x_m of the children with sd :math:`c_m\,t^{\pm 1/2}` and weights
+    :math:`\omega_m` (scales and masks of the log density), :math:`n = \sum \omega_m` and
+    :math:`S = \sum \omega_m (x_m - \mu_m)^2 / c_m^2`, the prior (p, a, b) of t becomes (p - n/2, a, b + S) for a
+    scale or a variance and (p + n/2, a + S, b) for a precision.
     """
     key, *keys = random.split(rng_key, 1 + len(group))
     gigs = [_conditional(found, traced, values[found.name], k) for found, k in zip(group, keys, strict=True)]
-    # One call for all of them: its loop is most of the program to compile.
+    # One call for all of them: the sampler's loop dominates compile time.
     log_t = log_gig(key, *(jnp.concatenate(part) for part in zip(*gigs, strict=True)))
     drawn, first = {}, 0
     for found in group:
@@ -363,7 +363,7 @@ def _read_site(
 def _follow(
     name: str, other: str, parts: Callable, values: Mapping[str, Any]
 ) -> tuple[float, ScaledSite] | None:
-    """Exponent and owners of the sds of ``other``: d log sd / d log value along patterns that spell each index."""
+    """Exponent and owners of the sds of ``other``, from d log sd / d log value along patterns that encode indices."""
     size = int(np.size(values[name]))
     index = np.arange(size)
     bits = [(index >> bit) & 1 for bit in range(max(1, (size - 1).bit_length()))]

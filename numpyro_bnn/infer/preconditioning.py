@@ -1,4 +1,4 @@
-"""From what a user passes for ``preconditioner=`` to a part of the engine."""
+"""Turn the ``preconditioner=`` that a user passes into a part of the engine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start")
-# Diagonals that start at ones and are set later: by the warm start, or by kernels that know these names.
+# Diagonals that start at ones and are set later, by the warm start or by kernels that know these names.
 LEARNED = ("warm_start", "variance", "gradient_noise")
 
 

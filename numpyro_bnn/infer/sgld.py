@@ -1,4 +1,4 @@
-"""Stochastic-gradient Langevin dynamics: plain, preconditioned, and in cycles."""
+"""Stochastic-gradient Langevin dynamics: plain, preconditioned, and cyclical."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +20,10 @@ class SGLD(SGMCMCKernel):
     .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 \tilde g(\theta) + \sqrt{\epsilon_t T}\,\xi,
               \quad \xi \sim N(0, I)
 
-    with g~ the gradient of the log posterior estimated on a minibatch of the model's own subsampled plate: the prior
-    unscaled, the likelihood times N / B. With a constant step size the posterior variance comes out too large by
-    about the share (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a
-    schedule that falls to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias falls too.
+    where g~ is the gradient of the log posterior estimated on a minibatch of the model's own subsampled plate: the
+    prior unscaled, the likelihood times N / B. With a constant step size the posterior variance is too large by about
+    a fraction (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a schedule
+    that decreases to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias vanishes too.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -48,13 +48,13 @@ class SGLD(SGMCMCKernel):
 
 
 class PSGLD(SGLD):
-    r"""SGLD for parameters of different scales: with a preconditioner G = L L' (RMSProp by default).
+    r"""SGLD with a preconditioner G = L L' (RMSProp by default), for parameters on different scales.
 
     .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 G \tilde g(\theta) + \sqrt{\epsilon_t T}\,L\,\xi
 
     A G that is fixed while draws are kept needs no correction term and adds no bias. RMSProp's,
     G = 1 / (damping + sqrt(V)), is therefore adapted during warm-up and then frozen. The published form, which keeps
-    adapting (``preconditioner=sgmcmc.RMSProp(running=True, num_data=N)``), is biased whatever the step size.
+    adapting (``preconditioner=sgmcmc.RMSProp(running=True, num_data=N)``), is biased at any step size.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -71,18 +71,18 @@ class PSGLD(SGLD):
 
 
 class CyclicalSGLD(SGLD):
-    r"""SGLD for several modes: explore with large steps, sample with small ones, and start again.
+    r"""Cyclical SGLD, for posteriors with several modes: explore with large steps, sample with small ones, repeat.
 
     .. math:: \epsilon_k = \tfrac{\epsilon_0}2 \left[\cos\left(\pi\,\frac{\mathrm{mod}(k - 1, C)}{C}\right) + 1\right]
 
-    for step k with cycles of C steps. The first share ``explore`` of a cycle is not collected; of the rest,
-    ``draws_per_cycle`` draws are kept at equal distances. Each transition of ``MCMC`` is one draw, so with
+    for step k with cycles of C steps. The first fraction ``explore`` of a cycle is discarded; from the rest,
+    ``draws_per_cycle`` evenly spaced draws are kept. Each transition of ``MCMC`` is one draw, so with
     ``num_warmup=0`` there are num_samples / draws_per_cycle cycles.
 
     :param step_size: eps_0, a number.
     :param cycle_length: C, steps of a cycle.
-    :param draws_per_cycle: draws kept of each cycle.
-    :param explore: beta, share of a cycle that explores, in [0, 1).
+    :param draws_per_cycle: draws kept per cycle.
+    :param explore: beta, fraction of a cycle that explores, in [0, 1).
     :raises ValueError: for numbers out of range, a sampling part shorter than its draws, or ``steps_per_draw`` and
         ``warm_start``, which follow from the cycle.
 
@@ -129,7 +129,9 @@ class CyclicalSGLD(SGLD):
         self.draws_per_cycle = draws_per_cycle
         self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
         self._cycle = sgmcmc.schedules.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
-        options["warm_start"] = 0.0  # the first half of a cycle explores as no descent would
+        options["warm_start"] = (
+            0.0  # the first half of a cycle already explores, better than an optimizer would
+        )
         super().__init__(model, step_size, steps_per_draw=self.steps_per_draw, **options)
 
     @property
@@ -152,7 +154,7 @@ class CyclicalSGLD(SGLD):
 
 
 def _forget_means(engine: sgmcmc.State) -> sgmcmc.State:
-    """Statistics describe the sampling phase, but the gradients of the exploration were spent."""
+    """Reset the statistics for the sampling phase, but keep the gradient count of the exploration."""
     spent = engine.statistics.num_gradients
     engine = sgmcmc.engine.reset_statistics(engine)
     return engine._replace(statistics=engine.statistics._replace(num_gradients=spent))

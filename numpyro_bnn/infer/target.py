@@ -29,23 +29,23 @@ from numpyro_bnn.infer.model_checks import (
 )
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
-# Sources of minibatch indices by name: a new one is a row here.
+# Sources of minibatch indices by name; a new source is a new row.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a kernel needs of a model; ``args`` and ``kwargs`` are always arguments of the model.
+    """What a kernel needs from a model; ``args`` and ``kwargs`` are always arguments of the model.
 
     :param model: the model, with fixed values of its parameters.
     :param plates: subsampled plates by name.
     :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
-    :param num_data: data points: N of the largest subsampled plate, or of the largest plate.
+    :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
     :param rows: sizes of the plates that contain observations and no latent site.
-    :param supports: of the latent sites.
-    :param of_one_minibatch: deterministic sites inside subsampled plates.
-    :param potential_fn: NumPyro's, of the model with the keyword ``_batch``.
-    :param postprocess_fn: likewise.
+    :param supports: supports of the latent sites.
+    :param of_one_minibatch: names of deterministic sites inside subsampled plates.
+    :param potential_fn: NumPyro's potential of the model with the keyword ``_batch``.
+    :param postprocess_fn: NumPyro's postprocessing of that model.
     """
 
     model: Callable
@@ -69,13 +69,13 @@ class Target:
 
     def postprocess(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """The function from z to constrained values and deterministic sites."""
-        # Any minibatch will do: constrained values do not depend on it, and sites that do are left out.
+        # Any minibatch will do: constrained values do not depend on it, and sites that depend on it are left out.
         batch = first_batch(self.plates) | ({KEY: random.key(0)} if self.stochastic else {})
         values = self.postprocess_fn(*args, _batch=batch, **(kwargs or {}))
         return lambda z: {name: v for name, v in values(z).items() if name not in self.of_one_minibatch}
 
     def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        """The function from z to constrained values, which runs the model only if it computes bounds of supports."""
+        """The function from z to constrained values; it runs the model only if supports are computed in it."""
         bounds = jax.tree.leaves(list(self.supports.values()))
         if any(not isinstance(bound, int | float) for bound in bounds):
             return self.postprocess(args, kwargs)
@@ -106,7 +106,7 @@ def bind(
     :param rng_key: one key, or a batch of them for vectorized chains.
     """
     kwargs = dict(kwargs or {})
-    # Parallel chains start inside a compiled program, whose tracers a kernel must not keep.
+    # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
     with jax.ensure_compile_time_eval():
         traced, stochastic = trace_of(model, 0, args, kwargs)
         fixed = {name: site["value"] for name, site in traced.items() if site["type"] in ("param", "mutable")}

@@ -1,4 +1,4 @@
-"""Parallel tempering: replicas of any kernel at several temperatures, which exchange their states."""
+"""Parallel tempering: replicas of any kernel at several temperatures exchange their states."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -23,15 +23,15 @@ TEMPERED = ("likelihood", "joint")
 
 
 class TemperingState(NamedTuple):
-    """State of :class:`ParallelTempering` with R replicas, the first of them at the temperature of the posterior.
+    """State of :class:`ParallelTempering` with R replicas, the first of which is at the posterior's temperature.
 
     :param z: values of the first replica, as its kernel represents them.
     :param base: states of the inner kernel, (R, ...).
     :param inverse_temperatures: from 1 down, (R,).
     :param swap_accept_prob: acceptance probability of an exchange between neighbors, (R - 1,).
     :param diverging: whether the transition of the first replica diverged.
-    :param round_trips: journeys of any state from the posterior to the last temperature and back, since warm-up.
-    :param walk: whether the state at each temperature has visited the last one since it left the first, (R,).
+    :param round_trips: round trips of any state from the posterior to the last temperature and back, since warm-up.
+    :param walk: whether the state at each temperature has visited the last one since leaving the first, (R,).
     :param rejections: sum of rejection probabilities since the ladder was last spaced, (R - 1,).
     :param i: transitions so far.
     :param rng_key: the key of the next exchange.
@@ -50,7 +50,7 @@ class TemperingState(NamedTuple):
 
 
 class ParallelTempering(MCMCKernel):
-    r"""Parallel tempering: replicas of a kernel at several temperatures exchange states, so chains change modes.
+    r"""Parallel tempering, for posteriors with several modes: replicas at several temperatures exchange states.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
     :math:`p(\theta, D)^{\beta_r}` with ``temper="joint"``. After each transition neighbors exchange their states
@@ -60,7 +60,7 @@ class ParallelTempering(MCMCKernel):
 
     where :math:`\ell` is the tempered log density; even and odd pairs take turns, so states travel along the ladder
     instead of diffusing. The draws are those of the first replica, which targets the posterior exactly. In warm-up
-    the ladder is respaced to equal rejection rates, after 2, 4, 8, ... transitions.
+    the ladder is adjusted for equal rejection rates after 2, 4, 8, ... transitions.
 
     All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; aim for 0.3 to 0.8.
     ``round_trips`` of the last state counts how often a state came back from the last temperature: if zero, the
@@ -69,8 +69,8 @@ class ParallelTempering(MCMCKernel):
     :param kernel: any kernel with a model, ``refresh`` and ``wrap_model``: NUTS, HMC, a ``Gibbs`` of blocks,
         ``OrbitMoves``, a kernel of :mod:`numpyro_bnn.infer` with exact gradients.
     :param num_replicas: R.
-    :param lowest: the last :math:`\beta_R`, in (0, 1). A tempered joint density may not be normalizable: heavy tails
-        to the power of a small :math:`\beta`.
+    :param lowest: the last :math:`\beta_R`, in (0, 1). With a small :math:`\beta` and heavy tails a tempered joint
+        density may not be normalizable.
     :param temper: ``"likelihood"`` or ``"joint"``.
     :raises ValueError: for fewer than two replicas, a ``lowest`` outside (0, 1), an unknown ``temper``.
     :raises TypeError: for a kernel without model, ``refresh`` or ``wrap_model``.
@@ -204,7 +204,7 @@ class ParallelTempering(MCMCKernel):
         return self.refresh(self._respace(state), model_args, model_kwargs)
 
     def _respace(self, state: TemperingState) -> TemperingState:
-        """Space the ladder anew when the number of transitions is a power of two, in warm-up."""
+        """In warm-up, adjust the ladder whenever the number of transitions is a power of two."""
         now = (state.i & (state.i - 1) == 0) & (state.i > 1) & (state.i < self._num_warmup)
         betas = respaced(state.inverse_temperatures, state.rejections)
         return state._replace(
@@ -213,7 +213,7 @@ class ParallelTempering(MCMCKernel):
         )
 
     def _tempered_density(self, z: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> jax.Array:
-        """The log density that inverse temperatures multiply."""
+        """The log density that the inverse temperature multiplies."""
         values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
         held = (kwargs or {}).get(CONDITIONED, {})
         samples = [s for s in full_trace(self.model, values, args, kwargs).values() if s["type"] == "sample"]

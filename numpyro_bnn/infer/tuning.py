@@ -1,4 +1,4 @@
-"""What the warm-up of chains measures: curvature, gradient noise, acceptance, spread, autocorrelation."""
+"""Measurements in warm-up: curvature, gradient noise, acceptance, spread, autocorrelation."""
 
 from statistics import NormalDist
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
         return unit, total + jnp.where(number >= POWER_STEPS // 2, quotient, 0)
 
     size = state.position.shape[0]
-    # Irrational steps: the start is orthogonal to no eigenvector of a structured problem.
+    # Irrational steps, so that the start is not orthogonal to an eigenvector of a structured problem.
     start = jnp.sin(1.0 + 1.7 * jnp.arange(size, dtype=state.position.dtype))
     start = start / jnp.linalg.norm(start)
     total = lax.fori_loop(0, POWER_STEPS, iterate, (start, jnp.zeros((), state.position.dtype)))[1]
@@ -64,7 +64,7 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     """Measure the noise of the gradient at the position of a chain."""
 
     def one(number: jax.Array) -> jax.Array:
-        # Other counters than those of the power iteration.
+        # Different counters from those of the power iteration.
         counter = 2**30 + state.step * NOISE_BATCHES + number
         batch = sampler.gradient.stream.draw(state.seeds.probe, counter)
         gradient = sampler.gradient(state.estimator, state.position, batch)[1]
@@ -82,13 +82,13 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
 def temperature_band(
     num_parameters: int, temperature: float = 1.0, level: float = 0.95
 ) -> tuple[float, float]:
-    r"""Interval in which the measured temperature of one state should lie.
+    r"""Central interval of the temperature statistics of one draw, as a check that a chain is at equilibrium.
 
-    The central quantiles of T chi^2_P / P, by the approximation of Wilson and Hilferty. At stationarity the kinetic
+    The central quantiles of T chi^2_P / P, by the Wilson-Hilferty approximation. At stationarity the kinetic
     temperature m' M^-1 m / P of one state has exactly this distribution; the configurational temperature has it on a
     centered Gaussian target with exact gradients. Statistics of a draw are means over its steps, so a kinetic value
-    outside means that something is wrong: gradient noise heats the chain, or it has not arrived. The mean may be off
-    even if all values lie inside.
+    outside indicates a problem: gradient noise heats the chain, or it has not converged. The mean may be off even if
+    all values lie inside.
 
     :param num_parameters: P.
     :param temperature: T of the target.
@@ -115,11 +115,11 @@ TRANSITIONS = 256  # maximum number from which the autocorrelation time is estim
 
 
 class Stages(NamedTuple):
-    """Transitions at which the warm-up of a microcanonical kernel changes what it does.
+    """Transitions at which the warm-up of a microcanonical kernel enters a new stage.
 
-    The step size is steered from ``begin`` to ``end``. Variances are taken over [early, middle) and [middle, late);
-    preconditioner and length are set at the end of each. Draws in [late, last) give the autocorrelation time, from
-    which the length is set a last time.
+    The step size is adapted from ``begin`` to ``end``. Variances are taken over [early, middle) and [middle, late);
+    preconditioner and length are set at the end of each. Draws in [late, last) give the autocorrelation time, which
+    sets the final length.
 
     >>> Stages.of(100, 200)
     Stages(begin=100, early=115, middle=135, late=160, last=190, end=200)
@@ -164,7 +164,7 @@ class Spread(NamedTuple):
         return Spread(mean, self.squares + off * (position - mean), total)
 
     def variance(self) -> jax.Array:
-        """Variances (P,), shrunk towards their geometric mean as if that had been seen five times."""
+        """Variances (P,), shrunk towards their geometric mean with the weight of five draws."""
         found = self.squares / jnp.maximum(self.total - 1, 1)
         tiny = jnp.finfo(found.dtype).tiny
         center = jnp.exp(jnp.mean(jnp.log(jnp.maximum(found, tiny))))

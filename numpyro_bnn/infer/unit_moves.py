@@ -42,16 +42,16 @@ class UnitMoves(Wrapper):
     r"""Wrap any kernel so that after each of its transitions some hidden units are redrawn from their prior.
 
     A move picks m units, m with probability proportional to 1 / m, and one or more of the sites that hold their
-    parameters, all choices being equally likely. It draws these parameters from their prior given all others,
+    parameters, all choices equally likely. It draws these parameters from their prior given all others,
     :math:`\theta_u' \sim p(\theta_u \mid \theta_{-u})`, and accepts with probability
 
     .. math:: \min\Big(1, \frac{p(y, \phi \mid \theta')}{p(y, \phi \mid \theta)}\Big),
 
-    where :math:`\phi` are all other sites. In networks with more units than the data need some units are idle; a move
-    takes such a unit anywhere in one step, where a gradient sampler would have to climb. Moves of several units at
-    once can leave the common scale that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. With its output
-    weights in the model a unit can hardly move: integrate them out first (:func:`~numpyro_bnn.infer.collapse`), and
-    most moves of single units are accepted.
+    where :math:`\phi` are all other sites. With more units than the data need, some are idle; a move takes
+    such a unit anywhere in one step, where a gradient sampler would have to climb. Moves of several units at once can
+    leave the common scale that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. While its output
+    weights are sampled too, a unit can hardly move: integrate them out first
+    (:func:`~numpyro_bnn.infer.collapse`), and most moves of single units are accepted.
 
     A move costs one evaluation of the log density on all data, and no gradient. Moves begin after warm-up: redrawn
     idle units would distort the learned mass matrix.
@@ -190,7 +190,7 @@ class UnitMoves(Wrapper):
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
         units = random.permutation(key_units, self._num_units) < size
-        chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a nonempty set of sites, as bits
+        chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a nonempty set of sites, encoded as bits
         new = {}
         for i, ((name, value), key) in enumerate(zip(at.items(), keys, strict=True)):
             shape = [1] * value.ndim
@@ -217,7 +217,7 @@ def _log_rest(
 ) -> jax.Array:
     """Log density of all sites without the prior that the moves draw from.
 
-    If a handler scales the prior of a moved site, the scaled log density less the plain one remains.
+    If a handler scales the prior of a moved site, the scaled log density minus the plain one remains.
     """
     total = jnp.zeros(())
     for name, site in full_trace(model, latent, args, kwargs).items():

@@ -1,4 +1,4 @@
-"""The warm start: an optimizer moves each chain before it samples; its end points are a deep ensemble."""
+"""The warm start: each chain optimizes before it samples; the end points form a deep ensemble."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from numpyro_bnn.sgmcmc.streams import ProductStream
 
 
 class Member(NamedTuple):
-    """State of a warm start: that of the optimizer, the position (the best on held-out rows) and its score there."""
+    """State of a warm start: the optimizer's state, the position (the best on held-out rows) and its score there."""
 
     optimizer: Any
     position: jax.Array
@@ -31,16 +31,16 @@ class WarmStart:
 
     The end points are a deep ensemble, from which ``to_inference_data(mcmc, members=True)`` predicts.
 
-    :param share: share of the transitions of the warm-up that optimize, in [0, 1); 0 for none.
-    :param num_steps: steps of the optimizer in total; by default as many as that share would sample.
+    :param share: fraction of the warm-up transitions that optimize, in [0, 1); 0 for none.
+    :param num_steps: total number of optimizer steps; by default as many as sampling would take.
     :param optimizer: optax transformation; by default Adam with learning rate 0.01 on gradients clipped to norm 1:
         at a random start one gradient may be a billion times larger than the others, and Adam's second moment would
         never recover.
-    :param held_out: share of the rows that are kept from the optimizer, in [0, 1). If it is not 0, sampling starts at
-        the end of the transition that predicts them best: early stopping, judged afterwards. All chains hold out the
-        same rows; sampling then uses all rows.
+    :param held_out: fraction of the rows withheld from the optimizer, in [0, 1). If it is not 0, sampling starts at
+        the end of the transition that predicts these rows best: early stopping in retrospect. All chains hold out
+        the same rows; sampling then uses all rows.
     :param spread: factor of the initial unconstrained values, for overdispersed starts.
-    :raises ValueError: outside these ranges.
+    :raises ValueError: for numbers outside these ranges.
 
     >>> WarmStart(0.5, num_steps=1000).steps_of(20, 100)
     50
@@ -67,7 +67,7 @@ class WarmStart:
         return usual if self.optimizer is None else self.optimizer
 
     def steps_of(self, transitions: int, usual: int) -> int:
-        """Steps of the optimizer in each of some transitions, in which ``usual`` steps would be sampled."""
+        """Optimizer steps in each of some transitions, in which sampling would take ``usual`` steps."""
         return usual if self.num_steps is None else -(-self.num_steps // transitions)
 
     def start(self, position: jax.Array) -> Member:
@@ -92,9 +92,9 @@ def optimize(
     start: jax.Array,
     num_steps: int,
 ) -> tuple[sgmcmc.State, Any, jax.Array]:
-    """Descend on the minibatch potential; ``start`` is the number of the first step, which numbers the minibatches.
+    """Descend on the minibatch potential; ``start`` is the number of the first step and selects the minibatches.
 
-    :return: the chain at the new position, the memory of the optimizer, and the mean squared gradient (P,).
+    :return: the chain at the new position, the optimizer's state, and the mean squared gradient (P,).
     """
 
     def descend(
@@ -115,7 +115,7 @@ def optimize(
 
 
 def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
-    """Split rows into those to learn from and those held out; the split depends on ``size`` and ``share`` alone.
+    """Split rows into training and held-out rows; the split depends only on ``size`` and ``share``.
 
     >>> learned, held = held_out_rows(10, 0.2)
     >>> len(learned), len(held)
@@ -146,7 +146,7 @@ def learning_gradient(
 
 
 def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-    """The function from unconstrained values to the log density of the rows held out."""
+    """The function from unconstrained values to the log density of the held-out rows."""
     held = {name: held_out_rows(size, share)[1] for name, size in target.rows.items()}
     score: Callable = target.log_likelihood(args, kwargs, held)
     return score

@@ -1,4 +1,4 @@
-"""Kernels that wrap another kernel and move some of its sites, and the state of the kernel they wrap."""
+"""Base class of kernels that wrap another kernel and move some of its sites; access to the wrapped state."""
 
 import copy
 from abc import abstractmethod
@@ -32,17 +32,17 @@ def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
 
 
 def inner_attribute(state: Any, name: str) -> Any:
-    """``__getattr__`` of states: look for other attributes in the state of the inner kernel."""
+    """``__getattr__`` of states: look up other attributes in the state of the inner kernel."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(state.base, name)
 
 
 class Wrapper(MCMCKernel):
-    """Any kernel, followed by moves of some sites; the inner kernel then refreshes what it caches.
+    """Any kernel, followed by moves of some sites; the inner kernel then refreshes its caches.
 
-    A subclass has a state with ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
-    ``rng_key``. It implements ``_prepare``, ``_start`` and ``_move``.
+    The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
+    ``rng_key``. A subclass implements ``_prepare``, ``_start`` and ``_move``.
 
     :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
         kernel with a model and ``refresh``.
@@ -61,7 +61,7 @@ class Wrapper(MCMCKernel):
 
     @abstractmethod
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
-        """The first state of one chain or, where ``many`` is ``(C,)``, of C vectorized chains."""
+        """The first state of one chain or, if ``many`` is ``(C,)``, of C vectorized chains."""
 
     @abstractmethod
     def _move(
@@ -105,7 +105,7 @@ class Wrapper(MCMCKernel):
                 "arrays that are traced by a transformation",
                 "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside.",
             )
-        # Parallel chains start inside a compiled program; the plan must hold none of its tracers.
+        # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
             self._prepare(model_args, model_kwargs)
         self._num_warmup = num_warmup
@@ -190,14 +190,14 @@ class Wrapper(MCMCKernel):
 def with_constrained(
     kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
 ) -> Any:
-    """Return ``state`` with constrained values ``moved`` of some sites, of given priors; its caches become stale."""
+    """Return ``state`` with the constrained values ``moved`` of some sites; its caches become stale."""
     return with_values(kernel, state, _as_held(kernel, moved, prior))
 
 
 def _as_held(
     kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Constrained values as the state of the kernel, or of each block of a ``Gibbs``, holds them."""
+    """Constrained values in the form in which the kernel, or each block of a ``Gibbs``, stores them."""
     if isinstance(kernel, Gibbs):
         found: dict[str, jax.Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
@@ -211,7 +211,7 @@ def _as_held(
 
 
 def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
-    """Return ``state`` with ``values`` of some of its sites, as the kernel holds them; its caches become stale."""
+    """Return ``state`` with ``values`` of some of its sites, in the kernel's own form; its caches become stale."""
     if isinstance(kernel, Gibbs):
         blocks = [
             with_values(block, block_state, {name: values[name] for name in names if name in values})
@@ -239,7 +239,7 @@ def refreshed(kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, 
 
 
 def _refreshed_blocks(kernel: Gibbs, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
-    # In a sweep a block is refreshed only if an earlier one has moved; here any of them may have.
+    # In a sweep, a block is refreshed only if an earlier one has moved; here any of them may have moved.
     values = kernel.get_constrain_fn(args, kwargs)(state.z)
     blocks = []
     for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True):

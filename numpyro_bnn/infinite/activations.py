@@ -11,7 +11,7 @@ from jax import lax
 
 from numpyro_bnn.nn import ACTIVATIONS, Activation
 
-# The trapezoidal rule on [-REACH, REACH] converges faster than Gauss-Hermite for functions with poles, such as tanh.
+# On [-REACH, REACH] the trapezoidal rule converges faster than Gauss-Hermite for functions with poles, e.g. tanh.
 NODES, REACH = 96, 7.5
 
 Function = Callable[[jax.Array], jax.Array]
@@ -19,7 +19,7 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Dual(NamedTuple):
-    """Expectations over (x, y) normal with mean 0, covariance k and variances q1, q2."""
+    """Expectations over (x, y), normal with mean 0, covariance k and variances q1, q2."""
 
     value: Kernel  # (k, q1, q2) -> E f(x) f(y)
     slope: Kernel  # (k, q1, q2) -> E f'(x) f'(y), the derivative of ``value`` with respect to k
@@ -27,7 +27,7 @@ class Dual(NamedTuple):
 
 
 def dual(layer: Activation, closed: bool = True) -> Dual:
-    """The expectations of an activation: closed forms, if wanted and known; otherwise quadrature in two dimensions.
+    """The expectations of an activation: in closed form if known (and ``closed``), otherwise by 2-d quadrature.
 
     References: Williams (1997), equation (11), for erf; Cho & Saul (2009), equations (1)-(6), for relu; Price (1958).
     """
@@ -64,7 +64,7 @@ def product_expectation(f: Function, g: Function, k: jax.Array, q1: jax.Array, q
     """E f(x) g(y), where x, y are normal with mean 0, variances q1, q2 and covariance k; elementwise.
 
     Its derivatives are expectations of the same kind (Price's theorem): dE/dk = E f'(x) g'(y) and
-    dE/dq1 = E f''(x) g(y) / 2. They hold at |correlation| = 1 too, where the quadrature rule has no derivative.
+    dE/dq1 = E f''(x) g(y) / 2. They also hold at |correlation| = 1, where the quadrature rule has no derivative.
 
     Reference: Price (1958), *A useful theorem for nonlinear devices having Gaussian inputs*.
     """
@@ -134,7 +134,7 @@ def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
-    """k / scale within [-1, 1]; within rounding error of an end it is set to it, as equal inputs need."""
+    """k / scale within [-1, 1], set to an end within rounding error of it, as equal inputs require."""
     c = k / jnp.where(scale > 0, scale, 1)
     near = jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps
     return c + lax.stop_gradient(jnp.where(near, jnp.sign(c) - c, 0))
@@ -184,12 +184,12 @@ def _gelu() -> Dual:
 
 
 def _determinant(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
-    """q1 q2 - k^2, which rounding must not make negative; its derivatives are left as they are."""
+    """q1 q2 - k^2, which rounding must not make negative; its derivatives are unchanged."""
     det = q1 * q2 - k**2
     return det + lax.stop_gradient(jnp.maximum(det, 0) - det)
 
 
-# Activation -> its expectations in closed form; the others are integrated numerically.
+# Activation -> its expectations in closed form; all others are integrated numerically.
 CLOSED_FORMS: dict[str, Callable[[Activation], Dual]] = {
     "identity": lambda layer: Dual(lambda k, q1, q2: k, lambda k, q1, q2: jnp.ones_like(k), jnp.zeros_like),
     "relu": lambda layer: _piecewise_linear(0.0),

@@ -1,4 +1,4 @@
-"""Prior scales from the marginal likelihood of the infinitely wide network: a start for empirical Bayes."""
+"""Prior scales from the marginal likelihood of the infinitely wide network, for empirical Bayes."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,16 +23,16 @@ NOISE = (1e-4, 10.0)
 
 
 class PriorFit(NamedTuple):
-    """Prior scales that maximize the marginal likelihood; made by :func:`prior_fit`.
+    """Prior scales that maximize the marginal likelihood; returned by :func:`prior_fit`.
 
     :param prior: a prior for :func:`~numpyro_bnn.random_network` and :func:`nngp`, normal with these scales.
     :param noise_sd: sd of the noise.
-    :param log_marginal_likelihood: at these values.
-    :param start: the same at the start of the search.
+    :param log_marginal_likelihood: log p(y | x) at these values.
+    :param start: log p(y | x) at the start of the search.
     :param scales: sds of weights times the root of their fan-in, and of biases, by parameter.
-    :param jitter: what had to be added to the diagonal at these values; 0 if nothing.
+    :param jitter: amount added to the diagonal at these values; 0 if none was needed.
     :param converged: whether the search ended at a maximum (or at a bound) before it ran out of steps.
-    :param num_evaluations: number of gradients it took.
+    :param num_evaluations: number of gradient evaluations.
     """
 
     prior: BySite
@@ -60,8 +60,8 @@ def prior_fit(
     r"""Empirical Bayes: prior scales and noise that maximize the marginal likelihood of the infinitely wide network.
 
     Maximizes log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for the kernel and one for the
-    biases of each layer, and the noise, by L-BFGS in float64. A wide network with this prior is close to the process,
-    so the scales are a good start for it: empirical Bayes at the cost of one Cholesky factor per step.
+    biases of each layer, and over the noise, by L-BFGS in float64. A wide network with this prior is close to the
+    process, so these are good prior scales for it as well, at the cost of one Cholesky factor per step.
 
     :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are refused.
     :param x: inputs ``(N, *input_shape)``; a few thousand at most.
@@ -71,8 +71,8 @@ def prior_fit(
     :param noise_sd: initial sd of the noise; by default a third of the sd of y.
     :param ard: one scale for each input instead of one for the first kernel, for networks that begin with
         :class:`~numpyro_bnn.nn.Dense`.
-    :param log_sd: sd of a weak normal prior on the logarithms of the scales (not the noise), centered at their
-        initial values. It determines what the data do not: ReLU layers can trade their scales. Infinity for none.
+    :param log_sd: sd of a weak normal prior on the log scales (not on the noise), centered at their initial values.
+        It determines what the data do not: the scales of ReLU layers can be traded. Infinity for none.
     :param max_steps: steps of L-BFGS.
     :return: a :class:`PriorFit`; its ``prior`` fits :func:`~numpyro_bnn.random_network`.
     :raises ValueError: as :func:`nngp` does; for ``ard`` with another first layer.
@@ -107,7 +107,7 @@ def prior_fit(
 def _beginning(
     call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool
 ) -> dict[str, np.ndarray]:
-    """Logarithms of the scales where the search begins."""
+    """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
     for name, moments in found.sites.items():
@@ -156,12 +156,12 @@ def _search(
     start = np.clip(start, *np.array(bounds).T)
     precision = np.repeat([float(n != "noise") for n in names], [begin[n].size for n in names]) / log_sd**2
     first, slope = evidence(start)
-    unit = max(1.0, float(np.abs(slope).max()))  # the first step, down the gradient, is e-fold at most
+    unit = max(1.0, float(np.abs(slope).max()))  # the first step, down the gradient, is at most e-fold
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evidence(flat)
         if not (np.isfinite(value) and np.isfinite(gradient).all()):
-            # No jitter was enough: the line search steps back.
+            # No jitter was large enough: the line search steps back.
             return -first / unit + 100.0, np.zeros_like(flat)
         penalty = 0.5 * float(np.sum(precision * (flat - start) ** 2))
         return (penalty - value) / unit, (precision * (flat - start) - gradient) / unit
@@ -190,7 +190,7 @@ _evidence_and_slope = jax.jit(jax.value_and_grad(_evidence, argnums=3, has_aux=T
 def _patterns(
     found: PriorMoments, fitted: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]
 ) -> dict[str, Any]:
-    """One normal prior for each layer; distributions where its family has no such scale."""
+    """One normal prior for each layer; plain distributions if its family has no such scale."""
     layers: dict[str, dict[str, float]] = {}
     special: dict[str, Any] = {}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Kernels of infinitely wide networks: of their prior, of their training, and of one network of finite width."""
+"""Kernels of infinitely wide networks, of their prior and their training, and of one network of finite width."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from numpyro_bnn.infinite.rules import Context, Covariance, Inputs, Units, conta
 from numpyro_bnn.nn import BatchNorm, Layer
 from numpyro_bnn.nn.base import Params
 
-# Pairs of data points beyond which a kernel is worked out in blocks, and the rows of a block.
+# Number of pairs of data points beyond which a kernel is computed in blocks, and the rows of a block.
 LARGEST = 2**24
 BLOCK_SIZE = 512
 # Numbers in the Jacobian of one block of data points: 128 MiB in float32.
@@ -22,7 +22,7 @@ JACOBIAN = 2**25
 
 
 class Kernels(NamedTuple):
-    """Both kernels of one network; ``ntk`` is ``None`` where it was not asked for."""
+    """Both kernels of one network; ``ntk`` is ``None`` if it was not requested."""
 
     nngp: Any
     ntk: Any
@@ -46,21 +46,21 @@ def nngp(
 
     and after an activation phi :math:`E[f f'] = E[\phi(u) \phi(u')]`, (u, u') normal with the covariances K: in
     closed form for identity, relu, leaky_relu, erf and gelu, by quadrature in two dimensions for the others.
-    The widths of the specification do not matter where the prior scales by fan-in.
+    The widths of the specification do not matter if the prior scales by fan-in.
 
-    :param net: a specification whose output has one axis and comes from weights, of ``Dense``, activations,
-        ``LayerNorm``, ``Residual`` and ``Sequential``; on inputs any layers without parameters.
+    :param net: a specification of ``Dense``, activations, ``LayerNorm``, ``Residual`` and ``Sequential`` whose output
+        has one axis and comes from weights; before the first weights any layers without parameters.
     :param x1: inputs ``(N1, *input_shape)``.
-    :param x2: inputs ``(N2, *input_shape)``; by default ``x1``, and then half the work is done.
+    :param x2: inputs ``(N2, *input_shape)``; by default ``x1``, at half the work.
     :param prior: as in :func:`~numpyro_bnn.random_network`; ``priors.Normal()`` by default. Weights of the
         inputs, biases and gains must be normal; other weights need only a variance.
     :param scales: values of the prior's hyper-sites, e.g. ``{"Dense_0.kernel_scale": 0.7}``: a hierarchical prior
         is a mixture of Gaussian processes.
-    :param block_size: rows and columns worked out at once. By default everything, up to 2^24 pairs of data points,
-        as one differentiable JAX array; with a size, and beyond, a NumPy array filled block by block.
+    :param block_size: rows and columns computed at once. By default everything, up to 2^24 pairs of data points, as
+        one differentiable JAX array; with a size, or beyond, a NumPy array filled block by block.
     :return: (N1, N2).
-    :raises ValueError: for a layer or prior without Gaussian limit, NaN, or shapes that do not fit.
-    :raises TypeError: for a net or prior of another kind.
+    :raises ValueError: for a layer or prior without a Gaussian limit, NaN, or shapes that do not fit.
+    :raises TypeError: for any other kind of net or prior.
 
     References: Neal (1996), chapter 2; Lee et al. (2018), equations (4)-(5).
 
@@ -203,7 +203,7 @@ def _in_blocks(settings: tuple, sites: Any, x1: np.ndarray, x2: Any, size: int) 
     filled = [np.empty((len(x1), len(x2)), x1.dtype) if want else None for want in (True, settings[2])]
 
     def part(x: np.ndarray, start: int) -> np.ndarray:
-        return x[np.minimum(np.arange(start, start + size), len(x) - 1)]  # the last one is filled up
+        return x[np.minimum(np.arange(start, start + size), len(x) - 1)]  # the last block is padded
 
     for i in range(0, len(x1), size):
         rows = part(x1, i)
@@ -247,19 +247,19 @@ def empirical_ntk(
               \frac{\partial f_l(x')}{\partial w},
 
     with the variances of the prior, that is the sum over standardized parameters v = (w - mean) / sd. For parameters
-    drawn from the prior :func:`ntk` is its limit as the width grows. Jacobians are computed for one block of data
+    drawn from the prior it tends to :func:`ntk` as the width grows. Jacobians are computed for one block of data
     points at a time and contracted; two of them, (B, K, P) with P parameters, are in memory.
 
     :param net: a specification without :class:`~numpyro_bnn.nn.BatchNorm`.
     :param params: its parameters, as ``net.init`` or a draw of the prior gives them.
     :param x1: inputs ``(N1, *input_shape)``.
     :param x2: inputs ``(N2, *input_shape)``; by default ``x1``.
-    :param prior: as in :func:`nngp`; any with a variance.
+    :param prior: as in :func:`nngp`; any prior with a finite variance.
     :param scales: values of its hyper-sites.
     :param full: all pairs of outputs, (N1, N2, K, K), rather than the mean over the outputs of T_kk.
     :param block_size: data points in a block; by default as many as keep a Jacobian near 2^25 numbers.
     :return: NumPy array (N1, N2), or (N1, N2, K, K).
-    :raises ValueError: for parameters that do not fit, NaN, a network with batch statistics.
+    :raises ValueError: for parameters that do not fit, NaN, or a network with batch statistics.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn import nn
@@ -310,7 +310,7 @@ def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
 
 @partial(jax.jit, static_argnums=2)
 def _contracted(one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool) -> jax.Array:
-    """Sum over parameters, and the mean over outputs unless all pairs of them are wanted."""
+    """Sum over parameters, and average over outputs unless all pairs of them are requested."""
     total: Any = 0.0
     for name, left in one.items():
         shape = (*left.shape[:2], -1)

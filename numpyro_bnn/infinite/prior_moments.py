@@ -1,4 +1,4 @@
-"""Mean and variance that a prior gives to every parameter of a network, scaled as the wide limit needs them."""
+"""Mean and variance that a prior gives to every parameter of a network, scaled as the wide limit requires."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

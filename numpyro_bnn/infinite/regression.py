@@ -15,7 +15,7 @@ from numpyro_bnn._checks import argument_error, check_finite, check_number, chec
 from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
 from numpyro_bnn.nn import Layer
 
-# Jitter added to the diagonal, relative to its mean: none, then steps of ten from a few rounding errors upwards.
+# Jitter added to the diagonal, relative to its mean: none, then from a few rounding errors upwards by factors of ten.
 STEPS = 8
 
 
@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GPRegression:
-    """Posterior of the Gaussian process given data; made by :func:`gp_regression`, in float64.
+    """Posterior of the Gaussian process given data; returned by :func:`gp_regression`, in float64.
 
     :ivar net: the network.
     :ivar prior: its prior.
@@ -41,7 +41,7 @@ class GPRegression:
     :ivar y: targets, (N,) or (N, K).
     :ivar noise_sd: sd of the observations around the function.
     :ivar log_marginal_likelihood: log p(y | x), summed over the outputs.
-    :ivar jitter: what had to be added to the diagonal of K + noise_sd^2 I; 0 if nothing.
+    :ivar jitter: amount added to the diagonal of K + noise_sd^2 I; 0 if none was needed.
 
     >>> import numpy as np
     >>> from numpyro_bnn import nn
@@ -89,7 +89,7 @@ class GPRegression:
             return Prediction(np.asarray(mean), np.asarray(covariance))
 
     def log_density(self, x: Any, y: Any) -> np.ndarray:
-        """Log predictive density of new observations, one by one, noise included.
+        """Log predictive density of each new observation, noise included.
 
         :param x: ``(M, *input_shape)``.
         :param y: (M,), or (M, K).
@@ -133,15 +133,15 @@ def gp_regression(
         E[f_* \mid y] &= K_* A^{-1} y, \quad \mathrm{Cov}[f_* \mid y] = K_{**} - K_* A^{-1} K_*', \\
         \log p(y) &= -\tfrac12 y' A^{-1} y - \tfrac12 \log |A| - \tfrac N2 \log 2\pi
 
-    with K of :func:`nngp` and sigma the ``noise_sd``. Computed in float64; time grows with N^3, memory with N^2.
+    with K from :func:`nngp` and sigma the ``noise_sd``. Computed in float64; time grows as N^3, memory as N^2.
 
     :param net: as for :func:`nngp`.
     :param x: inputs ``(N, *input_shape)``.
-    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Their prior mean is 0: center them.
+    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Center them: their prior mean is 0.
     :param noise_sd: sd of the noise, in units of y.
     :param prior: as for :func:`nngp`; :func:`prior_fit` finds one.
     :param scales: values of the prior's hyper-sites.
-    :return: a :class:`GPRegression`, which :func:`~numpyro_bnn.to_inference_data` takes.
+    :return: a :class:`GPRegression`, which :func:`~numpyro_bnn.to_inference_data` accepts.
     :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a noise that is not positive.
 
     Reference: Rasmussen & Williams (2006), algorithm 2.1.
@@ -161,7 +161,7 @@ def gp_regression(
         factor = factorize(with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd))
         if bool(jnp.isnan(factor.lower).any()):
             came = f"a kernel that no jitter makes positive definite, with {noise_sd}"
-            raise argument_error(call, "noise_sd", came, "Pass a larger one, or leave out repeated inputs.")
+            raise argument_error(call, "noise_sd", came, "Pass a larger one, or remove repeated inputs.")
         whitened = solve_triangular(factor.lower, y, lower=True)
         value = _whitened_log_density(factor.lower, whitened)
         lower, half = np.asarray(factor.lower), np.asarray(whitened)
@@ -189,8 +189,8 @@ def ntk_ensemble(
         E[f_*] &= G y, \qquad G = T_* T^{-1} (I - e^{-T t}), \\
         \mathrm{Cov}[f_*] &= K_{**} + G K G' - (G K_*' + K_* G').
 
-    This distribution is not a Bayesian posterior. After full-batch steps with learning rate r on the standardized
-    parameters t is r times their number, where r is small against 2 / the largest eigenvalue of T.
+    This distribution is not a Bayesian posterior. For full-batch steps on the standardized parameters with a learning
+    rate r that is small compared with 2 / the largest eigenvalue of T, t is r times the number of steps.
 
     :param net: as for :func:`nngp`.
     :param x: training inputs ``(N, *input_shape)``.
@@ -199,7 +199,7 @@ def ntk_ensemble(
     :param time: t; infinity for networks trained to the end.
     :param prior: distribution of the initial parameters, as for :func:`nngp`.
     :param scales: values of the prior's hyper-sites.
-    :return: a :class:`Prediction`, in float64. At infinite time directions that T does not reach within rounding
+    :return: a :class:`Prediction`, in float64. At infinite time, directions that T does not reach within rounding
         (repeated inputs) keep their initial values.
     :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a negative time.
 
@@ -233,7 +233,7 @@ def _learned(kernel: jax.Array, time: float) -> jax.Array:
     values, vectors = jnp.linalg.eigh(kernel)
     reached = values > len(values) * jnp.finfo(values.dtype).eps * values[-1]
     safe = jnp.where(reached, values, 1)
-    # Directions of eigenvalue 0 have the rate t; they are not learned at infinite time, where t times 0 is undefined.
+    # Directions of eigenvalue 0 have the rate t, but at infinite time (t times 0 is undefined) they are not learned.
     rates = jnp.where(reached, -jnp.expm1(-safe * time) / safe, 0 if np.isinf(time) else time)
     return (vectors * rates) @ vectors.T
 
@@ -251,17 +251,14 @@ def check_data(call: str, x: Any, y: Any) -> None:
 
 
 class Factor(NamedTuple):
-    """L L' = A + jitter I; L is NaN where even the largest jitter was not enough."""
+    """L L' = A + jitter I; L is NaN if even the largest jitter was not enough."""
 
     lower: jax.Array
     jitter: jax.Array
 
 
 def factorize(matrix: jax.Array) -> Factor:
-    """Cholesky factor of a covariance, with the smallest jitter of 0, e, 10 e, ... that makes it possible.
-
-    e is N times the rounding error of the mean of the diagonal.
-    """
+    """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that works (e: N rounding errors)."""
     unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
 
     def attempt(step: jax.Array) -> tuple[jax.Array, Factor]:
@@ -286,7 +283,7 @@ def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
 def zero_mean_log_density(matrix: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log density of y ~ N(0, A), summed over the outputs, and the jitter that A needed.
 
-    With a = A^-1 y its derivative is dA -> a' dA a / 2 - tr(A^-1 dA) / 2: one factor and one inverse, where the
+    Its derivative, dA -> a' dA a / 2 - tr(A^-1 dA) / 2 with a = A^-1 y, takes one factor and one inverse; the
     derivative of the factor would take several.
     """
     factor = factorize(matrix)

@@ -54,7 +54,7 @@ class Units(NamedTuple):
 
     k: Covariance
     gaussian: bool = True  # whether they are normal, as after weights; activations need it
-    given: Given | None = None  # where they are normal given a random number, moments for each value
+    given: Given | None = None  # if they are normal given a random number, moments for each of its values
 
 
 State = Inputs | Units
@@ -86,7 +86,7 @@ class Context(NamedTuple):
         return self.common("bias")
 
     def common(self, name: str) -> Any:
-        """A variance that all units share; its mean, by the law of large numbers, if it differs by hidden input."""
+        """A variance shared by all units; if it differs by hidden input, its mean (by the law of large numbers)."""
         value = self.weight(name)
         if jnp.ndim(value) and (jnp.ndim(value) == 1 or value.shape[-1] != 1):
             came = f"different variances within {self.full(name)!r}"
@@ -116,10 +116,7 @@ def rule(kind: type[Layer]) -> Callable[[Rule], Rule]:
 
 
 def propagate(layer: Layer, context: Context, state: State) -> State:
-    """Apply the rule of a layer; layers without parameters act on inputs as they always do.
-
-    :raises ValueError: for a layer without a rule, or where the limit is not a Gaussian process.
-    """
+    """Apply the rule of a layer, or refuse it; layers without parameters act on inputs as usual."""
     kind = next((kind for kind in type(layer).__mro__ if kind in RULES), None)
     if kind is not None:
         return RULES[kind](layer, context, state)
@@ -212,7 +209,7 @@ def _average(given: Given) -> Covariance:
 
 @rule(LayerNorm)
 def layer_norm(layer: LayerNorm, context: Context, state: State) -> State:
-    """Covariance over the sds of both data points; then gains 1 + g v and biases b u, each unit its own."""
+    """Covariance over the sds of both data points; then gains 1 + g v and biases b u, independent for each unit."""
     if isinstance(state, Inputs):
         if layer.use_scale or layer.use_bias:
             why = "On inputs write `LayerNorm(use_scale=False, use_bias=False)`: few random gains have no limit."
@@ -257,13 +254,13 @@ def batch_norm(layer: BatchNorm, context: Context, state: State) -> State:
 
 @rule(Flatten)
 def flatten(layer: Flatten, context: Context, state: State) -> State:
-    """Units have one axis already."""
+    """No operation: units already have one axis."""
     return _on_inputs(layer, context, state) if isinstance(state, Inputs) else state
 
 
 @rule(Sequential)
 def sequential(layer: Sequential, context: Context, state: State) -> State:
-    """One after the other."""
+    """Apply the layers in order."""
     for name, part in layer.children():
         state = propagate(part, context.child(name), state)
     return state
@@ -271,7 +268,7 @@ def sequential(layer: Sequential, context: Context, state: State) -> State:
 
 @rule(Residual)
 def residual(layer: Residual, context: Context, state: State) -> State:
-    """Branches with weights of their own are independent: covariances add, and so do products of their means."""
+    """Branches with separate weights are independent: covariances add, and so do products of their means."""
     a: State = state
     if layer.shortcut is not None:
         a = propagate(layer.shortcut, context.child("shortcut"), state)
@@ -282,7 +279,9 @@ def residual(layer: Residual, context: Context, state: State) -> State:
         why = "Inputs plus random units have no limit in the width: put a Dense layer before the block."
         raise _unsupported(layer, context, why)
     if not any(contains(branch, Dense) for branch in (layer.body, layer.shortcut) if branch is not None):
-        raise _unsupported(layer, context, "A branch needs weights, or it is not independent of the other.")
+        raise _unsupported(
+            layer, context, "A branch needs weights: otherwise it depends on the other branch."
+        )
     return Units(_sum(a.k, b.k), gaussian=a.gaussian and b.gaussian)
 
 

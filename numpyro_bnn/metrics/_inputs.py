@@ -1,4 +1,4 @@
-"""What the metrics take and return: checks and shapes of their arguments, and scores with standard errors."""
+"""Argument checks and shapes of the metrics, and scores with standard errors."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, check_finite, check_labels, check_rank, check_same_length
 
-# Sums of float16 and bfloat16 probabilities are off by less; a forgotten softmax is off by more.
+# Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a forgotten softmax is larger.
 _SUM_TOLERANCE = 1e-2
 
 

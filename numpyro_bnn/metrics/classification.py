@@ -25,10 +25,10 @@ class Reliability(NamedTuple):
 
     :param ece: expected calibration error.
     :param max_gap: largest gap of a bin.
-    :param edges: (M + 1,) edges of the bins, which hold their upper edge.
-    :param counts: (M,) points in each bin.
+    :param edges: (M + 1,) edges of the bins, which include their upper edge.
+    :param counts: (M,) number of points in each bin.
     :param confidence: (M,) mean probability in each bin (NaN in an empty one).
-    :param accuracy: (M,) share of correct predictions in each bin (NaN in an empty one).
+    :param accuracy: (M,) fraction of correct predictions in each bin (NaN in an empty one).
     """
 
     ece: float
@@ -43,8 +43,9 @@ class Uncertainty(NamedTuple):
     """Uncertainty of N class predictions, in nats.
 
     :param total: (N,) entropy of the predictive distribution.
-    :param aleatoric: (N,) mean entropy of the draws: noise that more data does not remove.
-    :param mutual_information: (N,) their difference, between label and weights: disagreement between draws.
+    :param aleatoric: (N,) mean entropy of the draws: noise that more data do not remove.
+    :param mutual_information: (N,) their difference, the mutual information of label and weights: disagreement
+        between draws.
     """
 
     total: NDArray[np.float64]
@@ -64,11 +65,11 @@ class Auroc(NamedTuple):
 
 
 def accuracy(probs: ArrayLike, labels: ArrayLike) -> Score:
-    """Accuracy: share of points whose most probable class is the label (of equal ones, the first).
+    """Accuracy: fraction of points whose most probable class (the first, if tied) is the label.
 
     :param probs: (N, K), (S, N, K) or (C, S, N, K) probabilities.
     :param labels: (N,) integers 0..K-1.
-    :return: the share, its standard error, and 1 or 0 for every point (N,).
+    :return: the fraction, its standard error, and 1 or 0 for every point (N,).
     :raises ValueError: for other ranks, unequal lengths, rows that do not sum to 1, labels outside 0..K-1.
 
     >>> accuracy([[0.9, 0.1], [0.4, 0.6]], [0, 0]).value
@@ -181,7 +182,7 @@ def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
     .. math:: \frac{\frac1S \sum_s |c_s - \bar c|^2}{|\bar c|^2}, \qquad
         c_{sk} = l_{sk} - \frac1K \sum_j l_{sj}, \quad \bar c = \frac1S \sum_s c_s
 
-    A softmax saturates: if all draws are sure of a class, entropies and mutual information are near 0 however
+    A softmax saturates: if all draws are confident of a class, entropies and mutual information are near 0 however
     much the draws differ. Logits do not saturate, and this ratio does not change with their scale or with a shift
     common to all classes.
 
@@ -237,7 +238,7 @@ def _entropy(probs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _share_below(group: NDArray[np.float64], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Share of ``group`` below each point, those equal to it counted half."""
+    """Fraction of ``group`` below each point, counting ties as half."""
     ordered = np.sort(group)
     twice = np.searchsorted(ordered, points, side="left") + np.searchsorted(ordered, points, side="right")
     return twice / (2.0 * group.size)

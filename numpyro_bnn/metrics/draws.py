@@ -13,7 +13,7 @@ from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, st
 class Coverage(NamedTuple):
     """Coverage of central intervals.
 
-    :param coverage: share of the N targets inside.
+    :param coverage: fraction of the N targets inside.
     :param standard_error: binomial standard error that calibrated intervals would have,
         :math:`\\sqrt{q(1-q)/N}` at level :math:`q`.
     :param mean_width: mean width of the intervals, in units of y.
@@ -42,7 +42,7 @@ class FunctionSpace(NamedTuple):
 
     @property
     def max_rhat(self) -> float:
-        """Largest R-hat over inputs, undefined ones left out (NaN if all are undefined)."""
+        """Largest R-hat over inputs, ignoring undefined ones (NaN if all are undefined)."""
         return max(self.rhat[np.isfinite(self.rhat) | np.isposinf(self.rhat)].flat, default=float("nan"))
 
     @property
@@ -107,8 +107,8 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
 
     .. math:: \frac1S \sum_s |x_s - y| - \frac{1}{2 S (S - 1)} \sum_{s, t} |x_s - x_t|
 
-    The double sum is computed from sorted draws in :math:`O(S \log S)`. Smaller is better. Unbiased for
-    independent draws; autocorrelated ones make the second term too small.
+    The double sum is computed from sorted draws in :math:`O(S \log S)`. Smaller is better. Unbiased for independent
+    draws; with autocorrelated ones the second term is too small.
 
     :param draws: (S, N) or (C, S, N) draws of y, at least two.
     :param y: (N,) targets.
@@ -193,7 +193,7 @@ def function_space(draws: ArrayLike) -> FunctionSpace:
     """R-hat and effective sample sizes of predictions: convergence of the function, whatever the weights do.
 
     Weights that differ by a symmetry of the network, such as two exchanged hidden units, give the same function.
-    Chains in different copies of a mode therefore look unmixed by their weights, and mixed here.
+    Chains in different copies of a mode therefore look unmixed in weight space, and mixed here.
 
     :param draws: (C, S, N, ...) draws of predictions, chains first, e.g. ``idata.predictions["y_mean"].values``.
     :return: a :class:`~numpyro_bnn.metrics.draws.FunctionSpace`; NaN if a prediction never changes. With one

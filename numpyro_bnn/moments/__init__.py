@@ -1,4 +1,4 @@
-"""Means and variances carried through any JAX program, without sampling."""
+"""Propagation of means and variances through any JAX program, without sampling."""
 
 from numpyro_bnn.moments import closed_forms, rules  # noqa: F401  (they fill the tables of rules)
 from numpyro_bnn.moments.elementwise import register_elementwise

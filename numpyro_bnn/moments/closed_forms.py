@@ -7,14 +7,14 @@ Phi and phi the cdf and pdf of the standard normal at alpha, Q = 1 - Phi:
    E = m \Phi + \sqrt v \phi, \qquad
    V = v \{\Phi + \alpha^2 \Phi Q - \alpha \phi (\Phi - Q) - \phi^2\}.
 
-Evaluated in this form they lose digits in the tails. With t = |alpha| the integrals
+In this form they lose digits in the tails. With t = |alpha| the integrals
 
 .. math:: e(t) = \int_0^\infty u\, e^{-u^2/2 - t u} du, \qquad h(t) = \int_0^\infty u^2 e^{-u^2/2 - t u} du
 
 are positive, and so are all terms of Phi(-t) = phi (h + t e), E = sqrt(v) phi e and E[max(x, 0)^2] = v phi h for
 m <= 0; m > 0 is the mirror image, max(x, 0) = x + max(-x, 0). Polynomials in the variable y = (t - 4) / (t + 4) give
-e (t + 4)^2 and h (t + 4)^3 for all t to 1e-14. This costs one exponential, one division and no branch, less than any
-normal cdf of the library.
+e (t + 4)^2 and h (t + 4)^3 for all t to 1e-14. This costs one exponential, one division and no branch, less than
+any normal cdf of the library.
 
 Derivatives have closed forms too: dE/dm = Phi, dE/dv = phi / (2 sqrt v), dV/dm = 2 E Q, dV/dv = Phi - E phi / sqrt v.
 """
@@ -149,8 +149,7 @@ def maximum_of(mean: jax.Array, var: jax.Array, present: Any = True, num_nodes: 
 
     The largest, y, has the cdf F(t), the product of n normal cdfs. With an upper bound b,
     E(b - y) = int F dt and E(b - y)^2 = 2 int (b - t) F dt: Gauss-Legendre on both sides of the largest mean.
-    Taking the maximum pair by pair would lose the skewness: with 4 equal Gaussians the variance comes out 5 % too
-    small, with 64 43 %.
+    Pairwise maxima would lose the skewness: the variance would be 5 % too small with 4 equal Gaussians, 43 % with 64.
 
     ``mean`` and ``var`` are (n, ...); ``present`` is False for elements to leave out; ``num_nodes`` are per side.
     """
@@ -180,7 +179,7 @@ def _normal(term: Any) -> Gaussian | None:
 
 
 def _name(term: Term) -> str:
-    """The primitive a term was computed with; empty for the variable itself."""
+    """The primitive that computed a term; empty for the variable itself."""
     return term.equation.name if term.equation is not None else ""
 
 
@@ -192,7 +191,7 @@ def _clipped(term: Term) -> Gaussian | None:
     x = _normal(u)
     if x is None or isinstance(bound, Term):
         return None
-    # A bound of -inf (or +inf of a minimum) leaves the number as it is.
+    # A bound of -inf (or +inf for a minimum) leaves the number unchanged.
     open_end = bound == -sign * np.inf
     finite = jnp.where(open_end, 0, bound).astype(x.mean.dtype)
     mean, var = rectified(sign * (x.mean - finite), x.var)
@@ -200,7 +199,7 @@ def _clipped(term: Term) -> Gaussian | None:
 
 
 def _select(term: Term) -> Gaussian | None:
-    """``select_n(u > 0, a * u, b * u)``, as leaky rectifiers are written; any order, any of the comparisons."""
+    """``select_n(u > 0, a * u, b * u)``, the usual form of leaky rectifiers; any order, any of the comparisons."""
     which, *cases = term.operands
     compared = _compared_with_zero(which)
     if compared is None or len(cases) != 2:
@@ -230,7 +229,7 @@ def _compared_with_zero(which: Any) -> tuple[Term, bool] | None:
 
 
 def _multiple(case: Any, u: Term) -> Any:
-    """The factor c where the expression is c * u, else ``None``."""
+    """The factor c if the expression is c * u, else ``None``."""
     if case is u:
         return 1.0
     if not isinstance(case, Term):

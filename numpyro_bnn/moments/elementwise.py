@@ -11,7 +11,7 @@ from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import RULES, wrap
 from numpyro_bnn.moments.terms import Gaussian, Term
 
-# Functions with steps that never end (floor, round, rem) are left out: no fixed number of nodes integrates them.
+# Functions with infinitely many steps (floor, round, rem) are left out: no fixed number of nodes integrates them.
 ELEMENTWISE = {
     *("add", "add_any", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "clamp", "select_n"),
     *("integer_pow", "pow", "square", "sqrt", "rsqrt", "cbrt"),
@@ -43,7 +43,7 @@ _PARTIAL = {
 
 
 def register_elementwise(*names: str) -> None:
-    """Declare primitives elementwise: functions of one variable made of them are integrated by quadrature.
+    """Declare primitives elementwise: functions of one variable composed of them are integrated by quadrature.
 
     :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
 
@@ -53,7 +53,7 @@ def register_elementwise(*names: str) -> None:
 
 
 def elementwise(equation: Equation, *operands: Any) -> Term:
-    """A longer term if all random operands share their variable, otherwise the rule of independent operands."""
+    """Extend the term if all random operands share their variable; otherwise treat operands as independent."""
     variables = {operand.variable for operand in operands if isinstance(operand, Term)}
     if len(variables) == 1:
         _check_domain(equation, operands)
@@ -145,7 +145,7 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
                 )
             if one.path == other.path:
                 raise equation.refuse(
-                    "combines two functions of the same random elements, moved alike",
+                    "combines two functions of the same random elements, reshaped or sliced alike",
                     "Combine them before reshaping or slicing.",
                 )
 
@@ -164,7 +164,7 @@ def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
 
 
 def _select_independent(equation: Equation, which: Any, *cases: Any) -> Gaussian:
-    """Plain cases have variance 0."""
+    """Select between independent values; plain cases have variance 0."""
     means = [case.mean if isinstance(case, Gaussian) else case for case in cases]
     variances = [case.var if isinstance(case, Gaussian) else jnp.zeros_like(case) for case in cases]
     return Gaussian(equation.bind(which, *means), equation.bind(which, *variances))
@@ -180,7 +180,7 @@ _INDEPENDENT: dict[str, Callable[..., Gaussian]] = {
 
 
 def custom_derivative(equation: Equation, *operands: Any) -> list[Any]:
-    """Descend, but let quadrature evaluate the function as it is, with the derivative its author gave it."""
+    """Descend, but let quadrature evaluate the function itself, with the derivative that its author defined."""
     outputs = equation.descend(*operands)
     variables = {operand.variable for operand in operands if isinstance(operand, Term)}
     if len(outputs) != 1 or len(variables) != 1 or not isinstance(outputs[0], Term):

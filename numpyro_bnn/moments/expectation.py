@@ -1,4 +1,4 @@
-r"""Mean and variance of a term: in closed form where there is one, otherwise by Gauss-Legendre quadrature on panels.
+r"""Mean and variance of a term: in closed form if there is one, otherwise by Gauss-Legendre quadrature on panels.
 
 The interval m + sqrt(v) z, -8 <= z <= 8, is cut where the function has kinks and steps: where an argument that is
 affine in x meets the number it is compared with, or 0 for functions such as tanh. Each panel gets n nodes with the
@@ -16,13 +16,13 @@ import numpy as np
 
 from numpyro_bnn.moments.terms import Gaussian, Term
 
-# Name of an elementwise primitive -> function of the term; ``None`` where the term has another form.
+# Name of an elementwise primitive -> function of the term; ``None`` if the term has another form.
 CLOSED_FORMS: dict[str, Callable[[Term], Gaussian | None]] = {}
 NODES: ContextVar[int] = ContextVar("num_nodes", default=32)
 
 _REACH = 8.0
 _MOST_BREAKS = 3
-# Evaluations held in memory at once; beyond that the nodes are summed one after the other.
+# Number of evaluations held in memory at once; beyond that the nodes are summed one after another.
 _AT_ONCE = 2**24
 _COMPARED = frozenset({"max", "min", "gt", "ge", "lt", "le", "eq", "ne", "clamp"})
 
@@ -58,9 +58,7 @@ def is_zero(value: Any) -> bool:
 
 
 def _quadrature(term: Term, num_nodes: int) -> Gaussian:
-    """Mean and variance of a term.
-
-    Where v is below eps^(2/3), differences along the line would be lost in rounding; there
+    """Mean and variance of a term; for v below eps^(2/3), where differences along the line would be lost in rounding,
     E f = f(m) + f''(m) v / 2 and Var f = f'(m)^2 v.
     """
     x = term.variable.gaussian
@@ -129,7 +127,7 @@ def _derivatives(fn: Callable[[Any], Any], x: jax.Array) -> tuple[jax.Array, jax
 
 
 def _breaks(term: Term) -> list[Any]:
-    """Where x makes an argument equal to what it is compared with, or 0; equal constants once."""
+    """Where x makes an argument equal to the number it is compared with, or to 0; equal constants once."""
     found: dict[Any, Any] = {}
     seen: set[int] = set()
 
@@ -162,7 +160,7 @@ def _places(node: Term) -> list[Any]:
 
 
 def _line(term: Term) -> tuple[Any, Any] | None:
-    """(slope, shift) of an affine function of x, and of one that is clipped: between its bounds it is affine."""
+    """(slope, shift) of an affine function of x, also of a clipped one, which is affine between its bounds."""
     if term.is_normal:
         return term.slope, term.shift
     base = term.base
@@ -174,7 +172,7 @@ def _line(term: Term) -> tuple[Any, Any] | None:
 
 
 def _solve(slope: Any, shift: Any, at: Any) -> Any:
-    """x with slope * x + shift = at; 0 where the argument does not depend on x."""
+    """x with slope * x + shift = at; 0 if the argument does not depend on x."""
     if isinstance(slope, float):
         return (at - shift) / slope if slope else 0.0
     return jnp.where(slope == 0, 0, (at - shift) / jnp.where(slope == 0, 1, slope))

@@ -1,8 +1,8 @@
-"""An interpreter of JAX programs (jaxprs) that hands marked values to a table of rules.
+"""An interpreter of JAX programs (jaxprs) that passes marked values to a table of rules; it knows nothing of moments.
 
-It knows nothing of moments. Equations whose inputs are all plain are evaluated as usual; the rule of its primitive
-evaluates an equation with a marked input; calls (``jit``, ``custom_jvp``, ``custom_vjp``, ``remat``, ...) are
-descended into; equations that the outputs do not need are skipped.
+Equations whose inputs are all plain are evaluated as usual, those with a marked input by the rule of their
+primitive. Calls (``jit``, ``custom_jvp``, ``custom_vjp``, ``remat``, ...) are entered, and equations that the
+outputs do not need are skipped.
 """
 
 import os
@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import needed_equations
 
-# Primitives that call a program of their own, and the names under which releases of JAX store it.
+# Primitives that call an inner program, and the names under which versions of JAX store it.
 CALLS = {
     *("jit", "pjit", "closed_call", "core_call", "core_closed_call", "checkpoint", "remat", "remat2"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
@@ -73,20 +73,17 @@ class Equation:
         return primitive.bind(*operands, **primitive.get_bind_params(self.params))
 
     def descend(self, *operands: Any) -> list[Any]:
-        """Interpret the program that a call holds."""
+        """Interpret the program inside a call."""
         jaxpr, consts = inner_jaxpr(self.jaxpr_equation)
         return self.interpreter.run(jaxpr, consts, operands, self.needed, self)
 
     def refuse(self, why: str, instead: str) -> Exception:
-        """The error (the caller raises it) that names the primitive and the line of the user.
-
-        :param why: goes on after "which", e.g. ``"has no rule"``.
-        """
+        """The error (the caller raises it) that names the primitive and the user's line; ``why`` follows "which"."""
         got = f"`{self.name}` at {self.where()}, which {why}"
         return argument_error(self.interpreter.call, "fn", got, instead)
 
     def where(self) -> str:
-        """The innermost line outside JAX, and the line of the user that led to it if that is another."""
+        """The innermost line outside JAX, and the user's line that led to it if that is a different one."""
         frames = self._frames()
         users = [f for f in frames if not (f.file_name.startswith(_OURS) or "site-packages" in f.file_name)]
         shown = frames[:1] + [f for f in users[:1] if f is not frames[0]]
@@ -97,8 +94,8 @@ class Equation:
     def _frames(self) -> list[Any]:
         """Frames outside JAX and this folder, innermost first.
 
-        A jitted function keeps the traceback of its first use, so of an equation inside a call only the frames of the
-        called function itself can be trusted; from there on the frames of the call hold.
+        A jitted function keeps the traceback of its first use, so for an equation inside a call only the frames of
+        the called function itself can be trusted; beyond it the frames of the call apply.
         """
         traceback = getattr(getattr(self.jaxpr_equation, "source_info", None), "traceback", None)
         frames = [f for f in getattr(traceback, "frames", ()) if not f.file_name.startswith((_JAX, _HERE))]
@@ -116,10 +113,10 @@ Rule = Callable[..., Any]
 class Interpreter:
     """Evaluate jaxprs under a table of rules.
 
-    :param rules: from the name of a primitive to ``rule(equation, *operands)``, which returns the output (a list
-        if the primitive has several). A rule of a call replaces the descent into it.
+    :param rules: from the name of a primitive to ``rule(equation, *operands)``, which returns the output (a list if
+        the primitive has several). A rule of a call is used instead of entering it.
     :param marked: whether rules must handle a value; all others are plain.
-    :param call: public name to use in errors.
+    :param call: public name for error messages.
     :param default: the rule of every other primitive with a marked operand; ``None`` refuses it.
 
     >>> import jax, jax.numpy as jnp
@@ -146,13 +143,9 @@ class Interpreter:
         needed: Sequence[bool] | None = None,
         caller: Equation | None = None,
     ) -> list[Any]:
-        """Values of the outputs of a jaxpr.
+        """Outputs of a jaxpr for inputs ``args``, plain or marked, and values ``consts`` of its constants.
 
-        :param jaxpr: an open jaxpr.
-        :param consts: values of its constants.
-        :param args: values of its inputs, plain or marked.
-        :param needed: which outputs are wanted (default all); the others come out as ``None``.
-        :param caller: the equation whose program this is.
+        Outputs that are not ``needed`` come out as ``None``; ``caller`` is the equation whose program this is.
         """
         needed = [True] * len(jaxpr.outvars) if needed is None else needed
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -181,7 +174,7 @@ class Interpreter:
 
 def _plain(equation: Equation, *operands: Any) -> Any:
     if all(_is_number(value) for value in operands) and all(out.size == 1 for out in equation.outputs):
-        # Known numbers stay known under jit, so that rules can look at them (is this constant 0?).
+        # Known numbers stay known under jit, so that rules can inspect them (is this constant 0?).
         with jax.ensure_compile_time_eval():
             return equation.bind(*operands)
     return equation.bind(*operands)

@@ -1,4 +1,4 @@
-"""The table of rules, how a rule is added, and the transformation that applies them."""
+"""The table of rules, how to add a rule, and the transformation that applies the rules."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -17,18 +17,18 @@ RULES: dict[str, Rule] = {}
 
 
 def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]:
-    """Carry means and variances through a JAX program.
+    """Propagate means and variances through a JAX program.
 
     :param fn: any function of arrays made of supported operations.
     :param num_nodes: quadrature nodes per panel, for elementwise functions without a closed form.
-    :return: a function of the same arguments, any array of which may be a :class:`Gaussian`. Outputs that depend on
+    :return: a function of the same arguments, in which any array may be a :class:`Gaussian`. Outputs that depend on
         one are ``Gaussian``, the others plain arrays. It can be jitted, mapped and differentiated.
 
     Exact for one layer: an affine map with independent Gaussian weights or inputs, then an elementwise function (up
-    to quadrature error if it has no closed form). Approximate beyond: the elements of all arrays are treated as
+    to quadrature error if it has no closed form). Approximate beyond that: the elements of all arrays are treated as
     independent, whatever they were computed from, and the input of a nonlinearity as Gaussian.
 
-    :raises ValueError: for an operation without a rule; it names the primitive and the line of ``fn``.
+    :raises ValueError: for an operation without a rule; the message names the primitive and the line of ``fn``.
 
     Reference: Frey and Hinton (1999); Hernandez-Lobato and Adams (2015), section 3.1.
 
@@ -77,10 +77,11 @@ def register(
     ``equation.bind(*arrays)`` applies it, ``raise equation.refuse(why, instead)`` refuses a case.
 
     :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
-    :param view: each element of the output is an element of one operand.
-    :param reduces: the output mixes elements of the operand, and is not independent of it: combining the two again
-        is refused.
-    :param multiplies: the operands are multiplied as independent; a product of an array with itself is refused.
+    :param view: whether each element of the output is an element of one operand.
+    :param reduces: whether the output mixes elements of the operand, and so depends on it: combining the two again is
+        refused.
+    :param multiplies: whether the operands are multiplied as independent; a product of an array with itself is
+        refused.
 
     >>> import jax, jax.numpy as jnp
     >>> @register("cumsum", reduces=True)
@@ -100,7 +101,7 @@ def register(
 
 
 def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Rule:
-    """The rule as the interpreter calls it: it keeps track of which variables share elements."""
+    """The rule as the interpreter calls it, which tracks which variables share elements."""
 
     def apply(equation: Equation, *operands: Any) -> Any:
         terms = [operand for operand in operands if isinstance(operand, Term)]

@@ -48,7 +48,7 @@ def _reduce_min(equation: Equation, x: Gaussian) -> Gaussian:
 
 @register("reduce_window_max", reduces=True)
 def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
-    """The elements of a window; a position in the padding never wins."""
+    """The maximum over each window; a position in the padding never wins."""
     p = equation.params
     if any(d != 1 for d in p["base_dilation"]):
         raise equation.refuse("dilates its input", "Pool without dilation of the input.")
@@ -66,7 +66,7 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
 def _strided(
     x: Gaussian, offset: tuple[int, ...], padding: Any, strides: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[Gaussian, np.ndarray]:
-    """The element at one offset of every window, and where it lies inside the array rather than in the padding."""
+    """The element at one offset of every window, and whether it lies inside the array rather than in the padding."""
     places = [
         np.arange(n) * stride + start - low
         for n, stride, start, (low, _) in zip(shape, strides, offset, padding, strict=True)
@@ -93,7 +93,7 @@ _MOVES: dict[str, int | None] = {
 
 @register(*_MOVES, view=True)
 def _move(equation: Equation, *operands: Any) -> Any:
-    """Means and variances move alike; plain data has variance 0."""
+    """Means and variances move alike; plain data have variance 0."""
     count = _MOVES[equation.name]
     data, indices = operands[:count], operands[len(operands[:count]) :]
     return _alike(equation, data, lambda parts: equation.bind(*parts, *_plain_indices(equation, indices)))

@@ -1,9 +1,9 @@
 """Random arrays, and the elementwise functions of one random array that are not evaluated yet.
 
-``x * sigmoid(x)`` is a function of one variable, not a product of two independent ones. An elementwise equation whose
-random operands are all functions of the same :class:`Variable` therefore gives a :class:`Term`, a node of an
-expression graph. Its moments are computed when an operation that is not elementwise, or joins two variables, needs
-them.
+``x * sigmoid(x)`` is a function of one variable, not a product of two independent ones. Therefore an elementwise
+equation whose random operands are all functions of the same :class:`Variable` gives a :class:`Term`, a node of an
+expression graph. Its moments are computed when an operation needs them that is not elementwise or joins two
+variables.
 """
 
 from copy import copy
@@ -20,7 +20,7 @@ class Gaussian(NamedTuple):
     """Mean and variance of every element of an array; the elements are treated as independent.
 
     :param mean: any shape, floating point.
-    :param var: the same shape, at least 0; 0 stands for a known number.
+    :param var: the same shape, at least 0; 0 means a known number.
     """
 
     mean: Any
@@ -28,7 +28,7 @@ class Gaussian(NamedTuple):
 
 
 def as_gaussian(value: Gaussian) -> Gaussian:
-    """The same moments as JAX arrays of one dtype; refuses a mean and a variance that do not fit."""
+    """The same moments as JAX arrays of one dtype; refuses a mean and a variance that do not match."""
     mean, var = jnp.asarray(value.mean), jnp.asarray(value.var)
     if mean.shape != var.shape:
         instead = f"Pass one variance per element of the mean, {mean.shape}."
@@ -64,7 +64,7 @@ class Variable:
 class Term:
     """A node: ``equation`` applied to ``operands`` (terms of the same variable, and plain arrays).
 
-    Where an affine form is known, the node is slope * base + shift with another node as ``base``: moments of affine
+    If an affine form is known, the node is slope * base + shift with another node as ``base``: moments of affine
     functions are exact, whatever the base is.
     """
 
@@ -92,7 +92,7 @@ class Term:
             self.shape, self.dtype = equation.outputs[0].shape, equation.outputs[0].dtype
 
     def evaluated(self, equation: Equation, *operands: Any) -> "Term":
-        """The same term, evaluated by the call it came out of, which keeps custom derivatives."""
+        """The same term, evaluated by the call that produced it, which keeps custom derivatives."""
         same = copy(self)
         same.evaluated_as = (equation, operands)
         same.base = same if self.base is self else self.base
@@ -104,7 +104,7 @@ class Term:
         return self.base.equation is None
 
     def evaluate(self, x: Any) -> Any:
-        """Value of the expression where its variable has the value ``x``."""
+        """Value of the expression if its variable has the value ``x``."""
         known: dict[int, Any] = {}
 
         def value(node: Any) -> Any:

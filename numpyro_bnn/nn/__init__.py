@@ -2,7 +2,7 @@
 
 from numpyro_bnn.nn.architectures import CNN, MLP, ResNet
 from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer
-from numpyro_bnn.nn.base import Shape as Shape  # this and the next line: for other rooms, not public
+from numpyro_bnn.nn.base import Shape as Shape  # this and the next line: for other subpackages, not public
 from numpyro_bnn.nn.base import fan_in as fan_in
 from numpyro_bnn.nn.base import input_axis as input_axis
 from numpyro_bnn.nn.base import inputs_first as inputs_first

@@ -21,9 +21,9 @@ def _norms(norm: Layer | None) -> list[Layer | str]:
 def MLP(widths: Sequence[int], activation: Layer | str = "relu", norm: Layer | None = None) -> Sequential:
     """Multi-layer perceptron: Dense, [norm], activation, ..., Dense.
 
-    :param widths: units of every layer, the last one the output, e.g. ``[50, 50, 1]``.
-    :param activation: name or layer, after every dense layer but the last.
-    :param norm: a normalization put between dense layer and activation, e.g. ``BatchNorm()``.
+    :param widths: units of every layer, the last one being the output, e.g. ``[50, 50, 1]``.
+    :param activation: name or layer, after every dense layer except the last.
+    :param norm: a normalization between dense layer and activation, e.g. ``BatchNorm()``.
 
     >>> MLP([50, 50, 1], activation="tanh").output_shape((13,))
     (1,)
@@ -47,10 +47,10 @@ def CNN(
     """Convolutional classifier: (Conv2d, [norm], activation, pool) per entry of ``channels``, Flatten, MLP.
 
     :param channels: output channels of each convolution.
-    :param widths: dense units, the last one the output.
+    :param widths: dense units, the last one being the output.
     :param window: filter size.
     :param pool: pooling layer; by default ``MaxPool(2)``.
-    :param padding: of the convolutions.
+    :param padding: padding of the convolutions.
     :param activation: name or layer.
     :param norm: normalization before each activation.
 
@@ -71,10 +71,10 @@ def ResNet(
     activation: Layer | str = "relu",
     norm: Layer | None = None,
 ) -> Sequential:
-    """Residual convolutional network in stages; each stage after the first halves the image.
+    """Residual convolutional network in stages; each stage after the first halves the image size.
 
-    A block is activation(x + Conv, [norm], activation, Conv, [norm]); where the shape changes the
-    shortcut is a 1 x 1 convolution. A global average pool and a dense layer follow.
+    A block is activation(x + Conv, [norm], activation, Conv, [norm]); if the shape changes, the shortcut is a 1 x 1
+    convolution. A global average pool and a dense layer follow.
 
     :param channels: channels of each stage, e.g. ``[16, 32, 64]``.
     :param outputs: number of outputs K.

@@ -1,4 +1,4 @@
-"""What a layer is: a frozen, hashable specification with two pure functions, ``shapes`` and ``forward``."""
+"""Base class of layers: a frozen, hashable specification with two pure functions, ``shapes`` and ``forward``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ Role = Literal["kernel", "bias", "scale"]
 
 
 class BatchStatistics(NamedTuple):
-    """Statistics that a batch normalization standardizes with: ``mean`` and ``sd`` of each feature, shape (H,)."""
+    """Statistics used by a batch normalization: ``mean`` and ``sd`` of each feature, shape (H,)."""
 
     mean: jax.Array
     sd: jax.Array
@@ -31,7 +31,7 @@ class ForwardContext:
 
     ``context["kernel"]`` is the layer's own parameter of that name. ``given`` holds statistics to normalize with
     (prediction); if it is ``None`` every batch normalization uses those of its own batch and records them in
-    ``seen``, the only thing that a pass writes to.
+    ``seen``, the only thing that a forward pass writes to.
     """
 
     params: Params
@@ -56,12 +56,12 @@ def join(path: str, name: str) -> str:
 
 
 class Layer(ABC):
-    """Base class of every network specification, and of layers of your own.
+    """Base class of every network specification, and of user-defined layers.
 
     A layer is a frozen dataclass: static, hashable, without arrays. It defines :meth:`shapes` and :meth:`forward`.
-    Parameters are a flat dictionary whose keys are dotted paths, e.g. ``"Dense_0.kernel"``, the names of the NumPyro
-    sites. Shapes follow Flax: dense kernels (in, out), convolutions (h, w, in, out). Leading axes of an input are
-    batch axes.
+    Parameters are a flat dictionary keyed by dotted paths, e.g. ``"Dense_0.kernel"``, which name the NumPyro sites.
+    Shapes follow Flax: dense kernels (in, out), convolutions (h, w, in, out). Leading axes of an input are batch
+    axes.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn import nn
@@ -78,8 +78,8 @@ class Layer(ABC):
         """Return ``({parameter: shape}, output_shape)`` for one input without batch axes.
 
         :param input_shape: shape of one data point, e.g. ``(D,)`` or ``(height, width, channels)``.
-        :param path: where the layer sits in the network; used in error messages.
-        :raises ValueError: if the layer cannot take that shape; names the layer and both shapes.
+        :param path: place of the layer in the network, for error messages.
+        :raises ValueError: if the layer cannot take that shape; the message names the layer and both shapes.
         """
 
     @abstractmethod
@@ -89,11 +89,11 @@ class Layer(ABC):
     def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
         """Declare which parameters write and read units; the symmetries of a network are derived from it.
 
-        Without a declaration a layer is taken to mix everything, and no symmetry passes through it.
+        By default a layer is assumed to mix everything, and no symmetry passes through it.
 
         :param wiring: the record to add to.
-        :param path: where the layer sits in the network.
-        :param x: its input features.
+        :param path: place of the layer in the network.
+        :param x: features of its input.
         :param shape: shape of one input.
         :return: the output features, and the shape of one output.
         """
@@ -117,7 +117,7 @@ class Layer(ABC):
     ) -> jax.Array:
         """Evaluate the network.
 
-        :param params: flat dictionary ``{path: array}`` as :meth:`param_shapes` lists it.
+        :param params: flat dictionary ``{path: array}`` as listed by :meth:`param_shapes`.
         :param x: inputs of shape ``(..., *input_shape)``; integers (bytes of an image) become floats.
         :param statistics: batch statistics from :meth:`statistics`. Without them every
             :class:`~numpyro_bnn.nn.BatchNorm` normalizes with the batch it is given.
@@ -128,14 +128,14 @@ class Layer(ABC):
     def statistics(self, params: Params, x: jax.Array) -> dict[str, BatchStatistics]:
         """Return the batch statistics of every normalization for the data ``x``; a pure function of both.
 
-        For prediction evaluate this once per draw on the training inputs and pass it to :meth:`apply`.
+        For prediction, evaluate this once per draw on the training inputs and pass it to :meth:`apply`.
         """
         context = ForwardContext(params)
         self.forward(context, _as_inputs(x))
         return context.seen
 
     def init(self, rng_key: jax.Array, input_shape: Shape) -> dict[str, jax.Array]:
-        """Draw parameters to start an optimizer from: kernels N(0, 1/fan_in), biases 0, normalization gains 1."""
+        """Draw initial parameters for an optimizer: kernels N(0, 1/fan_in), biases 0, normalization gains 1."""
         shapes = self.param_shapes(input_shape)
         params = {}
         for name, key in zip(shapes, jax.random.split(rng_key, max(len(shapes), 1)), strict=False):
@@ -149,7 +149,7 @@ class Layer(ABC):
     def wiring(self, input_shape: Shape) -> Wiring:
         """Return which parameters write and read the units of the network, as its layers declare them."""
         wiring = Wiring()
-        self.param_shapes(input_shape)  # refuses a shape the network cannot take
+        self.param_shapes(input_shape)  # refuses a shape that the network cannot take
         x = wiring.begin(input_shape[-1] if input_shape else 1, bound=True)
         wiring[x].fixed = True
         wiring.output, _ = self.connect(wiring, "", x, tuple(input_shape))
@@ -158,7 +158,7 @@ class Layer(ABC):
 
 
 def shape_error(layer: Layer, path: str, expected: str, got: Shape) -> Exception:
-    """The error for an input a layer cannot take: names the layer, its place, and both shapes."""
+    """The error for an input that a layer cannot take: names the layer, its place, and both shapes."""
     call = f"nn.{type(layer).__name__}" + (f" at {path!r}" if path else "")
     return argument_error(call, "x", f"input shape {got}", f"It takes {expected}.")
 
@@ -184,15 +184,15 @@ def _checked_shape(input_shape: Shape) -> Shape:
     return shape
 
 
-# -- what a parameter is for, read from its name ---------------------------------------------------------
+# -- the role of a parameter, read from its name ---------------------------------------------------------
 
 
 def role(name: str, shape: Shape) -> Role:
     """Role of a parameter, read from its name and shape in the conventions of Flax, NNX and Equinox.
 
-    ``kernel``: weights that multiply inputs (Flax, NNX and ours ``...kernel`` and ``...embedding``, Equinox
-    ``...weight`` with at least two axes). ``scale``: the gain of a normalization (``...scale``, or a
-    one-dimensional ``...weight``). Everything else is a ``bias``.
+    ``kernel``: weights that multiply inputs (``...kernel`` and ``...embedding`` as in Flax and NNX, Equinox's
+    ``...weight`` with at least two axes). ``scale``: the gain of a normalization (``...scale``, or a one-dimensional
+    ``...weight``). Everything else is a ``bias``.
 
     >>> role("Dense_0.kernel", (3, 8)), role("layers[0].weight", (8, 3)), role("BatchNorm_0.scale", (8,))
     ('kernel', 'kernel', 'scale')
@@ -206,15 +206,12 @@ def role(name: str, shape: Shape) -> Role:
 
 
 def input_axis(name: str, shape: Shape) -> int:
-    """Axis of a kernel that runs over its inputs (units or channels).
-
-    Flax layout (in, out) / (h, w, in, out): the last but one. Equinox ``weight`` (out, in, ...): axis 1.
-    """
+    """Axis of a kernel that runs over its inputs (units or channels): Flax (..., in, out), Equinox (out, in, ...)."""
     return len(shape) - 2 if inputs_first(name) else 1
 
 
 def output_axis(name: str, shape: Shape) -> int:
-    """Axis of a kernel that runs over its outputs (units or channels): the last one, in Equinox the first."""
+    """Axis of a kernel that runs over its outputs (units or channels): the last one, for Equinox the first."""
     return len(shape) - 1 if inputs_first(name) else 0
 
 

@@ -22,7 +22,7 @@ IMAGE = "an image (height, width, channels)"
 def _pair(call: str, argument: str, value: int | Pair) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
     if len(pair) != 2:
-        instead = "Write a positive integer or a pair of them, e.g. `(3, 3)`."
+        instead = "Pass a positive integer or a pair of them, e.g. `(3, 3)`."
         raise argument_error(call, argument, value, instead)
     height, width = (check_count(call, argument, n) for n in pair)
     return height, width
@@ -104,7 +104,7 @@ class Conv2d(Layer):
         kernel, images = context["kernel"], _as_images(self, context, x)
         if images.shape[-1] != kernel.shape[2]:
             raise shape_error(self, context.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
-        # Unlike `@`, a convolution refuses float32 images with float64 kernels.
+        # Unlike `@`, a convolution does not accept float32 images with float64 kernels.
         dtype = jnp.result_type(images, kernel)
         padding = _padding("nn.Conv2d", self.padding)
         y = convolve(images.astype(dtype), kernel.astype(dtype), self.strides, padding)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class Conv2d(Layer):
 
 @dataclass(frozen=True)
 class _Pool(Layer):
-    """Common part of the pooling layers; ``window=None`` pools over the whole image."""
+    """Base class of the pooling layers; ``window=None`` pools over the whole image."""
 
     linear: ClassVar[bool]
     window: int | Pair | None = 2
@@ -140,7 +140,7 @@ class _Pool(Layer):
         return {}, (*spatial, input_shape[2])
 
     def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
-        # A maximum is taken along with a positive factor or a common shift, not with a sign; a mean with all three.
+        # A maximum commutes with a positive factor or a common shift, not with a sign; a mean with all three.
         wiring[x].odd &= self.linear
         wiring[x].pointwise &= self.linear
         return x, self.output_shape(shape)
@@ -154,7 +154,7 @@ class _Pool(Layer):
 class MaxPool(_Pool):
     """Maximum over windows of an image; ``window=None`` takes the whole image.
 
-    The gradient goes to the maximum, to the first of equal ones.
+    The gradient goes to the maximum, or to the first of equal ones.
 
     :param window: an integer, a pair, or ``None``.
     :param strides: step of the window; by default the window itself.
@@ -177,9 +177,9 @@ class MaxPool(_Pool):
 
 
 def _tiles(x: jax.Array, window: Pair) -> jax.Array:
-    """Windows that do not overlap, as axes: (N, H, h, W, w, C).
+    """Non-overlapping windows, as axes: (N, H, h, W, w, C).
 
-    The gradient of their maximum is elementwise; that of a general window costs twice the step of a small network.
+    The gradient of their maximum is elementwise; that of a general window doubles the step time of a small network.
     """
     batch, height, width, channels = x.shape
     rows, columns = height // window[0], width // window[1]
@@ -192,7 +192,7 @@ def _largest(tiles: jax.Array) -> jax.Array:
     """Maximum over the windows that `_tiles` cuts; the gradient of each goes to its first largest value.
 
     JAX's own gradient looks for the values that equal the maximum. XLA may compute the two in different loops with
-    different rounding, so that no value equals it, and the gradient is NaN.
+    different rounding; then no value equals it, and the gradient is NaN.
     """
     return tiles.max(axis=(2, 4))
 
@@ -234,8 +234,7 @@ class AvgPool(_Pool):
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
     """Cross-correlate images (B, H, W, C) with a kernel (h, w, C, K): (B, H', W', K).
 
-    On a CPU this is a matrix product: XLA runs a convolution inside a compiled loop, as in every sampler, many times
-    slower than outside.
+    On CPUs as a matrix product: XLA runs a convolution inside a compiled loop many times slower than outside.
     """
     if jax.default_backend() == "cpu":
         return convolve_by_product(x, kernel, strides, padding)
@@ -255,6 +254,6 @@ def convolve_by_product(x: jax.Array, kernel: jax.Array, strides: tuple[int, int
 
 
 def _shifted(x: jax.Array, axis: int, window: int, step: int) -> list[jax.Array]:
-    """What each place of a window sees while the window slides along an axis."""
+    """The values at each place of a window as the window slides along an axis."""
     count = (x.shape[axis] - window) // step + 1
     return [lax.slice_in_dim(x, i, i + step * (count - 1) + 1, step, axis) for i in range(window)]

@@ -1,4 +1,4 @@
-"""Dense layers and activations, and layers made of layers."""
+"""Dense layers and activations, and layers composed of layers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from numpyro_bnn._checks import argument_error, check_choice, check_count, check
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
-# The one table of activations: a new one is a row here. GELU is the exact one, x Phi(x).
+# The only table of activations: a new one is a new row. GELU is the exact one, x Phi(x).
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "identity": lambda x: x,
     "relu": jax.nn.relu,
@@ -75,7 +75,7 @@ class Activation(Layer):
     """Elementwise nonlinearity.
 
     :param name: one of ``identity, relu, leaky_relu, tanh, erf, gelu, silu, softplus``.
-    :param negative_slope: slope of ``leaky_relu`` below 0; the others do not use it.
+    :param negative_slope: slope of ``leaky_relu`` below 0; ignored by the others.
 
     >>> import jax.numpy as jnp
     >>> Activation("relu").apply({}, jnp.array([-1.0, 2.0])).tolist()
@@ -142,7 +142,7 @@ def _as_layer(call: str, argument: str, value: Layer | str) -> Layer:
 
 @dataclass(frozen=True)
 class Sequential(Layer):
-    """Layers one after the other.
+    """Layers applied one after another.
 
     :param layers: layers, or names of activations.
 
@@ -194,7 +194,7 @@ class Residual(Layer):
     """Residual block: y = x + body(x), or shortcut(x) + body(x).
 
     :param body: the layer whose output is added.
-    :param shortcut: a projection for a body that changes the shape, e.g. ``Conv2d(32, 1, strides=2)``.
+    :param shortcut: a projection, if the body changes the shape, e.g. ``Conv2d(32, 1, strides=2)``.
 
     Sub-layers are named ``body`` and ``shortcut``. Reference: He et al. (2016), equations 1-2.
 

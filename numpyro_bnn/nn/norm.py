@@ -16,8 +16,8 @@ from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Power of two near the size of ``x`` along ``axes``, a constant for differentiation.
 
-    Dividing by it first is exact and keeps squares within range whatever the scale of the weights. The
-    normalization does not depend on the unit, so its derivative through the unit is zero.
+    Dividing by it first is exact and keeps squares within range for any scale of the weights. The normalization does
+    not depend on the unit, so its derivative through the unit is zero.
     """
     largest = lax.stop_gradient(jnp.max(jnp.abs(x), axis=axes, keepdims=True))
     _, exponent = jnp.frexp(largest)
@@ -25,15 +25,15 @@ def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def _divide(centered: jax.Array, sd: jax.Array) -> jax.Array:
-    """Centered values over their sd; 0, with gradient 0, where the sd is 0."""
+    """Centered values over their sd; 0, with gradient 0, if the sd is 0."""
     return jnp.where(sd > 0, centered / jnp.where(sd > 0, sd, 1), 0)
 
 
 def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchStatistics]:
     """Return (x - mean) / sd along ``axes`` and the statistics used.
 
-    For any c > 0, ``standardize(c * x)`` equals ``standardize(x)`` to rounding: there is no additive
-    epsilon. A feature that is constant up to rounding has sd 0 and gives 0, with gradient 0.
+    There is no additive epsilon, so ``standardize(c * x)`` equals ``standardize(x)`` to rounding for any c > 0. A
+    feature that is constant up to rounding has sd 0 and gives 0, with gradient 0.
     """
     unit = _unit(x, axes)
     u = x / unit
@@ -49,14 +49,14 @@ def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchSt
 
 
 def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
-    """Refuse what broadcasting would accept: one feature for many values, or the other way round."""
+    """Refuse what broadcasting would accept: one feature for many values, or many features for one value."""
     if x.shape[-1:] != values.shape:
         raise shape_error(layer, path, f"(..., {', '.join(map(str, values.shape))})", x.shape)
 
 
 @dataclass(frozen=True)
 class _Norm(Layer):
-    """Common part: the learned gain and shift of the last axis."""
+    """Base class: the learned gain and shift of the last axis."""
 
     reach: ClassVar[Reach]
     use_scale: bool = True
@@ -86,12 +86,12 @@ class _Norm(Layer):
 class BatchNorm(_Norm):
     """Normalize every feature (or channel) with mean and variance over the batch (and the image).
 
-    y = scale * (x - mean) / sd + bias, without an additive epsilon: the layer is exactly invariant to the
-    scale of its inputs, and constant features give ``bias``.
+    y = scale * (x - mean) / sd + bias, without an additive epsilon: the layer is exactly invariant to the scale of
+    its inputs, and constant features give ``bias``.
 
-    There is no running average. While sampling, the statistics are those of the batch the layer is given. For
+    There is no running average. While sampling, the statistics are those of the batch that the layer is given. For
     prediction they are recomputed from the training data for each draw (``net.statistics``;
-    :func:`~numpyro_bnn.to_inference_data` does it), so a prediction depends on the draw and the training set alone,
+    :func:`~numpyro_bnn.to_inference_data` does it), so a prediction depends only on the draw and the training set,
     never on the other test points.
 
     :param use_scale: whether to learn a gain per feature.
@@ -126,7 +126,7 @@ class BatchNorm(_Norm):
 
     def _normalize_with(self, given: Mapping[str, BatchStatistics], path: str, x: jax.Array) -> jax.Array:
         if path not in given:
-            instead = "Make them with `net.statistics(params, x_train)`."
+            instead = "Compute them by `net.statistics(params, x_train)`."
             raise argument_error("nn.apply", "statistics", f"no entry {path!r}", instead)
         mean, sd = given[path]
         _same_features(self, path, mean, x)

@@ -1,4 +1,4 @@
-"""Which parameters write to the units of a network and which read them; its symmetries are derived from this."""
+"""Record of which parameters write to the units of a network and which read them, to derive its symmetries."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -7,12 +7,7 @@ Reach = Literal["unit", "layer", "image"]
 
 
 class Wire(NamedTuple):
-    """A parameter and the axis along which it meets the units of a segment.
-
-    :param param: dotted path, e.g. ``"Dense_0.kernel"``.
-    :param axis: the axis that runs over the units.
-    :param repeats: how often the units are repeated along it (after ``Flatten``), the unit running fastest.
-    """
+    """A parameter, its axis that runs over the units, and how often they repeat along it (units run fastest)."""
 
     param: str
     axis: int
@@ -23,8 +18,8 @@ class Wire(NamedTuple):
 class Segment:
     """A stretch of a network along which every unit keeps its value up to a factor of its own.
 
-    It begins where parameters write to the units and ends where others read them; a normalization ends it and
-    begins the next.
+    It begins where parameters write to the units and ends where others read them. A normalization ends it and begins
+    the next.
 
     :ivar units: number of units or channels.
     :ivar writers: affine parameters whose values are added into the units: kernels (output axis), biases, gains.
@@ -36,10 +31,11 @@ class Segment:
     :ivar odd: whether every activation satisfies f(-x) = -f(x).
     :ivar linear: whether there is no activation.
     :ivar pointwise: whether no maximum is taken over pixels, each of which may be shifted by another number.
-    :ivar bound: whether something that no parameter scales writes to the units: inputs, a normalization without gain.
+    :ivar bound: whether anything without a scaling parameter writes to the units: inputs, a normalization without
+        gain.
     :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer of unknown kind.
     :ivar before: segments whose normalization begins this one.
-    :ivar flipped_with: the segments among them that change sign with it, because their normalization has no gain.
+    :ivar flipped_with: those of them that change sign with it, because their normalization has no gain.
     """
 
     units: int
@@ -57,7 +53,7 @@ class Segment:
     flipped_with: list[int] = field(default_factory=list)
 
     def absorb(self, other: "Segment") -> None:
-        """Join with another segment whose units are added to these: a property must hold for both."""
+        """Merge with another segment whose units are added to these: a property must hold for both."""
         for name in ("writers", "readers", "norms", "gains", "before", "flipped_with"):
             getattr(self, name).extend(getattr(other, name))
         for name in ("homogeneous", "odd", "linear", "pointwise"):
@@ -97,7 +93,7 @@ class Wiring:
         return self.segments[self.find(x.segment if isinstance(x, Feature) else x)]
 
     def find(self, segment: int) -> int:
-        """Number under which a segment is kept."""
+        """Number under which a segment is stored."""
         while self._same[segment] != segment:
             segment = self._same[segment]
         return segment
@@ -115,18 +111,18 @@ class Wiring:
         return Feature(len(self.segments) - 1)
 
     def read(self, x: Feature, param: str, axis: int) -> None:
-        """Say that a kernel takes the features as its inputs along ``axis``."""
+        """Record that a kernel takes the features as its inputs along ``axis``."""
         self[x].readers.append(Wire(param, axis, x.repeats))
 
     def activate(self, x: Feature, homogeneous: bool, odd: bool) -> None:
-        """Say that an elementwise function is applied."""
+        """Record that an elementwise function is applied."""
         segment = self[x]
         segment.homogeneous &= homogeneous
         segment.odd &= odd
         segment.linear = False
 
     def normalize(self, x: Feature, reach: Reach, gain: str | None, shift: str | None) -> Feature:
-        """Say that a normalization reads the features; it begins a segment of its own."""
+        """Record that a normalization reads the features; it begins a new segment."""
         gains = [Wire(gain, 0, x.repeats)] if gain else []
         shifts = [Wire(shift, 0, x.repeats)] if shift else []
         segment = self[x]
@@ -139,7 +135,7 @@ class Wiring:
         return x._replace(segment=y.segment)
 
     def add(self, a: Feature, b: Feature) -> Feature:
-        """Say that two values are summed: here and everywhere before, their units share every factor."""
+        """Record that two values are summed: here and everywhere before, their units share every factor."""
         i, j = self.find(a.segment), self.find(b.segment)
         if i != j:
             self.segments[i].absorb(self.segments[j])
@@ -148,7 +144,7 @@ class Wiring:
         return a
 
     def opaque(self, x: Feature, units: int) -> Feature:
-        """Say that something unknown happens, through which no symmetry passes."""
+        """Record an unknown operation, through which no symmetry passes."""
         self[x].fixed = True
         y = self.begin(units, bound=True)
         self[y].fixed = True

@@ -1,4 +1,4 @@
-"""What the figures read from results of ArviZ 0.x or 1.x."""
+"""Read from ArviZ 0.x or 1.x results what the figures need."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ INPUTS = {"predictions": "predictions_constant_data", "posterior_predictive": "c
 class Drawn(NamedTuple):
     """Draws of one site in one group; ``function`` is its mean, or class probabilities (``classes``).
 
-    ``observed`` are the values to score it by, if there are any.
+    ``observed`` are the values against which to score it, if there are any.
     """
 
     site: str
@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
         return np.asarray(self.observed, dtype=np.float64).ravel()
 
     def mean_draws(self, call: str) -> NDArray[np.float64]:
-        """Draws of the function, which must be there."""
+        """Draws of the function; an error if there are none."""
         if self.function is None:
             raise argument_error(call, "site", repr(self.site), "The draws of its mean are needed.")
         return self.function
@@ -56,7 +56,7 @@ def predicted(
     scored: bool = False,
     target: str | None = None,
 ) -> Drawn:
-    """Draws of the site, from ``predictions`` if it is there (and, if ``scored``, has targets), else of the data."""
+    """Draws of the site, from ``predictions`` if present (and, if ``scored``, with targets), else of the data."""
     name = _site_name(call, idata, site)
     groups = [key for key in INPUTS if key in _arviz.group_names(idata)]
     held = {key: _observed(call, idata, key, name, target) for key in groups}
@@ -82,7 +82,7 @@ def chains_first(data: Any, name: str) -> NDArray[np.float64]:
 
 
 def is_results(given: Any) -> bool:
-    """Whether it is an ArviZ object rather than a dictionary or an array."""
+    """Whether the argument is an ArviZ object rather than a dictionary or an array."""
     try:
         _arviz.group_names(given)
     except TypeError:
@@ -119,7 +119,7 @@ def input_values(
 
 
 def training_points(idata: Any, site: str, name: str | None) -> tuple[NDArray, NDArray] | None:
-    """Training inputs and targets, if both are there and one-dimensional."""
+    """Training inputs and targets, if both are present and one-dimensional."""
     inputs, observed = _held(idata, "constant_data"), _held(idata, "observed_data")
     if name not in inputs or site not in observed or inputs[name].size != observed[site].size:
         return None
@@ -127,7 +127,7 @@ def training_points(idata: Any, site: str, name: str | None) -> tuple[NDArray, N
 
 
 def label(idata: Any, group: str, name: str) -> str:
-    """Text of an axis: the variable's ``long_name`` and ``units`` attributes where it has them."""
+    """Axis label: the variable's ``long_name`` and ``units`` attributes if it has them."""
     for held in (group, INPUTS[group], "observed_data"):
         data = _held(idata, held)
         about = data[name].attrs if name in data else {}
@@ -138,7 +138,7 @@ def label(idata: Any, group: str, name: str) -> str:
 
 
 def _site_name(call: str, idata: Any, site: str | None) -> str:
-    """The site to draw: the one given, or the only one observed."""
+    """The site to draw: the one given, or the only observed one."""
     known = _names(_held(idata, "observed_data"))
     if not known:
         drawn = [name for group in INPUTS for name in _names(_held(idata, group))]

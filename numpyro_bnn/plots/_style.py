@@ -1,4 +1,4 @@
-"""The look that all figures share, and the one import of Matplotlib."""
+"""The style that all figures share, and the only import of Matplotlib."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from numpyro_bnn._checks import argument_error
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Inches of one column of a two-column paper.
+# Width of one column of a two-column paper, in inches.
 COLUMN = 3.4
 
-# Colors that can be told apart with any color vision (Okabe and Ito, 2008), also when printed in gray.
+# Colors that can be distinguished with any color vision (Okabe and Ito, 2008), also when printed in gray.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 FUNCTION, MISSED = CYCLE[0], CYCLE[1]
 OBSERVATION, DATA = "#808080", "#000000"
-# For what is drawn in the background.
+# For background elements.
 PALE = "#E4E4E4"
 
 SETTINGS = {
@@ -62,7 +62,7 @@ def pyplot() -> Any:
 
 
 def log_ticks(axis: Any) -> None:
-    """A logarithmic ``axis.xaxis`` or ``axis.yaxis``, with plain numbers where it spans less than two decades."""
+    """A logarithmic ``axis.xaxis`` or ``axis.yaxis``, with plain numbers if it spans less than two decades."""
     from matplotlib import ticker
 
     (getattr(axis.axes, f"set_{axis.axis_name}scale"))("log")

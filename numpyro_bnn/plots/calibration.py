@@ -1,4 +1,4 @@
-"""Calibration: does what is predicted with probability 80 % happen 80 % of the time?"""
+"""Calibration: do events predicted with probability 80 % happen 80 % of the time?"""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def calibration(
     seed: int = 0,
     ax: Any = None,
 ) -> "NDArray[Any]":
-    """Calibration of predictions in two views; gray bands contain 95 % of what a calibrated model would give.
+    """Check the calibration of predictions in two views; gray bands contain 95 % of what a calibrated model gives.
 
     For numbers: the histogram of probability integral transforms (a hump means predictions that are too wide, a
     valley too narrow) and the coverage of central intervals of every level. For classes: the histogram of
@@ -79,10 +79,10 @@ def reliability_diagram(
     bins: int = 15,
     ax: Any = None,
 ) -> Any:
-    """Reliability diagram: accuracy of the most probable class by its probability, and the share of points there.
+    """Reliability diagram: accuracy of the most probable class by its probability, and the fraction of points there.
 
-    Gray bars contain 95 % of the shares that as many points of a calibrated model would have (binomial); the
-    histogram is the share of points in each bin. For predicted numbers draw :func:`calibration`.
+    Gray bars contain 95 % of the fractions that as many points of a calibrated model would have (binomial); the
+    histogram is the fraction of points in each bin. For numerical predictions draw :func:`calibration`.
 
     :param idata: result of ``to_inference_data`` of a classifier whose predictions have labels (else the data are
         used); a site of labels 0 and 1 with a mean, such as a Bernoulli, is a classifier of two classes.
@@ -121,7 +121,7 @@ def reliability_diagram(
 
 
 def _binomial_band(count: Any, share: Any) -> NDArray[np.float64]:
-    """Central 95 % interval of the share of successes among ``count`` trials with probability ``share``."""
+    """Central 95 % interval of the fraction of successes among ``count`` trials with probability ``share``."""
     # A probability of exactly 0 or 1 has no interval.
     return np.array(binom.interval(0.95, count, np.clip(share, 1e-12, 1 - 1e-12))) / count
 

@@ -1,4 +1,4 @@
-"""Predictions of each chain, or each member of an ensemble, at single points."""
+"""Predictions of each chain, or of each ensemble member, at single points."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def member_intervals(
     :param group: ``"predictions"`` or ``"posterior_predictive"``; by default the first of them that exists.
     :param target: name of the new targets in ``predictions_constant_data``; by default that of the site.
     :param output: index of the class or output, if the function has several.
-    :param ylabel: label with units; by default made of the name and units of the site.
+    :param ylabel: label with units; by default from the name and units of the site.
     :param ax: axes to draw on; by default those of a new figure, two columns wide.
     :return: the axes.
     :raises ValueError: if there are no draws of the function, the fits differ in their points, or a point does not

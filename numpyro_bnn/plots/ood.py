@@ -19,7 +19,7 @@ def _function_sd(function: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.sqrt(variance.reshape(len(variance), -1).sum(axis=1))
 
 
-# Name -> label of the axis, whether of class probabilities, and the score (N,) of draws (C, S, N, ...).
+# Name -> axis label, whether it takes class probabilities, and the score (N,) of draws (C, S, N, ...).
 SCORES: dict[str, tuple[str, bool, Score]] = {
     "mutual_information": (
         "mutual information of label and weights [nats]",
@@ -57,8 +57,8 @@ def ood_histograms(
 
     :param inside: result of ``to_inference_data`` with predictions at in-distribution points, or their scores (N,).
     :param outside: the same for out-of-distribution points, or several by name, e.g. ``{"MNIST": idata_mnist}``.
-    :param score: for class probabilities ``"mutual_information"`` (their default), ``"entropy"`` or ``"max_prob"``,
-        one minus the largest; for any function ``"function_sd"`` (the default of numbers); or a function from draws
+    :param score: for class probabilities ``"mutual_information"`` (the default), ``"entropy"`` or ``"max_prob"``,
+        one minus the largest; for any function ``"function_sd"`` (the default for numbers); or a function from draws
         (C, S, N, ...) of probabilities, or of the mean, to scores (N,).
     :param site: observed site; by default the only one.
     :param group: ``"predictions"`` or ``"posterior_predictive"``; by default the first of them that exists.
@@ -83,7 +83,7 @@ def ood_histograms(
     title, known = _scores(call, "inside", inside, score, site, group)
     others = {
         label: _scores(call, f"outside[{label!r}]", given, score, site, group)[1]
-        for label, given in (outside if several else {"foreign": outside}).items()
+        for label, given in (outside if several else {"OOD": outside}).items()
     }
     edges = _edges(call, [known, *others.values()], bins, log)
     (axis,) = _style.axes(call, ax)
@@ -95,7 +95,7 @@ def ood_histograms(
             color = _style.chain_color(place - 1)
             look = {"color": color, "linewidth": 1.2, "label": f"{label}, {_auroc(known, values)}"}
         axis.stairs(share, edges, **look)
-    # Half a bin of room: an outline at the end would be cut.
+    # Half a bin of margin, so that an outline at the end is not cut off.
     ends = np.log(edges[[0, -1]]) if log else edges[[0, -1]]
     ends = ends + np.ptp(ends) * np.array([-0.5, 0.5]) / bins
     axis.set(xlabel=xlabel or title, ylabel="share of points", xlim=np.exp(ends) if log else ends)

@@ -25,8 +25,8 @@ def predictive_band(
 ) -> Any:
     """Mean and central intervals of the function and of observations along a one-dimensional input.
 
-    Blue bands are the uncertainty about the function (epistemic, it shrinks with data); gray ones add the
-    noise of an observation.
+    Blue bands are the uncertainty about the function (epistemic: it shrinks with data); gray bands add the noise of
+    an observation.
 
     :param idata: result of ``to_inference_data`` with the group ``predictions`` (else the data are drawn).
     :param x: name of the input, or (N,) values to draw against; by default the only input.
@@ -89,8 +89,8 @@ def predicted_vs_observed(
 ) -> Any:
     """Predictive mean and central interval of every target, against its observed value.
 
-    Intervals that miss the target are orange. The legend has the RMSE with its standard error, and the coverage
-    of the intervals beside the coverage that calibrated intervals would have, with its standard error.
+    Intervals that miss the target are orange. The legend has the RMSE with its standard error, and the coverage of
+    the intervals next to that of calibrated intervals, with its standard error.
 
     :param idata: result of ``to_inference_data`` whose predictions have targets (else the data are drawn, and
         the label says so).
@@ -98,7 +98,7 @@ def predicted_vs_observed(
     :param site: observed site; by default the only one.
     :param group: ``"predictions"`` or ``"posterior_predictive"``; by default the first that has targets.
     :param target: name of the new targets in ``predictions_constant_data``; by default that of the site.
-    :param xlabel: label with units; by default made of the name and units of the site.
+    :param xlabel: label with units; by default from the name and units of the site.
     :param ylabel: the same.
     :param ax: axes to draw on; by default those of a new figure, one column wide.
     :return: the axes.
@@ -155,7 +155,7 @@ def _central(draws: NDArray[np.float64], level: float) -> tuple[NDArray, NDArray
 def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
     """Draws (C, S, N) or (C, S, N, 1), as (C S, N)."""
     if draws[0, 0].size != draws.shape[2]:
-        instead = "Bands are for one output: draw each by itself."
+        instead = "Bands are for one output: draw each output separately."
         raise argument_error(call, "site", f"a site of shape {draws.shape[2:]}", instead)
     return draws.reshape(-1, draws.shape[2])
 
@@ -166,7 +166,7 @@ def _bands(
     """Nested central intervals, the widest first and palest."""
     rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     for place, level in enumerate(sorted(levels, reverse=True), start=1):
-        # Opaque tones: overlapping transparent ones would show levels that do not exist.
+        # Opaque tones: overlapping transparent bands would suggest levels that do not exist.
         tone = 1 - (0.15 + 0.35 * place / len(levels)) * (1 - rgb)
         bounds = _central(draws, level)
         axis.fill_between(x, *bounds, color=tone, linewidth=0, label=f"{name}, {100 * level:g} %")

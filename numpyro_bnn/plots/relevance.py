@@ -10,7 +10,7 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_choice, check_number
 from numpyro_bnn.plots import _read, _style
 
-# Endings of names of sites with one number for each input.
+# Endings of the names of sites with one number for each input.
 LEARNED = ("_scale", "_local", "_precision")
 
 
@@ -36,10 +36,10 @@ def relevance(
     :param level: probability inside the intervals.
     :param names: (D,) names of the inputs; by default the coordinates of the variable, or those of the input axis of
         its kernel, if they are text.
-    :param by_chain: whether to draw an interval for each chain: scales are the last to mix.
-    :param ordered: whether to sort by the median, the largest on top, instead of keeping the order of inputs.
+    :param by_chain: whether to draw one interval per chain: scales are the last to mix.
+    :param ordered: whether to sort by the median, largest on top, instead of keeping the order of inputs.
     :param xlabel: label with units of the scales.
-    :param ax: axes to draw on; by default those of a new figure, as high as the number of inputs requires.
+    :param ax: axes to draw on; by default those of a new figure whose height fits the number of inputs.
     :return: the axes; intervals lie along x.
     :raises ValueError: if there is no such variable, or it is not one positive number for each input.
 

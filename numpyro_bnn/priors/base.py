@@ -1,4 +1,4 @@
-"""What a prior is: a callable (name, shape) -> Distribution, as NumPyro's ``random_flax_module`` takes it."""
+"""Base class of priors: callables (name, shape) -> Distribution, as for NumPyro's ``random_flax_module``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,8 +29,8 @@ class Prior(ABC):
     The role of a parameter is read from its name. A family defines the prior of *kernels*; biases are
     N(0, bias_scale^2) and the gains of normalization layers N(1, gain_scale^2).
 
-    :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior over functions has a
-        limit as layers get wide.
+    :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior over functions has a limit
+        as layers get wide.
     :param bias_scale: prior standard deviation of biases.
     :param gain_scale: prior standard deviation of the gains of normalization layers around 1.
 
@@ -105,7 +105,7 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
 
 
 def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Distribution:
-    """Independent N(0, scale^2) of ``shape``; non-centered unless asked otherwise."""
+    """Independent N(0, scale^2) of ``shape``; non-centered by default."""
     if centered:
         return dist.Normal(0.0, scale)
     unit = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape))
@@ -116,10 +116,7 @@ def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Dis
 
 
 class NonCentered(dist.TransformedDistribution):
-    """A transformed unit normal that :func:`noncenter` samples in the space of its base.
-
-    As a distribution it is the ordinary, centered one.
-    """
+    """A transformed unit normal that :func:`noncenter` samples in the space of its base; by itself it is centered."""
 
 
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
@@ -128,10 +125,10 @@ def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
 
 
 class _NonCenter(handlers.reparam):
-    """Reparameterization that names its sites once although scopes are open inside it.
+    """Reparameterization that names its sites correctly inside open scopes.
 
-    NumPyro's module functions open their scope inside the model. The name that arrives here then has the prefix
-    already, and the ``<name>_base`` site, sampled while that scope is still active, would get it again.
+    NumPyro's module functions open their scope inside the model. The name that arrives here already has the prefix,
+    and the ``<name>_base`` site, sampled while that scope is active, would get it a second time.
     """
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -148,9 +145,9 @@ class _NonCenter(handlers.reparam):
 def noncenter(model: Callable | None = None) -> handlers.reparam:
     """Sample the weights of a hierarchical prior in non-centered form, as scale times a unit normal.
 
-    Models with :func:`~numpyro_bnn.random_network` need no call: it does this by itself. Wrap a model with NumPyro's
-    own ``random_flax_module``, ``random_nnx_module`` or ``random_eqx_module`` once. The posterior is the same either
-    way; the geometry that a gradient sampler sees is not.
+    Models with :func:`~numpyro_bnn.random_network` need no call: it does this itself. Wrap a model with NumPyro's own
+    ``random_flax_module``, ``random_nnx_module`` or ``random_eqx_module`` once. The posterior is the same either way,
+    but a gradient sampler sees a different geometry.
 
     :param model: a NumPyro model; without it the result is a context manager.
     :return: the model with each site ``w`` of a non-centered prior replaced by a sample site ``w_base`` ~ N(0, 1)
@@ -173,7 +170,7 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
 
 @dataclass(frozen=True)
 class BySite:
-    """Different priors for different parameters: the first pattern that matches a name gives its prior.
+    """Different priors for different parameters: the first pattern that matches a name determines its prior.
 
     :param patterns: shell-style patterns (``*``, ``?``, ``[...]``) on names such as ``Dense_0.kernel``, in order of
         preference, each with a prior (a callable of (name, shape), or a distribution).
@@ -216,7 +213,7 @@ class BySite:
         return prior if isinstance(prior, dist.Distribution) else prior(name, shape)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse patterns that match none of ``names``: most likely a misspelt site."""
+        """Refuse patterns that match none of ``names``: most likely a misspelled site."""
         known = list(names)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in known):
@@ -224,7 +221,7 @@ class BySite:
 
 
 def as_prior(prior: PriorLike | Mapping[str, PriorLike]) -> Callable[[str, Shape], dist.Distribution]:
-    """Turn what NumPyro takes for ``prior=`` into a callable: a callable, a distribution, or a dict of these.
+    """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a distribution, or a dict of these.
 
     :raises TypeError: for anything else; for a string the error names the closest family.
     """

@@ -15,7 +15,7 @@ from numpyro_bnn.nn import Shape, inputs_first
 from numpyro_bnn.priors.base import NonCentered, Prior
 from numpyro_bnn.priors.independent import Normal
 
-# Stationary covariances as functions of distance over length scale: a new one is a row here.
+# Stationary covariances as functions of distance over length scale: a new one is a new row.
 COVARIANCES = {
     "rbf": lambda r: jnp.exp(-0.5 * r**2),
     "matern12": lambda r: jnp.exp(-r),
@@ -113,7 +113,7 @@ class GPFilters(Prior):
         length_scale = _value(f"{name}_length_scale", self.length_scale)
         correlation = filter_covariance(shape[:2], self.covariance, length_scale)
         count = correlation.shape[0]
-        # The diagonal stays 1, so that the variance of a weight is the one asked for.
+        # The diagonal stays 1, so that a weight has the requested variance.
         correlation = (correlation + self.jitter * jnp.eye(count)) / (1 + self.jitter)
         sd = amplitude * self.fan_in_factor(name, shape)
         transform = _CholeskyFilter(sd * jnp.linalg.cholesky(correlation))

@@ -17,8 +17,8 @@ class Normal(Prior):
 
     As layers get wide the prior over functions becomes a Gaussian process.
 
-    :param scale: standard deviation of a weight times sqrt(fan_in); ``2 ** 0.5`` keeps the variance through ReLU
-        layers.
+    :param scale: standard deviation of a weight times sqrt(fan_in); ``2 ** 0.5`` preserves the variance through
+        ReLU layers.
 
     Reference: Neal (1996), *Bayesian Learning for Neural Networks*, section 2.1.
 
@@ -83,7 +83,7 @@ class ScaleMixture(Prior):
     """Mixture of a wide and a narrow normal: w ~ weight N(0, wide_scale^2) + (1 - weight) N(0, narrow_scale^2).
 
     The prior of Bayes by Backprop. It applies to kernels and biases alike, and by default without fan-in scaling, as
-    published; ``bias_scale`` is not used.
+    published; ``bias_scale`` is ignored.
 
     :param weight: probability of the wide component.
     :param wide_scale: standard deviation of the wide component.

@@ -38,8 +38,8 @@ class Hierarchical(_LearnedScale):
     Adds the site ``<kernel>_scale``, a scalar.
 
     :param scale_prior: distribution of s on (0, inf); HalfNormal(1) by default.
-    :param centered: sample w itself. By default w = s z with z ~ N(0, 1) sampled, which gradient samplers mix
-        far better where the data say little about single weights.
+    :param centered: sample w itself. By default z ~ N(0, 1) is sampled with w = s z, which gradient samplers mix
+        far better if the data say little about single weights.
 
     Reference: Neal (1996), section 1.2.3; Betancourt & Girolami (2015) on centering.
 
@@ -81,20 +81,20 @@ class ARD(_LearnedScale):
 class GammaPrecision(Prior):
     """Neal's prior: normal weights with one Gamma precision per group, in his notation ``width:alpha``.
 
-    tau ~ Gamma(shape = alpha / 2, mean = 1 / scale^2), that is rate = (alpha / 2) scale^2, and
-    w ~ N(0, 1 / tau). Each kernel and each bias is a group. With ``fan_in_scaling`` the scale of a kernel is divided
-    by sqrt(fan_in), Neal's prefix ``x``: ``x0.05:0.5`` is ``GammaPrecision(0.05, 0.5)``, and ``0.05:0.5`` is
-    ``GammaPrecision(0.05, 0.5, fan_in_scaling=False)``. Integrated over tau a weight is Student t with alpha degrees
-    of freedom and scale ``scale``. ``bias_scale`` is not used.
+    tau ~ Gamma(shape = alpha / 2, mean = 1 / scale^2), that is rate = (alpha / 2) scale^2, and w ~ N(0, 1 / tau).
+    Each kernel and each bias is a group. With ``fan_in_scaling`` the scale of a kernel is divided by sqrt(fan_in),
+    Neal's prefix ``x``: ``x0.05:0.5`` is ``GammaPrecision(0.05, 0.5)``, and ``0.05:0.5`` is
+    ``GammaPrecision(0.05, 0.5, fan_in_scaling=False)``. Integrated over tau, a weight is Student t with alpha degrees
+    of freedom and scale ``scale``. ``bias_scale`` is ignored.
 
     Adds the site ``<parameter>_precision``, a scalar; ``marginal`` adds none.
 
     :param scale: typical size of a weight, Neal's width: tau has mean 1 / scale^2.
     :param alpha: shape of the hyperprior; small values are vague.
-    :param centered: sample w itself, which the conjugate Gibbs update of tau needs. By default
-        z = w sqrt(tau) is sampled.
-    :param marginal: integrate tau out: the weights of a group are a multivariate Student t
-        (:class:`~numpyro_bnn.priors.GroupStudentT`), without a funnel between tau and w. For gradient samplers.
+    :param centered: sample w itself, which the conjugate Gibbs update of tau needs. By default z = w sqrt(tau) is
+        sampled.
+    :param marginal: integrate tau out, for gradient samplers: the weights of a group are then a multivariate
+        Student t (:class:`~numpyro_bnn.priors.GroupStudentT`), without a funnel between tau and w.
     :raises ValueError: for numbers that are not positive, and for ``centered`` together with ``marginal``.
 
     Reference: Neal (1996), section 3.2.1 (hyperpriors) and appendix A.
@@ -117,7 +117,9 @@ class GammaPrecision(Prior):
         super().__post_init__()
         if self.centered and self.marginal:
             got = "True with `centered=True`"
-            instead = "With the precision integrated out there is nothing to center on: pass one of them."
+            instead = (
+                "With the precision integrated out there is nothing to center on: pass only one of them."
+            )
             raise argument_error("priors.GammaPrecision", "marginal", got, instead)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
@@ -142,7 +144,7 @@ class Horseshoe(Prior):
     has a logarithmic spike at 0 and tails w^-2. Adds the sites ``<kernel>_local`` and ``<kernel>_global``.
 
     :param global_scale: scale of the half-Cauchy of tau; small values make layers sparse.
-    :param unit: what shares a local scale: ``"weight"``, ``"input"`` or ``"output"`` (all weights of one unit).
+    :param unit: which weights share a local scale: ``"weight"``, ``"input"`` or ``"output"`` (all of one unit).
     :param centered: sample w itself instead of z = w sqrt(fan_in) / (tau lambda).
 
     Reference: Carvalho, Polson & Scott (2010), theorem 1; Ghosh, Yao & Doshi-Velez (2019) for networks.

@@ -1,4 +1,4 @@
-"""Results for ArviZ: draws exported with predictions, log likelihood and data, and files of them."""
+"""Results for ArviZ: export of draws with predictions, log likelihood and data, and saving to files."""
 
 from numpyro_bnn._arviz import load, save
 from numpyro_bnn.results.export import to_inference_data

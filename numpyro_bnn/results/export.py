@@ -1,4 +1,4 @@
-"""``to_inference_data``: from an inference result to ArviZ, in one call and one layout."""
+"""``to_inference_data``: any inference result as one ArviZ object with one layout."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def to_inference_data(
 
     Groups (``y`` stands for the name of each observed site):
 
-    - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, by ArviZ's names. For
+    - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, under ArviZ's names. For
       draws of a guide: ``lp`` and ``log_weight``, log p(D, z) / q(z), and computed from them the attributes ``elbo``,
       ``iw_bound``, their standard errors and ``pareto_k``.
     - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the mean of the observation;
@@ -69,23 +69,23 @@ def to_inference_data(
     :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, the result of ``SVI.run`` or ``AutoADF.run``, or a
         :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
     :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
-    :param members: for an MCMC whose kernel has a ``warm_start``: export where the warm start of each chain ended, a
-        deep ensemble of one draw per chain, instead of the draws.
+    :param members: for an MCMC whose kernel has a ``warm_start``: instead of the draws, export the point where the
+        warm start of each chain ended, a deep ensemble with one draw per chain.
     :param guide: the guide of an SVI or ADF result.
     :param args: arguments of the model in an SVI or ADF run; an MCMC knows its own.
     :param kwargs: its keyword arguments.
     :param num_samples: draws from a guide or a Gaussian process.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
-    :param log_likelihood: whether to compute that group, and ``sample_stats`` of a guide.
+    :param log_likelihood: whether to compute that group, and the ``sample_stats`` of a guide.
     :param posterior_predictive: whether to compute that group.
     :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
     :param coords: coordinate values by dimension, e.g. ``{"data": dates}``.
     :param dims: dimension names by variable, for axes that are not plates.
-    :param attrs: more text or numbers to store.
+    :param attrs: additional text or numbers to store.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
     :raises ValueError: for a result that has not run or has no model, unknown arguments in ``predictions``, NaN, or
         wrong shapes.
-    :raises TypeError: for another kind of result.
+    :raises TypeError: for any other kind of result.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
@@ -166,7 +166,7 @@ class _Exporter:
         }
 
     def _check_parameters(self) -> None:
-        """Parameter sites must not depend on the key: their values in the run are not stored."""
+        """Parameter sites must not depend on the key, because their values in the run are not stored."""
         again = self._trace(self.fit.arguments, seed=1)
         for name, site in self.sites.items():
             if site["type"] not in ("param", "mutable"):
@@ -176,7 +176,9 @@ class _Exporter:
             )
             if any(isinstance(a, jax.Array) and not np.array_equal(a, b) for a, b in pairs):
                 got = f"a model whose parameter site {name!r} starts at random values"
-                instead = "MCMC froze them and does not keep them: fix them by `handlers.substitute` before the run."
+                instead = (
+                    "MCMC froze it and does not store it: fix it by `handlers.substitute` before the run."
+                )
                 raise argument_error(CALL, "result", got, instead)
 
     # -- groups ----------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ class _Exporter:
         by_name = {safe(name): site for name, site in sites.items()}
         variables = {}
         for name, value in values.items():
-            # A derived variable such as `y_mean` belongs to the longest site name in front of it.
+            # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.
             stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
             site = by_name[max(stems, key=len)]
             variables[name] = (SAMPLE_DIMS + site_dims(site, name, value.shape[2:]), value)
@@ -293,7 +295,7 @@ class _Exporter:
         return tuple(self.dims[name]) if name in self.dims else parameter_dims(name, shape)
 
     def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
-        # A plate may have the name of an argument; ArviZ requires different names of dimensions and variables.
+        # A plate and an argument may share a name, but for ArviZ dimensions and variables must differ.
         apart = {
             name: (tuple(f"{dim}_dim" if dim in variables else dim for dim in axes), value)
             for name, (axes, value) in variables.items()
@@ -304,7 +306,7 @@ class _Exporter:
 
 
 def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Attributes of the whole: versions, settings, key."""
+    """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {
         "created_at": datetime.now(UTC).isoformat(),

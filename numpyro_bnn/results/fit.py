@@ -1,4 +1,4 @@
-"""What is exported of an inference result: draws, statistics, the model and its arguments."""
+"""What is exported from an inference result: draws, statistics, the model and its arguments."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ class Fit:
     """One inference result.
 
     :param model: the NumPyro model.
-    :param arguments: of the run.
+    :param arguments: arguments of the run.
     :param posterior: constrained draws (C, S, ...) by site.
-    :param sample_stats: (C, S, ...) by ArviZ's names.
+    :param sample_stats: statistics (C, S, ...) by ArviZ's names.
     :param attrs: algorithm and settings.
     :param stat_coords: statistic -> name and labels of its last axis.
     """
@@ -45,7 +45,7 @@ class Fit:
 
 
 def key_text(key: jax.Array) -> str:
-    """The numbers of a random key, legacy or typed."""
+    """The numbers of a random key, legacy or typed, as text."""
     data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return str(np.asarray(data).tolist())
 
@@ -56,7 +56,7 @@ def key_text(key: jax.Array) -> str:
 def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     """Read an :class:`~numpyro.infer.mcmc.MCMC` that has run.
 
-    :param members: read the final states of its warm start instead of the draws.
+    :param members: read the end points of its warm start instead of the draws.
     :raises ValueError: if it has not run, or has no model (only a potential function).
     """
     if mcmc.last_state is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-# Axes of a network parameter, by the last part of its name and its rank.
+# Names of the axes of a network parameter, by the last part of its name and its rank.
 PARAMETER_AXES = {
     ("kernel", 2): ("in", "out"),
     ("kernel", 4): ("h", "w", "in", "out"),
@@ -26,7 +26,7 @@ def safe(name: str) -> str:
 def parameter_dims(name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """Dimensions of a posterior variable without chain and draw.
 
-    Kernels and biases get ``_in``, ``_out`` (and ``_h``, ``_w``) behind their name, everything else ArviZ's
+    Kernels and biases get ``_in``, ``_out`` (and ``_h``, ``_w``) after their name, everything else ArviZ's
     ``<name>_dim_<i>``.
 
     >>> parameter_dims("net.Dense_0.kernel", (3, 8))

@@ -1,4 +1,4 @@
-"""Draws of a Gaussian-process posterior, in the same groups as every other result."""
+"""Draws of a Gaussian-process posterior, in the same groups as all other results."""
 
 import inspect
 from collections.abc import Mapping

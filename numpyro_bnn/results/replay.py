@@ -1,4 +1,4 @@
-"""Calling a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
+"""Call a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ class Arguments:
 
 
 def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-    """Name every argument of a call; those of ``**kwargs`` keep their names."""
+    """Name every argument of a call; those in ``**kwargs`` keep their names."""
     signature = inspect.signature(model)
     values: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
@@ -78,7 +78,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
             _check_like(name, value, arguments.values[name])
     arrays = {name: value for name, value in new.items() if _is_array(value)}
     for length in {np.shape(value)[0] for value in arguments.arrays.values()}:
-        # Arguments of one length in the run are columns of one table, so their new lengths must agree.
+        # Arguments with one length in the run are columns of one table, so their new lengths must agree.
         table = {k: v for k, v in arrays.items() if np.shape(arguments.values[k])[:1] == (length,)}
         check_same_length(CALL, **table)
     lengths = {np.shape(arguments.values[name])[0] for name in arrays if _is_array(arguments.values[name])}
@@ -118,7 +118,7 @@ def site_trace(
     """
 
     def latent(site: dict[str, Any]) -> Any:
-        # Deterministic sites are computed again: the draw holds their values for the training data.
+        # Deterministic sites are recomputed: the draw holds their values for the training data.
         return draw.get(site["name"]) if site["type"] == "sample" else None
 
     inner = unobserved(model) if predict else model
@@ -137,7 +137,7 @@ def training_statistics(
 
 
 class Summary(NamedTuple):
-    """Expected observation of a site: ``suffix`` is "mean", or "probs" for class probabilities."""
+    """Mean of an observation; ``suffix`` is "mean", or "probs" for class probabilities."""
 
     suffix: str
     value: jax.Array
@@ -165,8 +165,8 @@ def map_draws(
 ) -> dict[str, np.ndarray]:
     """Apply ``fn(draw, key)`` to every draw and collect the results in host memory.
 
-    The function is compiled once for a chunk of draws; memory is that of the results and one chunk. Each
-    draw has its own key, so results do not depend on the chunk size.
+    The function is compiled once for a chunk of draws; memory holds the results and one chunk. Each draw has its own
+    key, so results do not depend on the chunk size.
 
     :param fn: a pure function of one draw and a key.
     :param draws: arrays (C, S, ...).
@@ -183,7 +183,7 @@ def map_draws(
     compiled = jax.jit(jax.vmap(fn))
     results: dict[str, np.ndarray] = {}
     for start in range(0, total, size):
-        # The last chunk is filled up with the last draw: one shape, one compilation.
+        # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
         chunk = jax.device_get(compiled({name: value[index] for name, value in flat.items()}, keys[index]))
         kept = min(size, total - start)

@@ -28,7 +28,7 @@ class Overdamped(Dynamics):
               \quad \tilde g = -\nabla \tilde U, \quad z \sim N(0, I)
 
     The stationary density tends to exp(-U / T) as eps -> 0; T = 0 is gradient descent with learning rate eps / 2.
-    On N(0, 1 / lam) with gradient noise of variance V the stationary variance at constant step is
+    On N(0, 1 / lam) with gradient noise of variance V the stationary variance at constant step size is
     (2 eta T + eta^2 V) / (1 - (1 - eta lam)^2), eta = eps / 2.
 
     Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
@@ -93,8 +93,8 @@ class BAOAB(_Underdamped):
 
     One gradient per step: the last kick of a step and the first of the next share it; each step has a new minibatch.
     The step size means the same as in every other dynamics: at infinite friction
-    :math:`\theta \leftarrow \theta + \tfrac\epsilon2 \tilde g + \sqrt{\epsilon T} (z_n + z_{n+1}) / 2`, SGLD with
-    neighboring noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum decay 1 - a. On
+    :math:`\theta \leftarrow \theta + \tfrac\epsilon2 \tilde g + \sqrt{\epsilon T} (z_n + z_{n+1}) / 2`, which is SGLD
+    with neighboring noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum decay 1 - a. On
     N(0, 1 / lam) with exact gradients the positions have the exact variance T / lam, the momenta after a step
     T (1 - eps lam / 4). Friction 0 is leapfrog; T = 0 is damped gradient descent.
 
@@ -124,9 +124,9 @@ class BAOAB(_Underdamped):
 class OBABO(_Underdamped):
     r"""Underdamped Langevin dynamics (SGHMC): half refresh, kick, drift, kick, half refresh, as in :class:`BAOAB`.
 
-    Each half refresh uses noise of its own: :math:`r \leftarrow \sqrt a\, r + \sqrt{(1 - a) T}\, z`. Positions
-    have an error of order eps = h^2: on N(0, 1 / lam) with exact gradients their variance is
-    T / (lam (1 - eps lam / 4)), while the momenta have variance T exactly.
+    Each half refresh uses its own noise: :math:`r \leftarrow \sqrt a\, r + \sqrt{(1 - a) T}\, z`. Positions have an
+    error of order eps = h^2: on N(0, 1 / lam) with exact gradients their variance is T / (lam (1 - eps lam / 4)),
+    while the momenta have variance T exactly.
 
     :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each step.
     :raises ValueError: for a negative friction.
@@ -170,12 +170,12 @@ class NoseHoover(_Underdamped):
               Q\,d\xi = (r'r / P - T)\,dt
 
     by the symmetric splitting kick, half drift, half thermostat, refresh with friction xi (exact), and back (B A D O
-    D A B), h = sqrt(step_size): same first-order terms as the Euler steps of that paper, smaller error. Where
+    D A B), h = sqrt(step_size): the same first-order terms as the Euler steps of that paper, with a smaller error. If
     gradient noise has variance V per coordinate, xi settles near A + h V / (2 T), and positions and momenta keep the
-    temperature T; this holds for noise of one size in all (whitened) coordinates. With A = 0 and exact gradients the
+    temperature T; the noise must have the same size in all (whitened) coordinates. With A = 0 and exact gradients the
     motion is deterministic and need not be ergodic.
 
-    :param friction: A >= 0, also the start of xi.
+    :param friction: A >= 0, also the initial value of xi.
     :param mass: Q > 0, 1 in that paper; its unit is a squared time, so it should be a multiple of h^2.
     :raises ValueError: for a negative or infinite friction, or a mass that is not positive.
 
@@ -219,7 +219,7 @@ class NoseHoover(_Underdamped):
 # --------------------------------------------------------------------------------------------- microcanonical
 
 _OUTER = 0.1931833275037836
-# Shares of a step: turns of the direction, and the drifts between them.
+# Fractions of a step: turns of the direction, and the drifts between them.
 INTEGRATORS = {
     "leapfrog": ((0.5, 0.5), (1.0,)),
     "mclachlan": ((_OUTER, 1 - 2 * _OUTER, _OUTER), (0.5, 0.5)),
@@ -227,13 +227,7 @@ INTEGRATORS = {
 
 
 class Direction(NamedTuple):
-    """Memory of microcanonical dynamics.
-
-    :param direction: unit vector (P,).
-    :param potential: of the last position.
-    :param gradient: (P,) of the last position.
-    :param length: decoherence length L.
-    """
+    """Unit direction (P,), potential and gradient (P,) at the last position, and decoherence length L."""
 
     direction: Array
     potential: Array
@@ -242,11 +236,11 @@ class Direction(NamedTuple):
 
 
 def turn(direction: Array, slope: Array, time: Array) -> tuple[Array, Array]:
-    """Turn a unit vector (P,) towards ``slope`` for a while; return it and the change of the kinetic energy.
+    """Turn a unit vector (P,) towards ``slope`` for some time; return it and the change of the kinetic energy.
 
     With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
-    is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized, and minus the energy is the logarithm of the
-    Jacobian of this map of the sphere.
+    is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized; the energy is minus the log Jacobian of this
+    map of the sphere.
     """
     freedom = slope.shape[0] - 1
     tiny, epsilon = jnp.finfo(slope.dtype).tiny, jnp.finfo(slope.dtype).eps
@@ -282,16 +276,16 @@ class Microcanonical(Dynamics):
     in one. ``step_size`` is the *length* eps of a step, and the decoherence length :math:`\ell` the distance after
     which the direction is forgotten.
 
-    The speed is constant: a large gradient changes the direction, never the speed. Nothing is rejected, so there is
-    a bias of order eps^2, which the energy error of the steps measures.
+    A large gradient changes the direction, never the speed. Nothing is rejected, so there is a bias of order eps^2,
+    which the energy error of the steps measures.
 
     :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default, right for N(0, I).
     :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
-    :param fresh: evaluate the start of each step on the minibatch of the step: one gradient more, and the energy
-        error is that of the step alone. Needed with minibatches.
+    :param fresh: evaluate the start of each step on the minibatch of the step, at the cost of one more gradient, so
+        that the energy error is that of the step alone. Needed with minibatches.
     :param energy: report the energy error of the steps. Without it no potential is evaluated: gradients alone are a
-        quarter cheaper if the network is small. A state can continue with either; the potential in its memory is
-        stale after steps without.
+        quarter cheaper if the network is small. A state can continue with either setting, but the potential in its
+        memory is stale after steps without.
     :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
 
     Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak (2024), equations 4 to 6.
@@ -353,7 +347,7 @@ class Microcanonical(Dynamics):
     def _integrate(
         self, context: StepContext, seen: Evaluation, direction: Array, batch: Any
     ) -> tuple[Evaluation, Array, Array]:
-        """Make the deterministic part of a step: the evaluation at its end, direction, and energy error."""
+        """The deterministic part of a step: the evaluation at its end, direction, and energy error."""
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature
         adaptation, start = context.adaptation, seen.potential
@@ -367,5 +361,5 @@ class Microcanonical(Dynamics):
             seen = context.evaluate(position, batch)
             direction, change = turn(direction, slope(seen.gradient), share * eps)
             kinetic = kinetic + change
-        # The potentials of neighboring positions: their difference is exact where that of far ones loses digits.
+        # Sum differences between neighbors: the difference of distant potentials would lose digits.
         return seen, direction, kinetic - scale * (seen.potential - start)

@@ -26,9 +26,9 @@ from numpyro_bnn.sgmcmc.interfaces import (
 from numpyro_bnn.sgmcmc.preconditioners import Identity
 from numpyro_bnn.sgmcmc.schedules import Schedule, as_schedule
 
-# Numbers drawn ahead in one block: enough to amortize the cost of a draw, few enough to stay in cache.
+# Number of values drawn ahead in one block: enough to amortize the cost of a draw, few enough to stay in cache.
 _BLOCK_NORMALS, _BLOCK_STEPS = 2**15, 64
-# Maximum memory for the rows of data of a block.
+# Maximum memory for the data rows of a block.
 _BLOCK_BYTES = 2**21
 
 
@@ -68,12 +68,12 @@ class State(NamedTuple):
     :param position: (P,).
     :param step: steps made so far, also the argument of the schedules.
     :param num_warmup: steps with a number below this one are warm-up: the preconditioner adapts.
-    :param seeds: seeds of the random streams; step t uses counters of its own, so a chain can resume at any step.
+    :param seeds: seeds of the random streams; step t has its own counters, so a chain can resume at any step.
     :param memory: state of the dynamics.
     :param estimator: state of the gradient estimator.
     :param adaptation: state of the preconditioner.
     :param statistics: means over the steps: temperatures, acceptance, number of gradients, energy variance.
-    :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there.
+    :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there on.
     """
 
     position: Array
@@ -93,13 +93,13 @@ def fresh_seeds(rng_key: Array) -> Seeds:
 
 
 def reset_statistics(state: State) -> State:
-    """Return the state with its means set to zero, e.g. after warm-up."""
+    """Return the state with its means reset to zero, e.g. after warm-up."""
     return state._replace(statistics=jax.tree.map(jnp.zeros_like, state.statistics))
 
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """A sampler that :func:`build` put together; its methods are pure and can be jitted, vmapped and scanned.
+    """A sampler assembled by :func:`build`; its methods are pure and can be jitted, vmapped and scanned.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn.sgmcmc import BAOAB, Full
@@ -144,7 +144,7 @@ class Sampler:
         """Recompute what the state caches of the target, after its position or the target has changed.
 
         :param recenter: move the center of control variates to the position instead of keeping it.
-        :return: the state with fresh gradients and potentials; momenta and thermostat stay.
+        :return: the state with fresh gradients and potentials; momenta and thermostat are unchanged.
         """
         old_center = state.position if state.estimator == () else state.estimator.position
         estimator = self.gradient.init(jnp.where(recenter, state.position, old_center))
@@ -158,7 +158,7 @@ class Sampler:
         return self._advance(state, self._draw(state.seeds, state.step, state.position))
 
     def run(self, state: State, num_steps: int) -> State:
-        """Make ``num_steps`` steps in one compiled loop, with the random numbers drawn ahead in blocks.
+        """Make ``num_steps`` steps in one compiled loop, with random numbers drawn ahead in blocks.
 
         :param num_steps: a Python integer, at least 1.
         """
@@ -187,7 +187,7 @@ class Sampler:
         return lax.fori_loop(0, num_blocks, run_block, state)
 
     def _separated(self, state: State) -> tuple[Callable[[Any], Any], "Sampler", int]:
-        """Return how to prepare the minibatches of a block, the sampler for prepared ones, and bytes per step."""
+        """Return a function that prepares the minibatches of a block, the sampler for these, and bytes per step."""
         batch = jax.eval_shape(self.gradient.stream.draw, state.seeds.batch, state.step)
         if not jax.tree.leaves(batch):
             return (lambda batches: batches), self, 0
@@ -223,14 +223,14 @@ class Sampler:
         if isinstance(num_warmup, int):
             check_count(call, "num_warmup", num_warmup, minimum=0)
             if num_warmup == 0 and self.preconditioner.adapts:
-                instead = "The preconditioner learns during warm-up: pass some steps."
+                instead = "The preconditioner learns during warm-up: pass `num_warmup` of at least 1."
                 raise argument_error(call, "num_warmup", num_warmup, instead)
         return position
 
     def _start_memory(
         self, position: Array, step: Array, seeds: Seeds, estimator: Any, adaptation: Any
     ) -> Any:
-        """Return the memory of a dynamics that starts at a position: momenta drawn, gradients evaluated."""
+        """Return the initial memory of the dynamics at a position: momenta drawn, gradients evaluated."""
         draw = StepRandomness(
             streams.normal(seeds.start, step, position.shape[0], position.dtype)[None],
             self.gradient.stream.draw(seeds.start_batch, step),
@@ -276,7 +276,7 @@ class Sampler:
         context = self._context(estimator, state.adaptation, step, step < state.num_warmup, dtype)
         move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
-        # Both sums are finite only if all their terms are: cheaper than a test of each.
+        # Both sums are finite only if all their terms are: cheaper than testing each.
         finite = jnp.isfinite(squared_norm(move.position) + virial) & (state.first_divergence < 0)
         spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
         statistics = self._count(state.statistics, move, virial, spent)
@@ -315,7 +315,7 @@ def build(
     schedule: Schedule | float,
     temperature: Callable[[Array], Any] | float = 1.0,
 ) -> Sampler:
-    """Put an MCMC sampler together from its parts.
+    """Assemble an MCMC sampler from its parts.
 
     :param gradient: a gradient estimator of the potential U, the full negative log density.
     :param dynamics: how the position moves, e.g. :class:`Overdamped` for SGLD.

@@ -1,7 +1,7 @@
 """Gradient estimators: full data, minibatch, control variates around a mode, SVRG.
 
-Potentials are functions of the flat position (P,); the minibatch potential is scaled to the full data: prior part
-unscaled, likelihood part times N / B, so that its mean over minibatches is the full potential U.
+Potentials are functions of the flat position (P,). The minibatch potential is scaled to the full data: the prior is
+unscaled, the likelihood times N / B, so that its mean over minibatches is the full potential U.
 """
 
 from collections.abc import Callable, Iterable
@@ -78,12 +78,12 @@ class Center(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ControlVariates(Gradient):
-    r"""Minibatch gradients with a control variate at a fixed center, best a posterior mode.
+    r"""Minibatch gradients with a control variate at a fixed center, ideally a posterior mode.
 
     .. math:: \tilde g(q) = \nabla U(\hat q) + \nabla \tilde U_b(q) - \nabla \tilde U_b(\hat q)
 
-    with the same minibatch b at both points. Unbiased for every center; its variance falls with the squared distance
-    from the center. Start the chain there.
+    with the same minibatch b at both points. Unbiased for every center; its variance decreases with the squared
+    distance from the center. Start the chain there.
 
     :param potential_fn: ``potential_fn(position, batch) -> U~``, scaled to the full data.
     :param full_potential_fn: ``full_potential_fn(position) -> U``; evaluated once.
@@ -133,8 +133,8 @@ class ControlVariates(Gradient):
 class SVRG(ControlVariates):
     """Control variates whose center is renewed, with one full gradient, every ``period`` steps.
 
-    The estimate depends on the history of the chain, so the exact minibatch samplers refuse it. Chains run under
-    ``jax.vmap`` pay the full gradient at every step; run such chains one after the other.
+    The estimate depends on the history of the chain, so the exact minibatch samplers refuse it. Under ``jax.vmap``
+    the full gradient is paid at every step; run such chains one after the other.
 
     :param period: m, a positive integer; about N / B makes the full gradients half the work.
 
@@ -163,7 +163,7 @@ class SVRG(ControlVariates):
 
 
 def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tuple[Array, Array]:
-    # A minibatch (and its key, if it holds one) is evaluated at several positions on purpose.
+    # A minibatch (and its key, if it holds one) is deliberately evaluated at several positions.
     shared = jax.tree.map(
         lambda leaf: jax.random.clone(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
         batch,
@@ -177,9 +177,9 @@ def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tup
 def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Callable, Callable]:
     """Split ``potential_fn(position, batch)`` into ``finish(position, prepare(batch))``, from an example of both.
 
-    ``prepare`` holds all that depends on the minibatch alone, above all picking its rows out of the data, and can run
-    for many steps at once. Inside the step that costs more the larger the data are, because XLA on CPUs takes the
-    size of the whole array for the work of a fused gather and hands it to several threads.
+    ``prepare`` holds everything that depends only on the minibatch, above all the selection of its rows, and can run
+    for many steps at once. Inside the step, that cost would grow with the data, because XLA on CPUs takes the size of
+    the whole array for the work of a fused gather and hands it to several threads.
     """
     leaves, tree = jax.tree.flatten(batch)
     closed = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))(
@@ -187,7 +187,7 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
     )
     jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     needed = _needed(jaxpr)
-    # Calls back into Python stay in the step: they may not support batches of steps.
+    # Python callbacks stay in the step: they may not support batches of steps.
     calls = [v for equation in needed if "callback" in equation.primitive.name for v in equation.outvars]
     moving = _reached(needed, [jaxpr.invars[0], *calls])
     known = _reached(needed, jaxpr.invars[1:]) - moving

@@ -25,7 +25,7 @@ class Evaluation(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """What one step of a dynamics may use.
+    """The inputs of one step of a dynamics.
 
     :param evaluate: ``evaluate(position, batch) -> Evaluation``.
     :param root: ``root(adaptation, v)`` multiplies by L, where the preconditioner is G = L L'.
@@ -80,7 +80,7 @@ class Gradient:
     stream: Any
     #: Gradients of the minibatch potential per estimate.
     evaluations: int = 1
-    #: Whether an estimate depends on the position of the chain alone, not on its history.
+    #: Whether an estimate depends only on the position of the chain, not on its history.
     markov: bool = True
 
     def init(self, position: Array) -> Any:
@@ -88,14 +88,11 @@ class Gradient:
         return ()
 
     def refresh(self, state: Any, position: Array, step: Array) -> tuple[Any, Array]:
-        """Renew the state before a step; return it with the number of full gradients computed."""
+        """Update the state before a step; return it with the number of full gradients computed."""
         return state, jnp.int32(0)
 
     def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], "Gradient"]:
-        """Return ``prepare`` and an estimator that takes ``prepare(batch)`` instead of ``batch``.
-
-        What depends only on the minibatch can then be computed for many steps at once; by default nothing.
-        """
+        """Return ``prepare``, which can run for many steps at once, and an estimator on ``prepare(batch)``."""
         return (lambda batch: batch), self
 
     def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
@@ -169,7 +166,7 @@ class Dynamics:
         return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
-        """Refuse gradient estimators under which the dynamics would be wrong; by default none."""
+        """Refuse gradient estimators for which the dynamics would be wrong; by default none."""
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         """Return the memory (momenta, cached gradients) of a chain that starts here."""

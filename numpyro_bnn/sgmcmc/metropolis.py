@@ -1,4 +1,4 @@
-"""Exact dynamics, with a Metropolis test on the full data: MALA, HMC, and GGMC with minibatch gradients."""
+"""Dynamics with a Metropolis test on the full data: MALA, HMC, and GGMC with minibatch gradients."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def accept(log_ratio: Array, uniform: Array) -> tuple[Array, Array]:
 
 
 def _check_all_data(call: str, gradient: Gradient) -> None:
-    """Refuse gradients from minibatches, under which a test with their potential would not be exact."""
+    """Refuse minibatch gradients, with which a test on their potential would not be exact."""
     if not isinstance(gradient.stream, FullData):
         instead = "Pass `Full`; `GGMC` is exact with minibatches."
         raise argument_error(call, "gradient", type(gradient).__name__, instead)
@@ -42,7 +42,7 @@ def _check_all_data(call: str, gradient: Gradient) -> None:
 
 @dataclass(frozen=True)
 class MALA(Dynamics):
-    r"""Metropolis-adjusted Langevin algorithm: one leapfrog step from a fresh momentum, then accept or stay.
+    r"""Metropolis-adjusted Langevin algorithm: one leapfrog step from a fresh momentum, then accept or reject.
 
     With h = sqrt(step_size), r ~ N(0, T I), G = L L':
 
@@ -97,14 +97,14 @@ class HMC(Dynamics):
               (\theta^*, r^*) = \mathrm{leapfrog}^{L}(\theta, r;\ h), \qquad
               \log\alpha = -[U(\theta^*) - U(\theta) + (r^{*\prime} r^* - r'r) / 2] / T
 
-    On rejection the chain stays and its momentum is flipped; without the flip, a persistent momentum would not be
-    exact. The step size of a trajectory is h times a uniform number in [1 - jitter, 1 + jitter], so that no
-    frequency of the target returns to its start again and again.
+    On rejection the chain stays and its momentum is flipped; without the flip, persistent momentum would not be
+    exact. The step size of a trajectory is h times a uniform number in [1 - jitter, 1 + jitter], so that
+    trajectories do not return to their start at some frequency of the target.
 
     Exact: it needs the gradient and potential of the full data (:class:`Full`).
 
     :param num_steps: L.
-    :param momentum_decay: share of the momentum that a trajectory forgets, in [0, 1]; 1 is plain HMC.
+    :param momentum_decay: fraction of the momentum that is lost before a trajectory, in [0, 1]; 1 is plain HMC.
     :param jitter: in [0, 1).
     :raises ValueError: for numbers outside these ranges.
 
@@ -127,7 +127,7 @@ class HMC(Dynamics):
         check_number(call, "momentum_decay", self.momentum_decay)
         check_number(call, "jitter", self.jitter, below=1.0)
         if self.momentum_decay > 1:
-            raise argument_error(call, "momentum_decay", self.momentum_decay, "Pass a share in [0, 1].")
+            raise argument_error(call, "momentum_decay", self.momentum_decay, "Pass a fraction in [0, 1].")
 
     @property
     def evaluations(self) -> int:
@@ -143,9 +143,9 @@ class HMC(Dynamics):
         temperature = context.temperature
         rate = jnp.asarray(math.inf if self.momentum_decay == 1 else -math.log1p(-self.momentum_decay))
         start = refreshed(memory.momentum, draw.noise[0], rate, temperature)
-        # Statistics and adaptation see the start, which belongs to the chain whether or not the test accepts.
+        # Statistics and adaptation use the start, which belongs to the chain whether or not the test accepts.
         here = context.evaluate(position, draw.batch)
-        # The second row of normals gives one uniform number.
+        # One uniform number is made from the second row of normals.
         factor = 1 + self.jitter * (2 * norm.cdf(draw.noise[1, 0]) - 1)
         there, end = self._leapfrog(context, here, start, factor * jnp.sqrt(context.step_size), draw.batch)
         error = there.potential - here.potential + 0.5 * (squared_norm(end) - squared_norm(start))
@@ -191,7 +191,7 @@ class GGMC(Dynamics):
         \log\alpha = -\tfrac1T [U(\theta_L) - U(\theta_0) + \sum_l (r_l^{B\prime} r_l^B - r_l^{O\prime} r_l^O) / 2]
 
     On rejection the chain returns to (theta_0, **-r_0**). The flip makes it exact: without it E[x^2] on a unit
-    Gaussian is wrong by several per cent. The sampler is exact for any step size and any minibatch noise, which only
+    Gaussian is wrong by several percent. The sampler is exact for any step size and any minibatch noise, which only
     lower the acceptance; its minibatches must be independent of each other and of the chain's past.
 
     :param full_potential_fn: ``full_potential_fn(position) -> U``, evaluated once per trajectory.
@@ -270,7 +270,7 @@ class GGMC(Dynamics):
             kicked = kick(kicked, context.evaluate(theta, batch).gradient)
             work = work + 0.5 * (squared_norm(kicked) - squared_norm(fresh))
             last = refreshed(kicked, draw.noise[2 * step + 1], rate, context.temperature)
-            # Statistics and adaptation see the start of the trajectory, which belongs to the chain in any case.
+            # Statistics and adaptation use the start of the trajectory, which belongs to the chain in any case.
             return theta, last, work, select(step == 0, here, first)
 
         zero = jnp.zeros((), position.dtype)

@@ -167,9 +167,9 @@ class RMSProp(Preconditioner):
     r"""Diagonal G from a running mean of squared gradients, adapted in warm-up, then frozen.
 
     G = 1 / (damping + sqrt(V)) with V <- decay V + (1 - decay) (g / N)^2; V starts at the first squared gradient.
-    With ``running=True`` it keeps adapting, as in Li et al. (2016, algorithm 1); then **the chain is biased**,
-    whatever the step size: on the density exp(-x^4 / 4) E[x^2] comes out near 1.25 instead of 0.676. The correction
-    term Gamma of that paper is left out: it repairs only the case decay = 0, not a running average.
+    With ``running=True`` it keeps adapting, as in Li et al. (2016, algorithm 1); then **the chain is biased** at any
+    step size: on the density exp(-x^4 / 4) it gives E[x^2] near 1.25 instead of 0.676. The correction term Gamma of
+    that paper is left out: it repairs only the case decay = 0, not a running average.
 
     :param decay: in [0, 1).
     :param damping: positive; bounds G from above by 1 / damping.
@@ -224,8 +224,6 @@ class RMSProp(Preconditioner):
 def from_squared_gradients(mean_square: Array, num_data: float = 1, damping: float = 1e-5) -> Diagonal:
     """Return the fixed diagonal G = 1 / (damping + sqrt(mean_square) / N) from the squared gradients of a warm start.
 
-    :param mean_square: (P,) average of squared minibatch gradients of the full potential, e.g. Adam's second moment.
-    :param num_data: N, as for :class:`RMSProp`.
-    :param damping: as for :class:`RMSProp`.
+    ``mean_square`` (P,) averages squared minibatch gradients of the full potential, e.g. Adam's second moment.
     """
     return Diagonal(1.0 / (damping + jnp.sqrt(mean_square) / num_data))

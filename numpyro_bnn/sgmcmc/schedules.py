@@ -37,9 +37,9 @@ class constant:
 
 @dataclass(frozen=True)
 class polynomial:
-    """Step sizes that fall as a power of the step number: eps_t = a (b + t)^-gamma.
+    """Step sizes that decrease as a power of the step number: eps_t = a (b + t)^-gamma.
 
-    With gamma in (0.5, 1] the sum of eps_t is infinite and that of eps_t^2 finite, as convergence needs.
+    With gamma in (0.5, 1] the sum of eps_t is infinite and that of eps_t^2 finite, as convergence requires.
 
     :param a: scale, positive.
     :param b: offset, positive.
@@ -71,7 +71,7 @@ class polynomial:
 
 @dataclass(frozen=True)
 class cyclical:
-    """Step sizes that fall along a cosine and restart: eps_k = (eps_0 / 2) [cos(pi r_k) + 1].
+    """Step sizes that decrease along a cosine and restart: eps_k = (eps_0 / 2) [cos(pi r_k) + 1].
 
     The phase is r_k = mod(k - 1, L) / L with cycles of L = ceil(K / M) steps. Step t counts from 0, so k = t + 1.
     Draws are collected where r_k >= beta.
@@ -79,7 +79,7 @@ class cyclical:
     :param initial: eps_0, positive.
     :param num_steps: K.
     :param num_cycles: M <= K.
-    :param explore: beta in [0, 1): the part of each cycle that explores and is not collected.
+    :param explore: beta in [0, 1): the fraction of each cycle that explores and is not collected.
     :raises ValueError: outside these ranges.
 
     Reference: Zhang et al. (2020), equation 1.
@@ -124,10 +124,7 @@ class cyclical:
 
 
 def as_schedule(call: str, argument: str, value: Any, *, strict: bool) -> Schedule:
-    """Turn a number into a constant schedule; leave callables as they are.
-
-    :raises ValueError: for a number that is negative (``strict``: or 0), NaN or infinite.
-    """
+    """Make a constant schedule of a nonnegative (``strict``: positive) finite number; keep callables as they are."""
     if callable(value):
         return value
     check_number(call, argument, value, strict=strict)

@@ -1,7 +1,7 @@
 """Counter-based randomness: noise and minibatches, each a pure function of (words, step).
 
 So the draws of many steps can be made ahead in one block, and a minibatch costs O(B) for any number of data. The bits
-are Threefry-2x32 with 20 rounds, bit for bit those of JAX's own generator, written as one expression that the
+are Threefry-2x32 with 20 rounds, identical to those of JAX's own generator, written as one expression that the
 compiler fuses with the transform to normals.
 """
 
@@ -32,10 +32,7 @@ _COSINE = (
 
 
 def seeds(rng_key: Array, count: int) -> Array:
-    """Turn a user's key, typed or legacy, into ``count`` independent generator seeds: uint32 (count, 2).
-
-    :raises TypeError: if ``rng_key`` is not one PRNG key.
-    """
+    """Turn one PRNG key, typed or legacy, into ``count`` independent generator seeds: uint32 (count, 2)."""
     typed = hasattr(rng_key, "dtype") and jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     legacy = not typed and getattr(rng_key, "dtype", None) == jnp.uint32
     if not (typed and rng_key.ndim == 0) and not (legacy and rng_key.ndim == 1):
@@ -76,9 +73,9 @@ def normal(words: Array, step: Array, size: int, dtype: jnp.dtype) -> Array:
     r"""Draw ``size`` standard normals for a step, (size,); distinct steps give independent draws.
 
     Box and Muller (1958): :math:`(r\cos\phi, r\sin\phi)`, :math:`r = \sqrt{-2 \log u}`. In 32 bits ``u`` lies on the
-    grid :math:`(k + 1/2) 2^{-32}`, which leaves relative precision in the tail: values reach 6.76 standard
-    deviations and the two-sided tail probability at 6 is right to 2 %. Half-precision types are rounded from float32;
-    float64 takes ``u`` from 64 bits and reaches 9.4.
+    grid :math:`(k + 1/2) 2^{-32}`, which keeps relative precision in the tail: values reach 6.76 standard deviations
+    and the two-sided tail probability at 6 is correct to 2 %. Half-precision types are rounded from float32; float64
+    takes ``u`` from 64 bits and reaches 9.4.
     """
     half = (size + 1) // 2
     index = lax.iota(jnp.uint32, half)
@@ -89,7 +86,7 @@ def normal(words: Array, step: Array, size: int, dtype: jnp.dtype) -> Array:
         angle = (2.0 * math.pi) * _unit_64(*threefry(words, 2 * index + 1, step))
         pair = radius * jnp.cos(angle), radius * jnp.sin(angle)
     else:
-        # Without the barrier the compiler hashes once for each of the two normals of a pair.
+        # Without the barrier the compiler would hash once for each of the two normals of a pair.
         pair = box_muller(*lax.optimization_barrier(threefry(words, index, step)))
     return jnp.concatenate(pair)[:size].astype(dtype)
 
@@ -121,10 +118,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
 
 
 def integers(high: Array, low: Array, bound: int) -> Array:
-    """Map pairs of uniform uint32 words to uniform int32 in [0, bound): floor(bound * (high 2^32 + low) / 2^64).
-
-    The probabilities differ from 1 / bound by at most 2^-64.
-    """
+    """Map pairs of uniform uint32 words to uniform int32 in [0, bound), with probabilities correct to 2^-64."""
     factor = jnp.uint32(bound)
     middle = high * factor
     total = middle + multiply_high(low, factor)
@@ -148,10 +142,7 @@ _ROUNDS = 64
 
 
 class Stream(Protocol):
-    """A source of minibatches.
-
-    ``independent``: whether minibatches of different steps are independent, as exact samplers with minibatches need.
-    """
+    """A source of minibatches; ``independent`` says whether those of different steps are independent."""
 
     @property
     def independent(self) -> bool: ...
@@ -210,9 +201,9 @@ class Epochs:
     """Minibatches without replacement: each epoch visits every index once, in a new pseudo-random order.
 
     Nothing of size N is stored or shuffled: only the B positions of the epoch's permutation that a step needs are
-    computed. If B does not divide N, a minibatch may hold the end of one epoch and the start of the next: no index
-    is left out, repeated within its epoch, or reweighted, and ``lcm(N, B) / B`` successive minibatches cover the
-    data ``lcm(N, B) / N`` times exactly.
+    computed. If B does not divide N, a minibatch may hold the end of one epoch and the start of the next: no index is
+    left out, repeated within its epoch, or reweighted, and ``lcm(N, B) / B`` successive minibatches cover the data
+    exactly ``lcm(N, B) / N`` times.
 
     :param num_data: N.
     :param batch_size: B.
@@ -237,7 +228,7 @@ class Epochs:
             raise argument_error(call, "batch_size", self.batch_size, instead)
 
     def draw(self, words: Array, step: Array) -> Array:
-        # After `period` blocks the epochs start at a block's edge again; counting from there avoids overflow.
+        # After `period` blocks the epochs again start at the edge of a block; counting from there avoids overflow.
         covered = math.lcm(self.num_data, self.batch_size)
         period, epochs = covered // self.batch_size, covered // self.num_data
         step, size = step.astype(jnp.uint32), jnp.uint32(self.num_data)
@@ -255,8 +246,8 @@ class Epochs:
 def permute(words: Array, epoch: Array, place: Array, size: int) -> Array:
     """Evaluate a keyed pseudo-random permutation of 0..size-1 at places (B,), at a cost independent of ``size``.
 
-    Each value of ``epoch`` is another permutation. The swap-or-not shuffle: round i pairs x with K_i - x mod size and
-    moves x to its partner if a hash bit of the unordered pair is set. Both members of a pair see the same bit, so
+    Each value of ``epoch`` gives another permutation. The swap-or-not shuffle: round i pairs x with K_i - x mod size
+    and moves x to its partner if a hash bit of the unordered pair is set. Both members of a pair see the same bit, so
     every round is a bijection (its own inverse) for every size, and so is their composition.
 
     Reference: Hoang, Morris and Rogaway (2012), "An enciphering scheme based on a card shuffle", figure 1.
@@ -282,7 +273,7 @@ def _hash_bit(x: Array, salt: Array) -> Array:
 
 @dataclass(frozen=True)
 class Keys:
-    """A fresh typed key per step, for potentials that are random themselves."""
+    """A fresh typed key per step, for potentials that are themselves random."""
 
     independent = True
 
@@ -309,5 +300,5 @@ class ProductStream:
 
 
 def _child(words: Array, number: int) -> Array:
-    # The last counter is never reached by steps, so a child's seed is not among the words of any stream.
+    # Steps never reach the last counter, so a child's seed is not among the words of any stream.
     return jnp.stack(threefry(words, jnp.uint32(number), jnp.uint32(2**32 - 1)))

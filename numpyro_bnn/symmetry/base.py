@@ -1,4 +1,4 @@
-"""What a symmetry is: a group that acts on sites of a model without changing its likelihood."""
+"""Base class of symmetries: groups that act on the sites of a model without changing its likelihood."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ class UnitAxis(NamedTuple):
     """The axis of a site that runs over units: one number per unit acts on all elements of that unit.
 
     :param site: name of the sample site, e.g. ``"net/Dense_0.kernel"``.
-    :param axis: axis of the site that runs over the units; ``None`` if one number moves the whole site.
-    :param repeats: how often the units are repeated along the axis (behind ``Flatten``), the unit running fastest.
+    :param axis: axis of the site that runs over the units; ``None`` if one number acts on the whole site.
+    :param repeats: number of repeats of the units along the axis (after ``Flatten``), the unit running fastest.
     """
 
     site: str
@@ -70,7 +70,7 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
         elif isinstance(entry, tuple) and 2 <= len(entry) <= 3 and isinstance(entry[0], str):
             axes.append(UnitAxis(*entry))
         else:
-            instead = 'Write a site, or a pair of site and axis, e.g. `("net/Dense_0.kernel", 1)`.'
+            instead = 'Pass a site, or a pair of site and axis, e.g. `("net/Dense_0.kernel", 1)`.'
             raise argument_error(call, argument, entry, instead)
     if not axes:
         raise argument_error(call, argument, "nothing", "Name at least one site.")
@@ -86,7 +86,7 @@ class Symmetry(ABC):
 
     .. math:: \pi(g) \propto p(g\theta)\,|\det D(g\theta)|\,dg
 
-    with the Haar measure dg, so moving there needs neither data nor gradients.
+    with the Haar measure dg, so a move along it needs neither data nor gradients.
 
     >>> from numpyro_bnn import symmetry
     >>> isinstance(symmetry.Scale([("net/Dense_0.kernel", 1)]), symmetry.Symmetry)
@@ -98,11 +98,11 @@ class Symmetry(ABC):
     @property
     @abstractmethod
     def unit_axes(self) -> tuple[UnitAxis, ...]:
-        """The sites it moves, each with the axis that runs over the units."""
+        """The sites it acts on, each with the axis that runs over the units."""
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Names of the sites it moves."""
+        """Names of the sites it acts on."""
         return tuple(axis.site for axis in self.unit_axes)
 
     @property
@@ -120,7 +120,7 @@ class Symmetry(ABC):
 
     @abstractmethod
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
-        """A group element far from the identity, to test invariance with."""
+        """A group element far from the identity, for testing invariance."""
 
     def units(self, values: Mapping[str, Any]) -> int:
         """Number of units U.
@@ -159,7 +159,7 @@ class Symmetry(ABC):
 
 
 def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
-    """One symmetry or several, as a tuple; refuse anything else."""
+    """Convert one symmetry or several to a tuple; refuse anything else."""
     given = (symmetries,) if isinstance(symmetries, Symmetry) else tuple(symmetries)
     for symmetry in given:
         if not isinstance(symmetry, Symmetry):

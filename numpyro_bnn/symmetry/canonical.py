@@ -1,4 +1,4 @@
-"""Canonical representatives of draws, so that summaries of single weights mean something."""
+"""Canonical representatives of draws, for meaningful summaries of single weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -13,7 +13,7 @@ from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.draws import Points, act, by_unit, in_gauge, norms, read
 from numpyro_bnn.symmetry.groups import Permutation, SignFlip
 
-# Draws whose tables of scores (units x units) are held at once.
+# Number of draws whose score tables (units x units) are held at once.
 CHUNK = 512
 
 
@@ -23,36 +23,36 @@ def canonical(
     reference: Mapping[str, Any] | None = None,
     sweeps: int = 10,
 ) -> dict[str, np.ndarray]:
-    r"""Align draws, so that a weight means the same in all of them; the likelihood of no draw changes.
+    r"""Align draws, so that a weight means the same in all of them; the likelihood of each draw is unchanged.
 
-    Every draw moves along its orbits to a canonical representative:
+    Every draw is moved along its orbits to a canonical representative:
 
     - :class:`Shift`: the elements of a unit have mean 0 (a bias before batch normalization becomes 0).
     - :class:`Scale` and :class:`Rescale`: the d (incoming) elements of a unit have norm :math:`\sqrt d`; in a
       residual stream those of its first layer.
-    - :class:`SignFlip` and :class:`Permutation`: for every draw the signs and the order of units with the largest
+    - :class:`SignFlip` and :class:`Permutation`: each draw gets the signs and the order of units with the largest
       inner product with a reference, by assignment: layer by layer, then in sweeps over the layers.
-    - :class:`JointScale`, :class:`JointRescale` and symmetries of your own: left alone.
+    - :class:`JointScale`, :class:`JointRescale` and user-defined symmetries: not applied.
 
-    Without a reference, the first one is the draw whose norms of units are nearest to the median over all draws, its
-    units in the order of their norms with positive sums of cubed weights; after each sweep the mean of the canonical
-    draws replaces it. So the result depends neither on the order of the chains nor on where on its orbit a draw lies.
-    If the posterior does not distinguish the units, no labeling can: R-hat stays far from 1.
+    Without ``reference``, the first reference is the draw whose unit norms are closest to the median over all draws,
+    with its units ordered by norm and positive sums of cubed weights; after each sweep the mean of the canonical
+    draws replaces it. So the result depends neither on the order of the chains nor on where on its orbit a draw
+    lies. If the posterior does not distinguish the units, no labeling can, and R-hat stays far from 1.
 
-    Hyper-parameters stay as they are: a layer's scale is then no longer that of the weights shown. Of a non-centered
-    weight the site ``w`` is moved, and ``w_base`` is not. Scales of single units, as of ARD or horseshoe priors, are
+    Hyperparameters are unchanged: a layer's scale is then no longer that of the weights shown. For a non-centered
+    weight the site ``w`` is moved, and ``w_base`` is not. Scales of single units, as in ARD or horseshoe priors, are
     permuted only if a :class:`Permutation` names them.
 
-    Most time goes to the assignments: one per draw, layer and sweep, cubic in the number of units.
+    The assignments take most of the time: one per draw, layer and sweep, cubic in the number of units.
 
     :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
     :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
-    :param reference: site -> (...), one point whose signs and order the draws take.
-    :param sweeps: largest number of sweeps over the layers; they stop when no draw changes.
-    :return: all sites of ``draws``, as arrays of their dtypes.
-    :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
+    :param reference: site -> (...), one point whose signs and unit order the draws adopt.
+    :param sweeps: maximum number of sweeps over the layers; they stop when no draw changes.
+    :return: all sites of ``draws``, as arrays of the original dtypes.
+    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other than chains and draws.
 
-    Reference: Ainsworth, Hayase & Srinivasa (2023), "Git Re-Basin", section 3.2 for the assignment by layers.
+    Reference: Ainsworth, Hayase & Srinivasa (2023), "Git Re-Basin", section 3.2 for the layerwise assignment.
 
     >>> from numpyro_bnn import nn, symmetry
     >>> net = nn.Sequential([nn.Dense(2, use_bias=False), "tanh", nn.Dense(1, use_bias=False)])
@@ -82,7 +82,7 @@ def canonical(
 def _target(
     call: str, reference: Mapping[str, Any], symmetries: Sequence[Symmetry], points: Points
 ) -> Points:
-    """A reference in the gauge, as one draw."""
+    """The reference in the gauge, as one draw."""
     one = {site: np.asarray(value)[None] for site, value in reference.items()}
     target, _, _ = read(call, one, symmetries, leading=1)
     for site, value in target.items():
@@ -99,7 +99,7 @@ class _Group(NamedTuple):
     :ivar order: the permutation of the units, or ``None``.
     :ivar unit_flips: signs of single units.
     :ivar layer_flips: signs of all units at once.
-    :ivar axes: the sites that units are compared by: those with a single axis that runs over the units.
+    :ivar axes: the sites by which units are compared: those with a single axis that runs over the units.
     """
 
     order: Permutation | None
@@ -126,7 +126,7 @@ def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
 
 
 def _alone(axes: tuple[UnitAxis, ...]) -> tuple[UnitAxis, ...]:
-    """Axes of sites in which no other axis runs over the units; all, if there is none."""
+    """Axes of sites in which no other axis runs over the units; all axes if there is no such site."""
     sites = [axis.site for axis in axes]
     return tuple(axis for axis in axes if sites.count(axis.site) == 1) or axes
 
@@ -135,7 +135,7 @@ def _alone(axes: tuple[UnitAxis, ...]) -> tuple[UnitAxis, ...]:
 
 
 def _first_pass(groups: Sequence[_Group], points: Points, target: Points) -> Points:
-    """Match layer by layer, each by sites that later layers leave alone: the start of the draws does not matter."""
+    """Match layer by layer, each by sites that later layers do not change, so that the start does not matter."""
     for group, later in _with_later(groups):
         points, _ = _match(group, points, target, _free(group.axes, later))
     return points
@@ -155,7 +155,7 @@ def _sweep(groups: Sequence[_Group], points: Points, sweeps: int, fixed: Points 
 
 
 def _match(group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis]) -> tuple[Points, bool]:
-    """Signs and order of every draw that fit the target best, and whether any changed."""
+    """Find the signs and order of every draw that fit the target best; return whether any changed."""
     n = len(points[axes[0].site])
     elements = []
     for start in range(0, n, CHUNK):
@@ -172,7 +172,7 @@ def _match(group: _Group, points: Points, target: Points, axes: Sequence[UnitAxi
 def _best(
     group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis], chunk: slice
 ) -> list[list[np.ndarray]]:
-    """For every draw of the chunk the group elements of the members, to be applied one after the other."""
+    """For every draw of the chunk, the group elements of the members, to be applied one after the other."""
     scores = [
         _score(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])) for axis in axes
     ]
@@ -192,7 +192,7 @@ def _best(
             order = linear_sum_assignment(table, maximize=True)[1] if group.order else units
             value = float(table[units, order].sum())
             if value > found[i][0] + 1e-12 * abs(value):
-                # Order first; the signs are those of the units in their new order.
+                # Order first; the signs belong to the units in their new order.
                 signs = np.array(unit_choices)[which[i][units, order]]
                 layer = [np.full(1, sign) for sign in layer_signs]
                 found[i] = value, [*([order] if group.order else []), *signs.T, *layer]
@@ -218,14 +218,14 @@ def _signed(
 
 
 def _middle(groups: Sequence[_Group], points: Points) -> Points:
-    """The draw whose norms of units, in order of size, are nearest to the median over the draws."""
+    """The draw whose unit norms, sorted, are closest to the median over the draws."""
     sizes = np.concatenate([np.sort(norms(group.axes, points), -1) for group in groups], -1)
     nearest = int(np.argmin(np.sum((sizes - np.median(sizes, 0)) ** 2, -1)))
     return {site: value[nearest : nearest + 1] for site, value in points.items()}
 
 
 def _absolute(groups: Sequence[_Group], point: Points) -> Points:
-    """A point with signs and orders from itself alone: odd and symmetric functions of the weights of each unit."""
+    """Fix signs and orders without a reference: by odd and symmetric functions of the weights of each unit."""
     for group, later in _with_later(groups):
         flips: list[SignFlip] = [*group.layer_flips, *group.unit_flips]
         while flips:
@@ -239,7 +239,7 @@ def _absolute(groups: Sequence[_Group], point: Points) -> Points:
 
 
 def _settled(flips: Sequence[SignFlip], later: Sequence[Symmetry]) -> tuple[SignFlip, tuple[UnitAxis, ...]]:
-    """A flip with sites that no other changes, and those."""
+    """A flip with sites that no other flip changes, and those sites."""
     for flip in flips:
         others = [*(other for other in flips if other is not flip), *later]
         free = _free(_alone(flip.unit_axes), others)
@@ -254,6 +254,6 @@ def _with_later(groups: Sequence[_Group]) -> Iterator[tuple[_Group, list[Symmetr
 
 
 def _free(axes: Sequence[UnitAxis], later: Sequence[Symmetry]) -> tuple[UnitAxis, ...]:
-    """Axes whose sites no later symmetry changes; all, if there is none."""
+    """Axes whose sites no later symmetry changes; all axes if there is none."""
     touched = {site for member in later for site in member.sites}
     return tuple(axis for axis in axes if axis.site not in touched) or tuple(axes)

@@ -1,4 +1,4 @@
-"""Posterior draws of parameters: the gauge of the continuous groups, and summaries along and across the orbits."""
+"""Posterior draws of parameters: the gauge of the continuous groups, and summaries along and across orbits."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -27,9 +27,9 @@ Points = dict[str, np.ndarray]
 def read(
     call: str, draws: Mapping[str, Any], symmetries: Sequence[Symmetry], leading: int = 2
 ) -> tuple[Points, list[Symmetry], tuple[int, ...]]:
-    """Points of the sites that symmetries touch, the symmetries with the names of the draws, and (C, S).
+    """Read points of the sites that symmetries act on, the symmetries with the names of the draws, and (C, S).
 
-    A site ``net/Dense_0.kernel`` may also have the name ``net.Dense_0.kernel``, as in files.
+    A site ``net/Dense_0.kernel`` may also be named ``net.Dense_0.kernel``, as in files.
     """
     renamed = [
         s.rename({site: _stored(call, site, draws) for site in s.sites})
@@ -100,9 +100,9 @@ def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
 
 
 def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitAxis]]:
-    """A symmetry whose norm no other changes, and its sites that no other changes.
+    """A symmetry with sites whose norm no other symmetry changes, and those sites.
 
-    Rescaling a layer changes the incoming weights of the next; in a residual stream blocks write to what they read.
+    Rescaling a layer changes the incoming weights of the next; residual blocks write to the stream they read.
     """
     for s in waiting:
         touched = {site for other in waiting if other is not s for site in other.sites}
@@ -117,22 +117,22 @@ def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitA
 
 
 def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
-    r"""Summaries of units that no symmetry changes, so that their R-hat and ESS mean something without relabeling.
+    r"""Summaries of units that no symmetry changes, so that R-hat and ESS are meaningful without relabeling.
 
-    They are computed in the gauge of the scales and shifts (see :func:`~numpyro_bnn.symmetry.canonical`), so that
-    each is invariant under all the symmetries together, signs included.
+    They are computed in the gauge of the scales and shifts (see :func:`~numpyro_bnn.symmetry.canonical`), so each is
+    invariant under all the symmetries together, signs included.
 
     - :class:`Rescale`: the effective scale of a unit, :math:`|w_{in}|\,|w_{out}|`.
     - :class:`Scale`: only the direction u of the weights matters; the effective number of weights
       :math:`(\sum_i u_i^2)^2 / \sum_i u_i^4`, from 1 (a single weight) to d (all of one size).
-    - :class:`Permutation`: the norm of everything that writes to or reads a unit.
+    - :class:`Permutation`: the norm of all weights into and out of a unit.
 
-    Where a :class:`Permutation` moves the units, they are sorted in each draw, largest first.
+    If a :class:`Permutation` moves the units, they are sorted in each draw, largest first.
 
     :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
     :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
     :return: name of the symmetry -> (C, S, U).
-    :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
+    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other than chains and draws.
 
     >>> draws = {"w": np.array([[[[2.0, 3.0]]]]), "v": np.array([[[[5.0], [7.0]]]])}
     >>> invariants(draws, [Rescale([("w", 1)], [("v", 0)])])["Rescale(w)"].round(6).tolist()
@@ -153,7 +153,7 @@ def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict
 
 
 def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
-    r"""Where on its orbit each draw lies: the coordinates that gradient samplers mix badly and orbit moves mix.
+    r"""Where on its orbit each draw lies: coordinates that mix slowly under gradient samplers, fast by orbit moves.
 
     - :class:`Scale`: :math:`\log|w|`.
     - :class:`Rescale`: :math:`\log(|w_{in}| / |w_{out}|)`.
@@ -164,7 +164,7 @@ def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) 
     :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
     :param symmetries: e.g. ``symmetry.from_network(net, (13,))``; finite groups have no coordinate.
     :return: name of the symmetry -> (C, S, U).
-    :raises ValueError: for unknown sites, NaN or infinite draws, other leading axes than chains and draws.
+    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other than chains and draws.
 
     >>> draws = {"w": np.array([[[3.0, 4.0]]])}
     >>> np.exp(orbit_coordinates(draws, [Scale("w")])["Scale(w)"]).round(6).tolist()
@@ -180,7 +180,7 @@ def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) 
 
 
 def _name(s: Symmetry, taken: Mapping[str, Any]) -> str:
-    """The name of the symmetry, with its last site if another has the same name."""
+    """The name of the symmetry, extended by its last site if the name is taken."""
     return s.name if s.name not in taken else f"{s.name[:-1]}, {s.sites[-1]})"
 
 

@@ -1,4 +1,4 @@
-"""Which symmetries a network or a model has: derived from its layers and priors, and measured."""
+"""Find the symmetries of a network or a model from its layers and priors, and verify them numerically."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_in
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-6
-# How the hyper-sites of the priors drive a weight: w ~ s^power.
+# How the hyper-sites of the priors scale a weight: w ~ s^power.
 HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
 
 
 def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     """Find the symmetries of a model from its random networks and their priors.
 
-    The symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the model, a shift
-    of the class logits if the observation is categorical, and :class:`JointScale` and :class:`JointRescale` for the
-    learned scales of the kernels involved. Each is measured on the model, as :func:`check` does, and left out if it
-    does not hold.
+    These are the symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the
+    model, a shift of the class logits if the observation is categorical, and :class:`JointScale` and
+    :class:`JointRescale` for the learned scales of the kernels involved. Each is verified numerically on the model,
+    as by :func:`check`, and left out if it does not hold.
 
     :param model: a NumPyro model.
     :param args: its positional arguments, with the data.
@@ -53,7 +53,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
-    """The same group for a whole layer, with the hyper-sites that drive its kernels."""
+    """The same group for a whole layer, with the hyper-sites that scale its kernels."""
     if isinstance(symmetry, Scale):
         return [JointScale(symmetry.sites, *entry) for s in symmetry.sites for entry in _driving(s, latent)]
     if isinstance(symmetry, Rescale):
@@ -80,7 +80,7 @@ def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool
     - :class:`Permutation` of hidden units,
     - with ``logits`` a common :class:`Shift` of all outputs.
 
-    A layer of your own takes part if it defines :meth:`~numpyro_bnn.nn.Layer.connect`. For the hyper-parameters too,
+    A user-defined layer takes part if it defines :meth:`~numpyro_bnn.nn.Layer.connect`. To include hyperparameters,
     use :func:`find`, which reads a whole model.
 
     :param net: the specification, e.g. ``nn.MLP([50, 1])``.
@@ -139,10 +139,10 @@ def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
     if not segment.linear:
         yield Scale(_axes(segment.writers, layer))
     elif layer:
-        # One factor for the layer; a shift that all units share, from the bias and from every input.
+        # One factor for the layer; a shift shared by all units, from the bias and from every input.
         yield Scale(_axes(segment.writers, True))
         for wire in factors:
-            # What an input adds differs by data point and pixel: each must be normalized by itself.
+            # What an input adds differs by data point and pixel: each must be normalized separately.
             if _is("kernel", wire) and segment.pointwise and set(segment.norms) == {"layer"}:
                 yield Shift((UnitAxis(wire.param, wire.axis - 1),))
         if biases:
@@ -154,7 +154,7 @@ def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
 
 
 def _flips(wiring: Wiring) -> Iterator[Symmetry]:
-    """Signs of units with odd activations; through a normalization without gain the sign goes on."""
+    """Signs of units with odd activations; a normalization without gain passes the sign on."""
     for members in _groups(wiring, lambda segment: segment.flipped_with):
         segments = [wiring.segments[i] for i in members]
         if any(s.fixed or not s.odd for s in segments) or not any(s.writers for s in segments):
@@ -164,7 +164,7 @@ def _flips(wiring: Wiring) -> Iterator[Symmetry]:
         wires = [wire for s in segments for wire in (*s.writers, *s.readers, *s.gains)]
         layer = any(map(_reaches_far, segments))
         axes = Counter(_axis(wire, layer) for wire in wires)
-        # A kernel between flipped layers, or the gain of a flipped output, changes its sign twice.
+        # A kernel between flipped layers, or the gain of a flipped output, changes sign twice.
         yield SignFlip(tuple(axis for axis, times in axes.items() if times % 2))
 
 
@@ -200,7 +200,7 @@ def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
             yield Shift((UnitAxis(wire.param, wire.axis - 1),))
 
 
-# -- measured on a model ---------------------------------------------------------------------------------
+# -- verified on a model ---------------------------------------------------------------------------------
 
 
 class Invariance(NamedTuple):
@@ -217,7 +217,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[Invariance]:
-    r"""Measure how well a model has the given symmetries, and refuse those that it does not have.
+    r"""Test numerically whether a model has the given symmetries, and refuse those that it does not have.
 
     The log likelihood of each observation is compared before and after random group elements act on draws from the
     prior, in float64:
@@ -228,7 +228,7 @@ def check(
     :param symmetries: symmetries of its parameter sites.
     :param args: positional arguments of the model.
     :param kwargs: its keyword arguments.
-    :param tolerance: largest error of a symmetry; infinity only measures. A model that computes in float32 by itself
+    :param tolerance: maximum error of a symmetry; infinity only measures. A model that itself computes in float32
         needs about 1e-3.
     :return: for every symmetry a named tuple ``(symmetry, error)``.
     :raises ValueError: for a symmetry with a larger error; the message gives the error.
@@ -247,7 +247,7 @@ def check(
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
             instead = (
-                f"Allowed is {tolerance:.0e}. Leave it out, take the epsilon out of the normalization, or pass"
+                f"At most {tolerance:.0e} is allowed. Leave it out, remove the epsilon of the normalization, or pass"
                 " `exact=False` to OrbitMoves, which then evaluates the likelihood."
             )
             got = f"{entry.symmetry.name}, under which {change}"

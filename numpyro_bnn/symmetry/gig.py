@@ -23,15 +23,15 @@ class _Shape(NamedTuple):
         y = jnp.abs(x)
         growth = jnp.expm1(y)
         decay = 1.0 / (1.0 + growth)
-        ratio = jnp.where(y < 1.0, growth * decay, 1.0 - decay)  # 1 - exp(-y), also where exp(y) overflows
+        ratio = jnp.where(y < 1.0, growth * decay, 1.0 - decay)  # 1 - exp(-y), also if exp(y) overflows
         slope = jnp.where(x > 0.0, growth, ratio)
-        # exp(x) - 1 - x loses all digits near 0, where a narrow density lives: its series there.
+        # exp(x) - 1 - x loses all digits near 0, where a narrow density lies: use its series there.
         series = jnp.ones_like(x)
         for k in range(10, 2, -1):
             series = 1.0 + series * x / k
         rest = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
         cosh, sinh = self.low * growth * (0.5 * ratio), self.low * (0.5 * (growth + ratio))
-        some = self.low > 0.0  # 0 times infinity
+        some = self.low > 0.0  # avoids 0 times infinity
         return jnp.where(some, cosh, 0.0) + self.order * rest, jnp.where(some, sinh, 0.0) + self.order * slope
 
 
@@ -49,7 +49,7 @@ class _Envelope(NamedTuple):
 
 
 def _envelope(shape: _Shape) -> _Envelope:
-    """Tangents where f is about 1; where exactly they touch changes the number of rejections only."""
+    """Tangents where f is about 1; the exact points of contact only affect the number of rejections."""
     low, order = shape
     at_right, at_left = (COSH_1 - 1.0) * low + (E - 2.0) * order, (COSH_1 - 1.0) * low + order / E
     narrow, wide = jnp.sqrt(2.0 / (low + order)), jnp.log(4.0 / (low + 2.0 * order))
@@ -65,7 +65,7 @@ def _candidates(rng_key: jax.Array, shape: _Shape, envelope: _Envelope) -> tuple
     """Draws from the envelope and whether they are accepted: (CANDIDATES, ...)."""
     left, right, left_tail, right_tail = envelope
     u, w = jax.random.uniform(rng_key, (2, CANDIDATES, *left.shape), left.dtype)
-    # The pieces one after the other, the left tail mirrored: u says which of them, and where in it.
+    # The pieces side by side, the left tail mirrored: u selects a piece and a place in it.
     u = u * envelope.area - (left + right)
     on_left = u >= right_tail
     length = jnp.where(on_left, left_tail, right_tail)
@@ -88,9 +88,9 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     .. math:: -\log p(x) = \tfrac12 A (e^x - 1 - x) + \tfrac12 B (e^{-x} - 1 + x) + \text{const},
 
     which is drawn by rejection from a uniform middle piece with two exponential tails. All lanes are drawn together;
-    a lane accepts about 0.7 to 0.9 of its candidates whatever the parameters, on the log scale nothing overflows,
-    and p may have any sign. b = 0 with p > 0 gives a gamma, a = 0 with p < 0 an inverse gamma distribution.
-    The result has the common shape of the parameters; NaN where the density cannot be normalized.
+    a lane accepts about 0.7 to 0.9 of its candidates for all parameters, nothing overflows on the log scale, and p
+    may have any sign. b = 0 with p > 0 gives a gamma, a = 0 with p < 0 an inverse gamma distribution. The result has
+    the common shape of the parameters; NaN if the density cannot be normalized.
 
     Reference: Devroye (2014), "Random variate generation for the generalized inverse Gaussian distribution",
     Statistics and Computing 24, section 4.
@@ -118,6 +118,6 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
         return key, x, done
 
     _, x, _ = lax.while_loop(unfinished, draw, (rng_key, jnp.zeros_like(p), ~proper))
-    # With p < 0, 1 / t is generalized inverse Gaussian of order -p with a and b exchanged.
+    # If p < 0, 1 / t is generalized inverse Gaussian of order -p with a and b exchanged.
     mode = jnp.where(p < 0.0, jnp.log(b) - jnp.log(high), jnp.log(high) - jnp.log(a))
     return jnp.where(proper, mode + jnp.where(p < 0.0, -x, x), jnp.nan)

@@ -1,4 +1,4 @@
-"""The groups: positive factors, shifts, signs and orders of units."""
+"""The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
 from collections.abc import Container, Mapping
@@ -44,13 +44,13 @@ class Multiplicative(Symmetry):
 
 @dataclass(frozen=True)
 class Scale(Multiplicative):
-    r"""Weights that feed a normalization: w -> c w for every unit, channel or layer.
+    r"""Scale invariance of weights that feed a normalization: w -> c w for every unit, channel or layer.
 
     Orbit conditional: density of c proportional to c^(d-1) p(c w) with d elements per unit; for w ~ N(0, s^2 I) the
-    radius is exact, :math:`|w| / s \sim \chi_d`. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
+    radius is drawn exactly, :math:`|w| / s \sim \chi_d`. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
 
-    :param weights: sites or (site, axis) pairs; the axis runs over units that scale one by one (batch normalization),
-        without axis the whole site has one factor (layer normalization).
+    :param weights: sites or (site, axis) pairs; the axis runs over units with separate factors (batch normalization);
+        without an axis the whole site has one factor (layer normalization).
 
     >>> import jax.numpy as jnp
     >>> s = Scale([("w", 1)])
@@ -72,14 +72,14 @@ class Scale(Multiplicative):
 
 @dataclass(frozen=True)
 class Rescale(Multiplicative):
-    r"""Positively homogeneous units (ReLU, leaky ReLU): incoming weights and bias times c, outgoing weights over c.
+    r"""Rescaling of positively homogeneous units (ReLU, leaky ReLU): incoming weights times c, outgoing over c.
 
     Orbit conditional under Gaussian priors: t = c^2 is generalized inverse Gaussian,
 
     .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2),\quad p = (d_{in} - d_{out}) / 2,\quad
               a = \sum w_{in}^2 / s_{in}^2,\quad b = \sum w_{out}^2 / s_{out}^2.
 
-    Log determinant (d_in - d_out) log c. Gauge: the incoming norm is the square root of d_in; a balanced one would
+    Log determinant (d_in - d_out) log c. Gauge: the incoming norm is the square root of d_in; balanced norms would
     keep an outgoing weight from changing sign.
 
     :param incoming: (site, axis) pairs: kernel with its output axis, bias.
@@ -104,14 +104,14 @@ class Rescale(Multiplicative):
 
 @dataclass(frozen=True)
 class JointScale(Multiplicative):
-    """Weights together with their hierarchical scale: (w, s) -> (c w, c^power s).
+    """Scale invariance of weights together with their hierarchical scale: (w, s) -> (c w, c^power s).
 
     p(w | s) does not change, only the hyperprior does: orbit conditional s ~ p(s), drawn as an independent proposal
-    and corrected if the weights are not a scale family of s. A symmetry only of weights whose scale the likelihood
+    and corrected if the weights are not a scale family of s. It holds only for weights whose scale the likelihood
     ignores. In a non-centered model s moves and the standardized weights stay.
 
-    :param weights: sites whose scale does not matter to the likelihood, all of them driven by ``scale``.
-    :param scale: the site of the hyper-parameter.
+    :param weights: sites whose scale does not matter to the likelihood, all of them scaled by ``scale``.
+    :param scale: the site of the hyperparameter.
     :param power: 1 for a scale, -2 for a precision.
 
     >>> JointScale("net/Dense_0.kernel", "net/Dense_0.kernel_scale").sites
@@ -128,7 +128,7 @@ class JointScale(Multiplicative):
         if len(scale) != 1 or scale[0].axis is not None:
             raise argument_error(call, "scale", self.scale, "Name one site, without an axis.")
         if not self.power:
-            raise argument_error(call, "power", self.power, "Write 1 for a scale, -2 for a precision.")
+            raise argument_error(call, "power", self.power, "Pass 1 for a scale, -2 for a precision.")
         object.__setattr__(self, "weights", _whole_sites(call, "weights", self.weights))
         object.__setattr__(self, "scale", scale)
 
@@ -141,17 +141,18 @@ class JointScale(Multiplicative):
         return (*((axis, 1.0) for axis in self.weights), (self.scale[0], float(self.power)))
 
     def without(self, sites: Container[str]) -> "JointScale":
-        """The same group if some weights are computed from their scale, and so need not be moved."""
+        """The same group without weights that are computed from their scale, and so need not be moved."""
         return replace(self, weights=_others(self.weights, sites))
 
 
 @dataclass(frozen=True)
 class JointRescale(Multiplicative):
-    """A layer of positively homogeneous units together with the hierarchical scales on both of its sides.
+    """Rescaling of a layer of positively homogeneous units together with the hierarchical scales on both sides.
 
-    Incoming weights, biases and their scale times c, outgoing weights and their scale over c. The priors of the
-    weights given the scales do not change, only the hyperpriors and the priors of biases do, so the ratio of the two
-    scales can move far. In a non-centered model the standardized weights stay. Orbit conditional: a random walk.
+    Incoming weights, biases and their scale are multiplied by c, outgoing weights and their scale divided by it. The
+    priors of the weights given the scales do not change, only the hyperpriors and the priors of biases do, so the
+    ratio of the two scales can move far. In a non-centered model the standardized weights stay. Orbit conditional: a
+    random walk.
 
     :param incoming: sites of incoming kernels and biases.
     :param outgoing: sites of outgoing kernels.
@@ -185,7 +186,7 @@ class JointRescale(Multiplicative):
         return (*weights, *self.scales)
 
     def without(self, sites: Container[str]) -> "JointRescale":
-        """The same group if some weights are computed from their scale, and so need not be moved."""
+        """The same group without weights that are computed from their scale, and so need not be moved."""
         return replace(self, incoming=_others(self.incoming, sites), outgoing=_others(self.outgoing, sites))
 
 
@@ -205,7 +206,7 @@ def _others(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis
 
 @dataclass(frozen=True)
 class OnElements(Symmetry):
-    """A group that does the same to every element of a unit and keeps volumes: shifts, signs, orders.
+    """A volume-preserving group that acts alike on every element of a unit: shifts, signs, orders.
 
     :param elements: sites, or (site, axis) pairs; the axis runs over the units.
     """
@@ -236,11 +237,11 @@ class OnElements(Symmetry):
 
 @dataclass(frozen=True)
 class Shift(OnElements):
-    r"""A number added to all elements of a unit: w -> w + g.
+    r"""Shift invariance: the same number added to all elements of a unit, w -> w + g.
 
-    A bias before batch normalization: the number of each unit is free. Class logits: one number for all classes,
-    and one per input of the last layer. Orbit conditional: the prior draw for a unit of one element; for Gaussian
-    elements N(m_k, s_k^2)
+    For a bias before batch normalization each unit has a free number; for class logits one number is added to all
+    classes, and one per input of the last layer. Orbit conditional: a prior draw for a unit of one element; for
+    Gaussian elements N(m_k, s_k^2)
 
     .. math:: g \sim N\Big(-\frac{\sum_k (w_k - m_k) / s_k^2}{\sum_k 1 / s_k^2},\ \frac{1}{\sum_k 1 / s_k^2}\Big).
 
@@ -262,10 +263,10 @@ class Shift(OnElements):
 
 @dataclass(frozen=True)
 class SignFlip(OnElements):
-    """Units with an odd activation: everything that writes to or reads a unit changes its sign.
+    """Sign symmetry of units with an odd activation: all weights into and out of a unit change their sign.
 
-    Also weights before a normalization together with its gain. Orbit conditional: a unit is flipped with probability
-    p(g theta) / (p(theta) + p(g theta)), one half under a symmetric prior. Gauge: see
+    Also of weights before a normalization together with its gain. Orbit conditional: a unit is flipped with
+    probability p(g theta) / (p(theta) + p(g theta)), one half under a symmetric prior. Gauge: see
     :func:`~numpyro_bnn.symmetry.canonical`.
 
     :param elements: (site, axis) pairs; the axis runs over the units.
@@ -286,10 +287,10 @@ class SignFlip(OnElements):
 
 @dataclass(frozen=True)
 class Permutation(OnElements):
-    """Hidden units in another order, with everything that writes to or reads them.
+    """Permutation of hidden units, together with all weights into and out of them.
 
-    Orbit conditional: a uniform order under an exchangeable prior, which is proposed and otherwise corrected.
-    Hyper-parameters that belong to single units (horseshoe, ARD of the next layer) move along. Gauge: see
+    Orbit conditional: uniform over orders under an exchangeable prior; otherwise a uniform proposal that is
+    corrected. Hyperparameters of single units (horseshoe, ARD of the next layer) move along. Gauge: see
     :func:`~numpyro_bnn.symmetry.canonical`.
 
     :param elements: (site, axis) pairs; the axis runs over the units.

@@ -1,4 +1,4 @@
-"""What a model says about itself: its sites, draws from its prior, and the prior as a program without the data."""
+"""What symmetry moves need from a model: its sites, draws from its prior, and the prior as a program without data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ from numpyro_bnn._plates import full_plates, full_trace
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
-# Keyword through which NumPyro's Gibbs hands the values of other blocks to a model.
+# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
 CONDITIONED = "_gibbs_sites"
 
 
@@ -62,10 +62,10 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
 
 
 class PriorProgram:
-    """Distributions of the latent sites given values of all of them, and the likelihood only on request.
+    """Distributions of the latent sites given values of all of them, and the likelihood on request.
 
     The program holds only the equations that the prior needs, so its cost does not depend on the data. ``values`` are
-    an example of constrained values of the latent sites.
+    example constrained values of the latent sites.
 
     >>> import numpyro
     >>> def model():
@@ -136,7 +136,7 @@ def _checked(site: Mapping[str, Any]) -> dist.Distribution:
 
 
 class Site(NamedTuple):
-    """What is known of a site without its value."""
+    """What is known about a site without its value."""
 
     kind: str
     observed: bool
@@ -145,7 +145,7 @@ class Site(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """What is read of a model before moves along its symmetries are planned.
+    """What is read from a model before moves along its symmetries are planned.
 
     :param sites: all its sites.
     :param draws: values of its latent sites, drawn from the prior, one entry per seed.
@@ -173,7 +173,7 @@ def model_info(
         names = [name for name in prior_sites(traced, kwargs) if name not in held]
         return {name: jnp.asarray(traced[name]["value"]) for name in names}
 
-    # One compiled program without the likelihood, instead of every operation by itself.
+    # One compiled program without the likelihood, instead of one per operation.
     program = jax.jit(pruned(draw, jnp.uint32(0)))
     draws = [program(jnp.uint32(seed)) for seed in seeds]
     return ModelInfo(sites, draws, PriorProgram(model, draws[0], args, kwargs))
@@ -182,10 +182,10 @@ def model_info(
 def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
-    A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a joint scale the base stays. Under
-    a permutation the hyper-parameters of single units move with them.
+    A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a joint scale the base stays.
+    Under a permutation the hyperparameters of single units move with them.
 
-    :raises ValueError: for a site that the model does not have, or does not sample.
+    :raises ValueError: for a site that the model does not have or does not sample.
     """
     call, latent = f"symmetry.{type(symmetry).__name__}", tuple(info.draws[0])
     names = {}
@@ -205,10 +205,10 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
 
 
 def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
-    """Let the hyper-parameters of single units move with the units.
+    """Let the hyperparameters of single units move with the units.
 
-    A site of per-unit hyper-parameters is found by its effect: its first entry changes the prior of the first slice
-    of a weight site and of no other.
+    A site of per-unit hyperparameters is recognized by its effect: its first entry changes the prior of the first
+    slice of a weight site and of no other slice.
     """
     values, axes = info.draws[0], list(symmetry.unit_axes)
     units = symmetry.units(values)

@@ -30,20 +30,20 @@ from numpyro_bnn.symmetry.model_info import (
 
 Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
 EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior", "scale prior", "order"})
-# What an independent proposal becomes if it is always accepted.
+# What an independent proposal is called if it is always accepted.
 ALWAYS_ACCEPTED: dict[str, Method] = {"hyperprior": "scale prior", "shuffle": "order"}
-STEPS = 5  # of a random walk with one unit
+STEPS = 5  # steps of a random walk with one unit
 
 
 class Plan(NamedTuple):
     """How to move along the orbits of a symmetry on the latent sites of a model.
 
-    :param symmetry: with the names of the latent sites.
+    :param symmetry: the symmetry, in terms of the latent sites.
     :param method: exact draws: ``"gig"`` (chi and generalized inverse Gaussian), ``"normal"``, ``"prior"``,
         ``"scale prior"`` (the hyperprior, for weights that are a scale family), ``"order"`` (a uniform order, for
         exchangeable priors), ``"flip"`` (signs); independent proposals that are corrected: ``"hyperprior"``,
         ``"shuffle"``; ``"walk"``: Metropolis-Hastings on the group.
-    :param by_unit: whether the prior splits into factors by unit, so that units move independently.
+    :param by_unit: whether the prior factorizes by unit, so that units move independently.
     :param affected: sites whose log density may change.
     :param units: number of units U.
     :param exact: whether the likelihood is left out of the ratio.
@@ -64,7 +64,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     exact: bool = True,
 ) -> tuple[Plan, ...]:
-    """Choose for every symmetry how to move along its orbits; without ``exact`` the likelihood enters every ratio.
+    """Choose how to move along the orbits of every symmetry; without ``exact`` the likelihood enters every ratio.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> def model():
@@ -76,7 +76,7 @@ def plan(
 
 
 def plan_in(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
-    """Make the same plans for a model that has been read."""
+    """Make the same plans for a model that has already been read."""
     return tuple(_plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries)
 
 
@@ -189,7 +189,7 @@ class _Orbit(NamedTuple):
         return difference + (jacobian if self.plan.by_unit else jnp.sum(jacobian)[None])
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
-        """Log density that a move changes."""
+        """The part of the log density that a move changes."""
         plan, prior = self.plan, self.prior
         if plan.by_unit:
             fns = prior.distributions(values)
@@ -200,10 +200,10 @@ class _Orbit(NamedTuple):
         return (total if plan.exact else total + prior.likelihood(values))[None]
 
     def independent_draw(self, rng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A group element independent of the place on the orbit, and the log ratio of its density there and here.
+        """A group element independent of the place on the orbit, and the log ratio of its densities there and here.
 
-        A uniform order of units; or the element that takes a hyper-parameter s to a draw from its prior, whose
-        density with respect to the Haar measure is p(s) s.
+        A uniform order of units, or the element that takes a hyperparameter s to a draw from its prior, whose density
+        with respect to the Haar measure is p(s) s.
         """
         symmetry = self.plan.symmetry
         if not isinstance(symmetry, JointScale):
@@ -256,7 +256,7 @@ def _independent(orbit: _Orbit, rng_key: jax.Array) -> tuple[Values, jax.Array]:
 
 
 def _walk(orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
-    """A step of the random walk for the moving units."""
+    """One random-walk step of the moving units."""
     normal_key, uniform_key = random.split(rng_key)
     size = moving.shape if orbit.plan.by_unit else (1,)
     noise = random.normal(normal_key, moving.shape), jnp.log(random.uniform(uniform_key, size))
@@ -270,7 +270,7 @@ def _step(orbit: _Orbit, noise: tuple, width: jax.Array, moving: jax.Array) -> t
 
 
 def _several_steps(orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple[Values, jax.Array]:
-    """Several steps of one number: they cost little, and hyper-parameters gain from long moves."""
+    """Several steps for a single unit: they cost little, and hyperparameters gain from long moves."""
     normal_key, uniform_key = random.split(rng_key)
     noise = random.normal(normal_key, (STEPS, 1)), jnp.log(random.uniform(uniform_key, (STEPS, 1)))
     return _scan(orbit, lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)), noise)
@@ -279,7 +279,7 @@ def _several_steps(orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple
 def _one_by_one(
     step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array
 ) -> tuple[Values, jax.Array]:
-    """Units that share a factor of the density, one after the other."""
+    """Update units that share a factor of the density one after the other."""
     units = jnp.arange(orbit.plan.units)
 
     def move_one(orbit: _Orbit, unit: jax.Array) -> tuple[Values, jax.Array]:
@@ -289,7 +289,7 @@ def _one_by_one(
 
 
 def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:
-    """Steps one after the other, each from where the last one led."""
+    """Take steps in sequence, each from where the last one ended."""
 
     def body(moved: Values, step_input: Any) -> tuple[Values, jax.Array]:
         return step(orbit._replace(values={**orbit.values, **moved}), step_input)

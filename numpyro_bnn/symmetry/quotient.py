@@ -1,4 +1,4 @@
-"""Sampling on the quotient: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
+"""Sampling modulo the symmetries: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -21,11 +21,11 @@ from numpyro_bnn.symmetry.moves import Plan, move, plan_in
 
 
 def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any) -> Callable:
-    r"""The same model without its symmetries, so that the sampler need not move along them.
+    r"""Remove the symmetries from a model, so that the sampler need not move along them.
 
-    Along an orbit the posterior is the prior; the posterior of the orbits is L(theta) M(theta), M the prior summed
-    over the orbit. So a sampler only needs to find the orbit; the place on it is drawn afterwards, exactly, from the
-    prior and independently for each draw:
+    Along an orbit the posterior is the prior; the posterior of the orbits is L(theta) M(theta), with M the prior
+    integrated over the orbit. So the sampler only needs to find the orbit; the place on it is drawn afterwards,
+    exactly, from the prior and independently for each draw:
 
     - sites that the likelihood ignores and that are independent a priori are not sampled: hyper-scales of weights
       before a normalization (:class:`JointScale`, with :math:`w \sim N(0, I)` in their place), biases before batch
@@ -36,11 +36,11 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
 
     The original sites become deterministic, so draws, ``Predictive``, guides and
     :func:`~numpyro_bnn.to_inference_data` show them as if they had been sampled. The random numbers of the exact
-    draws are made from the bits of the draw itself: the model stays a function of its latent sites, and equal draws
-    give equal results.
+    draws come from the bits of the draw itself: the model stays a function of its latent sites, and equal draws give
+    equal results.
 
-    :param model: a NumPyro model. Non-centered priors need nothing more; Gaussian centered ones are standardized.
-    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are measured first, as by :func:`check`.
+    :param model: a NumPyro model. Non-centered priors are used as they are; centered Gaussian ones are standardized.
+    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are verified first, as by :func:`check`.
     :param args: positional arguments of the model, with the data.
     :param kwargs: its keyword arguments.
     :return: a model with the signature of ``model``.
@@ -75,12 +75,12 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
 
 
 class Gauge(NamedTuple):
-    """Decided once: how to move, which sites are not sampled, and which have to be computed again.
+    """Decided once: how to move, which sites are not sampled, and which have to be recomputed.
 
     :param plans: moves that fill in the orbits.
-    :param removed: latent sites that are not sampled, with the values the sampler's run takes for them.
+    :param removed: latent sites that are not sampled, with the values that they take while sampling.
     :param touched: latent sites that moves change.
-    :param normal: those of them that are standardized.
+    :param normal: touched sites that are standardized.
     :param variant: deterministic sites that are not constant on orbits.
     """
 
@@ -112,7 +112,7 @@ def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs:
 
 
 def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
-    """Sites that are drawn afterwards from their prior, whatever the sampler does."""
+    """Sites that are drawn from their prior afterwards, whatever the sampler does."""
     if entry.method == "prior":
         return {site: np.zeros(jnp.shape(values[site])) for site in entry.symmetry.sites}
     if entry.method == "scale prior":
@@ -154,7 +154,7 @@ class _InGauge(Messenger):
                 msg["fn"] = unit.to_event(msg["fn"].event_dim)
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
-        # Outer handlers have seen the site of the gauge; the model gets the value it stands for.
+        # Outer handlers have seen the site of the gauge; the model gets the corresponding original value.
         if "_gauged" in msg:
             name, fn = msg.pop("_gauged")
             if name in self.gauge.normal:

@@ -24,7 +24,7 @@ FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
 class ADFPosterior(AutoNormal):
     """Independent Gaussians for weights, Gammas for precisions.
 
-    For a non-centered weight w = s w_base the guide has w independent of s: given s, w_base is N(m / s, v / s^2).
+    For a non-centered weight w = s w_base the guide makes w independent of s: given s, w_base is N(m / s, v / s^2).
     """
 
     _problem: Problem | None = None
@@ -32,28 +32,28 @@ class ADFPosterior(AutoNormal):
     _start: dict[str, Any] | None = None
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Read the model from the arguments of a call, without learning."""
+        """Read the model from the arguments of a call, without fitting."""
         with jax.enable_x64(True):
             arguments = Arguments.read(self.model, args, kwargs)
             self._problem, self._arguments = Problem.of(arguments), arguments.head()
 
     def _known_problem(self) -> Problem:
-        """The model as it was read; it is read again after unpickling."""
+        """The model as it was read; after unpickling it is read again."""
         if self._problem is None and self._arguments is not None:
             with jax.enable_x64(True):
                 self._problem = Problem.of(self._arguments)
         if self._problem is None:
-            instead = "Call `run` of this guide first, or use it in `SVI`: it reads the model."
+            instead = "Call `run` of this guide first, or use it in `SVI`, so that it reads the model."
             raise argument_error(CALL, "params", "those of another guide", instead)
         return self._problem
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        """Read the model, without AutoNormal's search for a valid start."""
+        """Read the model, skipping AutoNormal's search for a valid start."""
         if self._problem is None:
             self._read(args, kwargs)
         found = outline(self.model, args, kwargs)
         self._prototype_call = (args, kwargs)
-        # Values are placeholders here, so only the fields without them are stored.
+        # The values are placeholders here, so only the fields without values are stored.
         fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
         self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in found.items()}
         for name, site in found.items():
@@ -103,7 +103,7 @@ class ADFPosterior(AutoNormal):
             return numpyro.sample(name, fn.to_event(self._event_dims[name]))
 
     def _start_params(self) -> dict[str, Any]:
-        """Parameters before any data."""
+        """Parameters before any data are seen."""
         problem = self._known_problem()
         if self._start is None:
             with jax.enable_x64(True), jax.ensure_compile_time_eval():
@@ -146,7 +146,7 @@ class ADFPosterior(AutoNormal):
         """Posterior draws ``(*sample_shape, ...)`` of the latent and deterministic sites.
 
         :param rng_key: a key.
-        :param params: of a run.
+        :param params: parameters from a run.
         :param args: arguments of the model for its deterministic sites; by default those of the run.
         :param sample_shape: shape of the batch of draws.
         """
@@ -163,14 +163,14 @@ class ADFPosterior(AutoNormal):
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Posterior medians of the latent and deterministic sites; bases of non-centered weights follow from them.
 
-        :param params: of a run.
+        :param params: parameters from a run.
         """
         return {name: value[0] for name, value in self.quantiles(params, [0.5]).items()}
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> dict[str, jax.Array]:
         """Posterior quantiles (Q, ...) of the latent and deterministic sites.
 
-        :param params: of a run.
+        :param params: parameters from a run.
         :param quantiles: Q probabilities.
         """
         problem, state = self._known_problem(), self._from_params(params)

@@ -21,7 +21,7 @@ class ADFResult(NamedTuple):
     :param params: parameters of the guide by name, as all its methods take them.
     :param state: the same in float64, with the approximate prior factors; pass it to a later ``run`` to continue.
     :param losses: minus the log evidence of each epoch, (E,) or (R, E).
-    :param refused: share of refused updates in each epoch, (E,) or (R, E).
+    :param refused: fraction of refused updates in each epoch, (E,) or (R, E).
     """
 
     params: dict[str, jax.Array]
@@ -34,9 +34,9 @@ class AutoADF(ADFPosterior):
     r"""Probabilistic backpropagation: assumed density filtering (ADF) for a NumPyro model with Gaussian weights.
 
     The posterior is a product of Gaussians, one per weight, and of Gammas for the precisions of weights and noise.
-    Data points are absorbed one after the other. Means and variances are carried through the model to
+    Data points are absorbed one at a time. Means and variances are propagated through the model to
     f_n ~ N(m_f, v_f) (:func:`~numpyro_bnn.moments.propagate`), which gives the normalizer
-    Z = \int p(y_n | f) N(f; m_f, v_f) df, and each weight N(m, v) moves to the moments of the exact posterior,
+    Z = \int p(y_n | f) N(f; m_f, v_f) df, and each weight N(m, v) is set to the moments of the exact posterior,
 
     .. math:: m \leftarrow m + v \frac{d\log Z}{dm}, \qquad
               v \leftarrow v - v^2\Big[\Big(\frac{d\log Z}{dm}\Big)^2 - 2\frac{d\log Z}{dv}\Big].
@@ -54,11 +54,11 @@ class AutoADF(ADFPosterior):
     - arrays whose first axis is the number of data points are data; rows do not influence each other.
 
     It is a NumPyro guide: ``sample_posterior``, ``median``, ``quantiles``, ``Predictive(model, guide=...)`` and
-    ``SVI`` (also to continue from its solution, ``init_params=result.params``) work with ``result.params``.
+    ``SVI`` (which can continue from it: ``init_params=result.params``) work with ``result.params``.
 
     :param model: a NumPyro model.
     :param prefix: part of the names of parameters, as in :class:`~numpyro.infer.autoguide.AutoNormal`.
-    :raises ValueError: when it reads the model, for a site it cannot handle; the message names it.
+    :raises ValueError: when it reads the model, for a site it cannot handle; the message names the site.
 
     Reference: Hernandez-Lobato & Adams (2015), *Probabilistic backpropagation*; Minka (2001) on ADF.
 
@@ -77,12 +77,12 @@ class AutoADF(ADFPosterior):
 
     def __init__(self, model: Callable, *, prefix: str = "auto") -> None:
         if not callable(model):
-            raise argument_error(CALL, "model", model, "Pass a NumPyro model, a function.", TypeError)
+            raise argument_error(CALL, "model", model, "Pass a NumPyro model (a function).", TypeError)
         super().__init__(model, prefix=prefix)
         self._programs: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled programs of JAX cannot be pickled: the model is read again.
+        # Compiled JAX programs cannot be pickled, so the model is read again.
         return super().__getstate__() | {"_programs": {}, "_problem": None}
 
     def run(
@@ -98,22 +98,22 @@ class AutoADF(ADFPosterior):
         max_refused: float = 0.05,
         **kwargs: Any,
     ) -> ADFResult:
-        """Learn from data in ``num_epochs`` shuffled passes, in float64 whatever the global setting.
+        """Fit to data in ``num_epochs`` shuffled passes, in float64 whatever the global setting.
 
-        With R keys it makes R runs at once, of the same data or, with ``in_axes``, of R data sets of one shape.
-        Interrupting it from the keyboard returns the result of the finished epochs.
+        With R keys it makes R runs at once, on the same data or, with ``in_axes``, on R data sets of the same shape.
+        A keyboard interrupt returns the result of the finished epochs.
 
         :param rng_key: a key for the start and the order of the data, or R keys.
         :param args: arguments of the model, targets included.
         :param num_epochs: passes over the data.
         :param in_axes: for R keys, the axis of each positional argument that runs over the data sets, ``None`` for
             arguments they share.
-        :param init_means: means to start from, by weight site (with a leading axis R for R runs); by default
+        :param init_means: initial means by weight site (with a leading axis R for R runs); by default
             N(prior mean, prior variance / fan-in).
         :param init_state: ``result.state`` of an earlier run, to continue it.
         :param orders: order of the rows in each epoch, (E, N), or (R, E, N), instead of random ones.
         :param progress_bar: show a progress bar over epochs.
-        :param max_refused: warn when a larger share of the updates of weights is refused in an epoch.
+        :param max_refused: warn if a larger fraction of the weight updates is refused in an epoch.
         :param kwargs: keyword arguments of the model.
         :return: an :class:`ADFResult`.
         :raises ValueError: for a model, data or options it cannot use.
@@ -121,7 +121,9 @@ class AutoADF(ADFPosterior):
         num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
         check_number(f"{CALL}.run", "max_refused", max_refused)
         if max_refused > 1:
-            raise argument_error(f"{CALL}.run", "max_refused", max_refused, "Pass a share between 0 and 1.")
+            raise argument_error(
+                f"{CALL}.run", "max_refused", max_refused, "Pass a fraction between 0 and 1."
+            )
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
@@ -141,7 +143,7 @@ class AutoADF(ADFPosterior):
                 state, records = run_epochs(program, state, data, keys, orders, progress_bar, max_refused)
                 state = jax.device_get(state)
             params = self._to_params(state)
-        # Parameters take the precision of the session; the state stays in float64.
+        # Parameters have the session's precision; the state stays in float64.
         params = {name: jnp.asarray(value, float) for name, value in params.items()}
         losses, refused = -jnp.asarray(records.log_z, float), jnp.asarray(records.refused, float)
         return ADFResult(params, state, losses, refused)
@@ -149,10 +151,10 @@ class AutoADF(ADFPosterior):
     def update(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         """Learn from further data, in the order given: the current posterior becomes the prior.
 
-        :param params: of a run of this guide, or of an earlier update.
+        :param params: parameters from a run of this guide, or from an earlier update.
         :param args: arguments of the model, with new data of any number of rows.
         :return: new parameters.
-        :raises ValueError: before the first ``run``, and for data unlike those of the run.
+        :raises ValueError: before the first ``run``, and for data that do not match those of the run.
         """
         _check_staged("update", params, args, kwargs)
         with jax.enable_x64(True):
@@ -165,10 +167,10 @@ class AutoADF(ADFPosterior):
     ) -> tuple[jax.Array, jax.Array]:
         """Mean and variance of each observation under the posterior, without sampling.
 
-        For a Categorical observation they are those of the K class indicators, or with ``noise=False`` of the K class
-        probabilities.
+        For a Categorical observation these are moments of the K class indicators, or with ``noise=False`` of the K
+        class probabilities.
 
-        :param params: of a run.
+        :param params: parameters from a run.
         :param args: arguments of the model; targets may be left out.
         :param noise: include the variance of the observation given the network.
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
@@ -184,9 +186,9 @@ class AutoADF(ADFPosterior):
         return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
 
     def log_predictive_density(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> jax.Array:
-        """log p(y_n | x_n) of each data point, the likelihood averaged over the posterior without sampling.
+        """log p(y_n | x_n) of each data point: the likelihood averaged over the posterior, without sampling.
 
-        :param params: of a run.
+        :param params: parameters from a run.
         :param args: arguments of the model, targets included.
         :return: (N,), summed over the K outputs of one point.
         """
@@ -236,9 +238,9 @@ class AutoADF(ADFPosterior):
     def _on_new_data(
         self, method: str, args: tuple, kwargs: Any, make: Callable, *options: Any
     ) -> tuple[Callable, tuple[Any, Any]]:
-        """The compiled function that ``make`` makes of the model read from these arguments, and its data."""
+        """The compiled function that ``make`` builds from the model read from these arguments, and its data."""
         if self._arguments is None:
-            instead = "Call `run` of this guide first: it reads the model."
+            instead = "Call `run` of this guide first, so that it reads the model."
             raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
         arguments = self._arguments.like(args, kwargs, f"{CALL}.{method}")
         arguments.check(f"{CALL}.{method}")
@@ -276,7 +278,7 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
 
 
 def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) -> jax.Array | None:
-    """Orders with the epoch as first axis."""
+    """Orders with the epoch as the first axis."""
     if orders is None:
         return None
     shape = np.shape(orders)

@@ -15,7 +15,7 @@ from numpyro_bnn.guides.adf.observation import Context, Observation
 from numpyro_bnn.guides.adf.reading import refuse
 from numpyro_bnn.moments import Gaussian
 
-# Gauss-Hermite points per dimension: in one dimension, and in two.
+# Gauss-Hermite points per dimension, for one and for two dimensions.
 POINTS = {1: 64, 2: 24}
 
 States = Mapping[str, Any]
@@ -23,9 +23,9 @@ States = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """An observation whose noise sites have posterior factors.
+    """An observation together with the posterior of its noise sites.
 
-    :param observation: of the model.
+    :param observation: the observation of the model.
     :param noise: the noise hyperparameters that are Gaussian in unconstrained space.
     :param gamma: the noise precision with a Gamma posterior, if there is one.
     """
@@ -39,7 +39,7 @@ class Likelihood:
     ) -> jax.Array:
         """log Z of one observation, elementwise, with ``order`` added to the shape of the noise precision.
 
-        The Normal likelihood is integrated in closed form over its mean, every other quantity by quadrature.
+        A Normal likelihood is integrated over its mean in closed form, everything else by quadrature.
         """
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
@@ -80,7 +80,7 @@ class Likelihood:
     def _normal(
         self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
     ) -> tuple[Gaussian, Callable[[Mapping[str, Any]], jax.Array], dict[str, Gaussian]]:
-        """A Normal observation: its Gaussian mean, its noise variance, and the Gaussians this depends on."""
+        """For a Normal observation: its Gaussian mean, its noise variance, and the Gaussians this depends on."""
         means = _means(quantities)
 
         def noise_variance(values: Mapping[str, Any]) -> jax.Array:
@@ -100,10 +100,7 @@ class Likelihood:
         return {**quantities, **{name: states[name] for name in self.noise}}
 
     def _parameters(self, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Parameters of the distribution and the observed value, at these quantities and unconstrained noise sites.
-
-        The Gamma precision is 1.
-        """
+        """Parameters of the distribution and observed value at these quantities and noise sites; Gamma is 1."""
         hypers = dict(context["hyperparameters"])
         hypers |= {n: hyper.transform(values[n]) for n, hyper in self.noise.items() if n in values}
         if self.gamma is not None:
@@ -124,7 +121,7 @@ class Likelihood:
         log_z = self.log_z(quantities, states, context)
         for parameter, quantity in quantities.items():
             if np.prod(quantity.mean.shape) > np.prod(log_z.shape):
-                why = f"one observation of which takes {quantity.mean.shape} values of {parameter.split(' (')[0]}"
+                why = f"one observation of which uses {quantity.mean.shape} values of {parameter.split(' (')[0]}"
                 instead = "Use observations of one linear predictor each, or Categorical(logits=...)."
                 raise refuse(name, why, instead)
 
@@ -136,7 +133,7 @@ def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
 def noise_powers(
     observation: Observation, noise: tuple[str, ...], context: Context
 ) -> dict[str, float | None]:
-    """Power with which each noise site enters the sd of a Normal observation; ``None`` for another dependence."""
+    """Power with which each noise site enters the sd of a Normal observation; ``None`` if it enters otherwise."""
     if observation.kind != "normal" or "scale" in observation.cut.random or len(noise) != 1:
         return dict.fromkeys(noise)
     name = noise[0]
@@ -177,8 +174,8 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
 def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     """Means and variances of the class indicators, or of the class probabilities.
 
-    The variance of a probability is that of the logistic function of the log odds of the class against all others, a
-    Gaussian with the moments of their linearization.
+    The variance of a probability is that of the logistic function of the log odds of the class against all others,
+    treated as a Gaussian with the moments of their linearization.
     """
     classes = logits.mean.shape[-1]
     log_p = jnp.stack(

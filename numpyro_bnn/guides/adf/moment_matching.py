@@ -1,6 +1,6 @@
 """Moment matching: the updates of weights and hyperparameters by one factor, and the refinement of the prior.
 
-Data points and priors are factors of the posterior. Each is absorbed by moving the approximation to the first two
+Data points and priors are factors of the posterior. To absorb a factor, the approximation is set to the first two
 moments of its product with the factor, which follow from the logarithm of the normalizer Z.
 """
 
@@ -19,22 +19,22 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.adf.reading import Sites, Weight, refuse
 from numpyro_bnn.moments import Gaussian
 
-# Grid over which a prior is matched by a Gaussian in unconstrained space.
+# Grid on which a prior is matched by a Gaussian in unconstrained space.
 REACH, GRID = 60.0, 24_001
-# A cavity with more than this many prior variances carries no information: the factor is left unchanged.
+# A cavity variance above this many prior variances carries no information: the factor is left unchanged.
 WIDEST = 1e6
-# Grids on which the posterior of a scale is found, each narrower than the last.
+# Grids on which the posterior of a scale is found, each narrower than the previous one.
 GRIDS, POINTS, WIDTHS = 3, 64, 8.0
 
 
 class Gamma(NamedTuple):
-    """Gamma distribution of a precision, by shape and rate as NumPyro names them."""
+    """Gamma distribution of a precision, by shape and rate, named as in NumPyro."""
 
     concentration: jax.Array
     rate: jax.Array
 
     def variance(self, order: int = 0) -> jax.Array:
-        """rate / (concentration - 1 + order): stands for 1 / precision in the normalizer Z_order."""
+        """rate / (concentration - 1 + order): replaces 1 / precision in the normalizer Z_order."""
         return self.rate / (self.concentration + (order - 1))
 
 
@@ -44,7 +44,7 @@ def normal_log_density(residual: jax.Array, var: jax.Array) -> jax.Array:
 
 
 def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.Array]:
-    r"""Moments of a Gaussian after a factor with normalizer Z, and a mask of the updates that were refused.
+    r"""Moments of a Gaussian after a factor with normalizer Z, and a mask of the refused updates.
 
     .. math:: m' = m + v \frac{d \log Z}{dm}, \qquad
               v' = v - v^2 \left[\left(\frac{d \log Z}{dm}\right)^2 - 2 \frac{d \log Z}{dv}\right]
@@ -58,7 +58,7 @@ def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax
     mean, var = before
     d_mean, d_var = gradient
     new_var = var - var * var * (d_mean * d_mean - 2 * d_var)
-    # A finite new variance means that both gradients are finite, and with them the new mean.
+    # If the new variance is finite, so are both gradients, and hence the new mean.
     good = (new_var > 0) & (new_var < jnp.inf)
     return Gaussian(jnp.where(good, mean + var * d_mean, mean), jnp.where(good, new_var, var)), ~good
 
@@ -69,9 +69,9 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
     .. math:: a' = \left[\frac{Z_2 Z_0}{Z_1^2} \frac{a + 1}{a} - 1\right]^{-1}, \qquad
               b' = \left[\frac{Z_2}{Z_1} \frac{a + 1}{b} - \frac{Z_1}{Z_0} \frac{a}{b}\right]^{-1}
 
-    They match the first two moments of the precision. An update that is not finite or leaves a <= 1 is refused.
+    They match the first two moments of the precision. An update that is not finite or has a' <= 1 is refused.
 
-    :param log_z: (3, ...), the logarithms of the three.
+    :param log_z: (3, ...), the logarithms of Z_0, Z_1 and Z_2.
 
     Reference: Hernandez-Lobato & Adams (2015), supplement, section 3.
     """
@@ -89,7 +89,7 @@ class Hyperparameter:
 
     :param kind: "gamma" for a precision with the published updates, "normal" for a Gaussian in unconstrained space.
     :param fn: prior.
-    :param transform: from unconstrained space.
+    :param transform: transform from unconstrained space.
     :param prior: the prior as the guide represents it: shape and rate, or mean and variance in unconstrained space.
     """
 
@@ -151,14 +151,16 @@ def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str
     for name, fn in sites.hyperparameters.items():
         base = unwrapped(fn, masked=True)
         if base.event_dim or base.support.is_discrete:
-            instead = "Sites other than the weights must be real or positive numbers."
+            instead = "Sites other than the weights must be real or positive."
             raise refuse(name, f"a {type(base).__name__}", instead)
         powers: list[float | None] = [w.power for w in sites.weights.values() if w.hyper == name]
         powers += [noise_powers[name]] if name in sites.noise else []
         conjugate = type(base) is dist.Gamma and all(power == -0.5 for power in powers)
         if conjugate and not np.all(np.asarray(base.concentration) > 1):
             why = f"a Gamma with concentration {np.min(base.concentration):.3g}"
-            instead = "Pass a concentration above 1; below, the prior variance of what it scales is infinite."
+            instead = (
+                "Pass a concentration above 1; otherwise the prior variance of what it scales is infinite."
+            )
             raise refuse(name, why, instead)
         found[name] = Hyperparameter.of("gamma" if conjugate else "normal", fn)
     return found
@@ -218,7 +220,7 @@ def refine(
 
 
 def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, Factor, Gamma]:
-    """Weight after weight, as published: all share the Gamma of their precision.
+    """One weight at a time, as published: all share the Gamma of their precision.
 
     Reference: Hernandez-Lobato & Adams (2015), section 3.2 and supplement.
     """
@@ -268,7 +270,7 @@ def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaus
 
     .. math:: q(u) \propto p(u) \prod_i N(m_i;\, loc_i,\, v_i + s_i(u)^2),
 
-    and is summed on a grid; the weights get the moments of their posterior, averaged over this grid.
+    and is summed on a grid; each weight gets the moments of its posterior, averaged over this grid.
     """
     precision = 1 / flat.weights.var - flat.factor.precision
     good = precision * flat.scale**2 * WIDEST > 1

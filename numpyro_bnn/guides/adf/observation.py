@@ -1,8 +1,8 @@
 """The observation of one data point: Gaussian quantities of the network, and a distribution given them.
 
-Moments are propagated up to quantities that can be taken as Gaussian; the likelihood is integrated over these. For
+Moments are propagated up to quantities that can be treated as Gaussian; the likelihood is integrated over these. For
 ``Poisson(jnp.exp(f))`` that is f, not the rate: a Gaussian rate would be negative at some nodes. So the program of
-the distribution's parameters is cut in front of the first nonlinear elementwise function of a single random operand.
+the distribution's parameters is cut before the first nonlinear elementwise function of a single random operand.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from numpyro_bnn.moments.elementwise import ELEMENTWISE
 
 Context = dict[str, Any]
 
-# Affine in a single random operand, or only a change of shape: there is no reason to cut in front of them.
+# Affine in a single random operand, or a mere change of shape: no reason to cut before them.
 AFFINE = {"add", "sub", "neg", "mul", "div", "convert_element_type", "copy"}
 SHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
 
@@ -35,10 +35,10 @@ class Observation:
     """One data point's observation: Gaussian quantities of the network, and a distribution given these.
 
     :param kind: "normal", "categorical" or "other".
-    :param name: of the site.
+    :param name: name of the site.
     :param cut: the program of the distribution's parameters, and of the observed ``value``.
-    :param build: from these parameters to the distribution, elementwise.
-    :param shape: of one observation.
+    :param build: builds the distribution from these parameters, elementwise.
+    :param shape: shape of one observation.
     """
 
     kind: str
@@ -49,11 +49,11 @@ class Observation:
 
     @property
     def integrated(self) -> set[str]:
-        """The quantities over which there is no closed form."""
+        """The quantities that are integrated numerically."""
         return set(self.cut.cuts) - ({"loc"} if self.kind == "normal" else set())
 
     def quantities(self, weights: Mapping[str, Gaussian], context: Context) -> dict[str, Gaussian]:
-        """Moments of the Gaussian quantities from those of the weights."""
+        """Moments of the Gaussian quantities, from those of the weights."""
         found = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
         return {
             name: value if isinstance(value, Gaussian) else Gaussian(value, jnp.zeros_like(value))
@@ -90,9 +90,7 @@ def observe(
     for name in cut.random & found["bounded"]:
         if name in cut.cuts and name not in cut.nonlinear:
             why = f"whose {name.split(' (')[0]} is not an elementwise function of a linear predictor"
-            instead = (
-                "Write e.g. `Poisson(jnp.exp(f))`, `Categorical(logits=f)` with f straight from the network."
-            )
+            instead = "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f straight from the network."
             raise refuse(sites.observed, why, instead)
     if observation.kind != "categorical" and len(observation.integrated) > 2:
         why = f"with {len(cut.cuts)} parameters that depend on the weights"
@@ -116,19 +114,19 @@ def _parameters(base: dist.Distribution, shape: tuple) -> tuple[str, dict[str, A
 
 
 def _leaf_name(base: dist.Distribution, leaf: Any, index: int) -> str:
-    """Name of a parameter; a number distinguishes two of the same name (in an inner distribution)."""
+    """Name of a parameter; a number distinguishes two parameters of the same name (in an inner distribution)."""
     named = [name for name in base.arg_constraints if base.__dict__.get(name) is leaf]
     return f"{named[0]} ({index})" if named else f"parameter {index}"
 
 
 def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]:
-    """Parameters that do not range over all real numbers."""
+    """Parameters whose support is not the whole real line."""
     free = {"logits", *(name for name, kind in base.arg_constraints.items() if kind is constraints.real)}
     return {name for name in parameters if name.split(" (")[0] not in free}
 
 
 def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
-    """Refuse a model in which one data point's likelihood depends on other rows (batch statistics, sequences)."""
+    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
     random = np.random.default_rng(0)
     weights = {
         n: jnp.asarray(w.loc + w.scale * random.normal(size=w.loc.shape)) for n, w in sites.weights.items()
@@ -162,7 +160,7 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
 
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
-    """The same function with calls of sub-programs inlined and some primitives evaluated by rules."""
+    """The same function with sub-programs inlined and some primitives evaluated by rules."""
     walk = moments.Interpreter(
         rules,
         lambda value: True,
@@ -182,8 +180,8 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
 class Split:
     """A program ``fn(weights, context)`` in two parts.
 
-    :param head: from weights and context to the Gaussian quantities.
-    :param tail: from quantities and context to all outputs.
+    :param head: computes the Gaussian quantities from weights and context.
+    :param tail: computes all outputs from quantities and context.
     :param cuts: the Gaussian quantities, named by the first output computed from each.
     :param random: outputs that depend on the weights, cut or not.
     :param nonlinear: outputs that are a nonlinear function of their quantity.
@@ -201,8 +199,8 @@ def split(
 ) -> Split:
     """Cut ``fn(weights, context)``, a dictionary of arrays.
 
-    :param weights: example of the argument that is random.
-    :param context: example of everything else.
+    :param weights: example of the random argument.
+    :param context: example of the other argument.
     :param keep: outputs that are Gaussian quantities themselves.
     """
     closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(weights, context)
@@ -243,12 +241,12 @@ def split(
 
 
 def _cut(jaxpr: Any, var: Any, random: set) -> Any:
-    """The variable in front of the first elementwise nonlinear function on the way to ``var``; itself if none."""
+    """The variable before the first elementwise nonlinear function on the way to ``var``; itself if none."""
     made_by = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
     ends: dict[Any, Any] = {}
 
     def passed(equation: Any) -> list[Any]:
-        """The random operands of an elementwise equation; none of any other."""
+        """The random operands of an elementwise equation; none for any other."""
         name = equation.primitive.name
         shaping = name in SHAPING and equation.invars[0].aval.size == equation.outvars[0].aval.size
         if not (name in ELEMENTWISE or shaping):
@@ -256,13 +254,13 @@ def _cut(jaxpr: Any, var: Any, random: set) -> Any:
         return [v for v in equation.invars if not isinstance(v, Literal) and v in random]
 
     def end(var: Any) -> Any:
-        """The farthest variable of which ``var`` is an elementwise function."""
+        """The most distant variable of which ``var`` is an elementwise function."""
         if var not in ends:
             sources = {end(v) for v in passed(made_by[var])} if var in made_by else set()
             ends[var] = sources.pop() if len(sources) == 1 else var
         return ends[var]
 
-    # From there towards ``var`` again over the affine steps that lie on the only path.
+    # From there, go back towards ``var`` over the affine steps that lie on the only path.
     users: dict[Any, list] = {}
     for equation, _ in needed_equations(jaxpr, [var]):
         for used in equation.invars:

@@ -1,4 +1,4 @@
-"""All that learning needs of a model, one pass over data, and epochs as compiled programs."""
+"""A model read for ADF, one pass over the data, and epochs as compiled programs."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ SAMPLE = 100
 
 
 class ADFState(NamedTuple):
-    """State of learning: the posterior approximation and the approximate prior factors, in float64.
+    """State of a run: the posterior approximation and the approximate prior factors, in float64.
 
     :param weights: means and variances by site.
-    :param hyperparameters: of the other sites, :class:`Gamma` or :class:`Gaussian` in unconstrained space.
+    :param hyperparameters: the other sites, :class:`Gamma` or :class:`Gaussian` in unconstrained space.
     :param factors: approximate prior factor of each weight that has a hyperparameter.
     """
 
@@ -38,9 +38,9 @@ class ADFState(NamedTuple):
 class Records(NamedTuple):
     """Records of one pass over the data, or of each epoch: (E,), or (R, E) for R runs at once.
 
-    :param log_z: sum over the data of log Z, the log density of each point just before it is learned. The first
-        epoch's is an estimate of the log evidence, log p(y); later epochs have seen the data.
-    :param refused: share of the updates of single weights that were refused, counted on a sample of the weights.
+    :param log_z: sum over the data of log Z, the log density of each point just before it is absorbed. In the first
+        epoch it estimates the log evidence, log p(y); later epochs have already seen the data.
+    :param refused: fraction of refused updates of single weights, counted on a sample of the weights.
     """
 
     log_z: jax.Array
@@ -53,7 +53,7 @@ class Problem:
 
     :param sites: roles of its sites.
     :param hyperparameters: representation of the sites other than weights.
-    :param likelihood: of one data point.
+    :param likelihood: likelihood of one data point.
     """
 
     sites: Sites
@@ -62,7 +62,7 @@ class Problem:
 
     @classmethod
     def of(cls, arguments: Arguments, known: "Problem | None" = None, with_value: bool = True) -> "Problem":
-        """Read the model from one row of its arguments; roles of sites are taken from a ``known`` problem."""
+        """Read the model from one row of its arguments; if a ``known`` problem is given, take the roles from it."""
         rows = {name: leaf[0] for name, leaf in arguments.part("row").items()}
         arrays = arguments.part("array")
         sites = find_sites(arguments.model, *arguments.row(rows, arrays)) if known is None else known.sites
@@ -86,12 +86,12 @@ class Problem:
         return problem
 
     def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
-        """All that a likelihood depends on besides the weights."""
+        """Everything that a likelihood depends on except the weights."""
         hypers = {n: hyper.value(state.hyperparameters[n]) for n, hyper in self.hyperparameters.items()}
         return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
 
     def start(self, means: Mapping[str, Any]) -> ADFState:
-        """The prior, with these means of the weights."""
+        """The prior, but with these means of the weights."""
         hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
         weights, factors = {}, {}
         for name, weight in self.sites.weights.items():
@@ -169,7 +169,7 @@ class Problem:
         return ADFState(*carry, state.factors), record
 
     def _constant(self, log_z: jax.Array) -> float:
-        """The constant that the normal density leaves out."""
+        """The constant that ``normal_log_density`` leaves out."""
         if self.likelihood.observation.kind != "normal":
             return 0.0
         return -0.5 * np.log(2 * np.pi) * log_z.size * max(1, int(np.prod(self.likelihood.observation.shape)))
@@ -202,7 +202,7 @@ class Problem:
 
 
 def _sampled_mean(mask: jax.Array) -> jax.Array:
-    """Share of True, counted on some slices along the first axis: summing all would cost a fifth of the time."""
+    """Fraction of True, counted on some slices of the first axis: counting all would take a fifth of the time."""
     if mask.ndim == 0:
         return mask.astype(float)
     slices = max(1, SAMPLE * mask.shape[0] // mask.size)
@@ -218,12 +218,12 @@ def _sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
-    """The same function, with the operands of outer products divided by one: no number changes, only the speed.
+    """The same function with the operands of outer products divided by one: faster, with the same numbers.
 
-    The gradient of a weight matrix is an outer product, and its whole update is elementwise in it. The compiler for
-    CPUs merges everything elementwise into one loop, including the computation of the two vectors, which it then
-    repeats for every element of the matrix. It merges no division that it would have to repeat; and that the divisor
-    is 1 is known only to the running program, since it is an argument.
+    The gradient of a weight matrix is an outer product, and its whole update is elementwise in it. XLA on CPUs fuses
+    everything elementwise into one loop, including the computation of the two vectors, which it then repeats for
+    every element of the matrix. It does not fuse a division that it would have to repeat, and cannot know that the
+    divisor is 1, because that is an argument of the program.
 
     :param fn: a function of arrays, already differentiated.
     :param one: the number 1; the same for all runs that are mapped over.
@@ -276,9 +276,9 @@ def run_epochs(
     progress_bar: bool,
     max_refused: float,
 ) -> tuple[ADFState, Records]:
-    """Run one compiled program per epoch, so that progress shows and an interruption loses at most one epoch.
+    """Run one compiled program per epoch, to show progress and lose at most one epoch to an interruption.
 
-    ``data`` are rows and other arrays, ``keys`` and ``orders`` (or ``None``) those of the epochs.
+    ``data`` are rows and other arrays; ``keys`` and ``orders`` (or ``None``) hold one entry per epoch.
     """
     num_epochs = keys.shape[0]
     records: list[Records] = []

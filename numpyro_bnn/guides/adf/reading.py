@@ -19,7 +19,7 @@ from numpyro_bnn._plates import full_trace
 Trace = dict[str, dict[str, Any]]
 
 CALL = "guides.AutoADF"
-# Suffixes of the sites that NumPyro's reparameterizers sample in place of the one in the model.
+# Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
 REPARAMETERIZED = ("_base", "_decentered")
 
 
@@ -30,16 +30,16 @@ def refuse(site: str, why: str, instead: str) -> Exception:
 
 def run_model(model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> Trace:
     """Trace of a model with full plates and with these values at latent and deterministic sites."""
-    # A NumPy array cannot be indexed with the traced indices of a plate.
+    # The traced indices of a plate cannot index a NumPy array.
     args, kwargs = jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, dict(kwargs))
     )
-    with handlers.block():  # a guide that reads its model may itself run inside NumPyro's handlers
+    with handlers.block():  # the guide that reads its model may itself run inside NumPyro's handlers
         return full_trace(model, values, args, kwargs)
 
 
 def outline(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Trace:
-    """Trace of a model without computing anything: types, shapes, plates; its numbers are placeholders."""
+    """Trace of a model without any computation: types, shapes, plates; its numbers are placeholders."""
     found: Trace = {}
     jax.eval_shape(lambda: found.update(run_model(model, {}, args, kwargs)))
     return found
@@ -47,12 +47,12 @@ def outline(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Trace:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a call in three kinds: arrays with one row per data point, other arrays, everything else.
+    """The arguments of a call in three kinds: arrays with one row per data point, other arrays, everything else.
 
-    :param structure: how to put them together again.
+    :param structure: pytree structure, to reassemble the call.
     :param names: path of each leaf, e.g. ``x`` or ``inputs['x']``.
     :param kinds: "row", "array" or "static" for each leaf.
-    :param leaves: the leaves, floating-point arrays in float64.
+    :param leaves: the leaves; floating-point arrays are in float64.
     """
 
     model: Callable
@@ -69,7 +69,7 @@ class Arguments:
         kwargs: Mapping[str, Any],
         is_row: Callable[[str, Any], bool] = lambda name, leaf: False,
     ) -> "Arguments":
-        """Take a call apart; ``is_row(name, array)`` says which arrays have one row per data point."""
+        """Split a call; ``is_row(name, array)`` says which arrays have one row per data point."""
         bound = inspect.signature(model).bind(*args, **kwargs).arguments
         flat, structure = jax.tree_util.tree_flatten_with_path(dict(bound))
         names = tuple(str(path[0].key) + jax.tree_util.keystr(path[1:]) for path, _ in flat)
@@ -82,7 +82,7 @@ class Arguments:
 
     @classmethod
     def read(cls, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> "Arguments":
-        """Take the call on a whole data set apart: arrays as long as the observation are data."""
+        """Split the call on a whole data set: arrays as long as the observation are data."""
         whole = cls.of(model, args, kwargs)
         trace: Trace = {}
         arrays = whole.part("array")
@@ -94,12 +94,12 @@ class Arguments:
         num_rows = shape[0]
         found = cls.of(model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == (num_rows,))
         if "row" not in found.kinds:
-            came = f"no array of length {num_rows}, that of the observation"
+            came = f"no array of length {num_rows}, the length of the observation"
             raise argument_error(CALL, "args", came, "Pass the data as arguments.")
         return found
 
     def like(self, args: tuple, kwargs: Mapping[str, Any], call: str) -> "Arguments":
-        """Take another call apart: the arguments that were data before are data again."""
+        """Split another call in the same way: the arguments that were data before are data again."""
         known = self.part("row")
         found = type(self).of(self.model, args, kwargs, lambda name, leaf: name in known)
         rows = found.part("row")
@@ -119,7 +119,7 @@ class Arguments:
         return np.shape(next(iter(self.part("row").values())))[0]
 
     def head(self) -> "Arguments":
-        """The same call with its first two rows: enough to read the model again."""
+        """The same call with its first two rows only: enough to read the model again."""
         pairs = zip(self.kinds, self.leaves, strict=True)
         return replace(self, leaves=tuple(leaf[:2] if kind == "row" else leaf for kind, leaf in pairs))
 
@@ -129,7 +129,7 @@ class Arguments:
 
     @property
     def key(self) -> tuple:
-        """All that a compiled program depends on besides the values of the data."""
+        """Everything that a compiled program depends on except the values of the data."""
         shapes = tuple((name, np.shape(leaf), leaf.dtype) for name, leaf in self.part("row").items())
         static = tuple((name, repr(value)) for name, value in self.part("static").items())
         arrays = tuple((name, _fingerprint(value)) for name, value in self.part("array").items())
@@ -158,14 +158,14 @@ class Arguments:
 
 
 def _fingerprint(value: Any) -> Any:
-    """The value itself if it is known: what the guide reads from a model may depend on it."""
+    """The value itself if it is concrete, because what the guide reads from a model may depend on it."""
     if isinstance(value, jax.core.Tracer) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return np.shape(value)
     return np.shape(value), np.asarray(value).tobytes()
 
 
 def _wide(leaf: Any) -> Any:
-    """Floating-point arrays in float64; a PRNG key and integers unchanged."""
+    """Convert floating-point arrays to float64; leave PRNG keys and integers unchanged."""
     if isinstance(leaf, np.ndarray) or jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = jnp.asarray(leaf)
         return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -181,7 +181,7 @@ class Weight:
     :param scale: prior sd without its hyperparameter.
     :param hyper: name of the hyperparameter.
     :param power: -1/2 for a precision, 1 for a scale, 1/2 for a variance.
-    :param element: for every weight the index of its element in the flattened hyperparameter.
+    :param element: for every weight, the index of its element in the flattened hyperparameter.
     """
 
     latent: str
@@ -201,8 +201,8 @@ class Sites:
     """Roles of the sites of a model.
 
     :param weights: Gaussian weights, by the name of the site whose value enters the network.
-    :param hyperparameters: distributions of the other latent sites: scales of weights, noise, and sites the data do
-        not inform.
+    :param hyperparameters: distributions of the other latent sites: scales of weights, noise, and sites that the
+        data do not inform.
     :param noise: the hyperparameters that the observation depends on.
     :param observed: name of the observed site.
     """
@@ -214,7 +214,7 @@ class Sites:
 
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites:
-    """The role of every site of ``model`` called with the arguments of one data point; refuses other models."""
+    """The role of every site of ``model``, called with the arguments of one data point; refuse other models."""
     trace = outline(model, args, kwargs)
     latent = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
     observed = _observed_site(trace)
@@ -246,7 +246,7 @@ def _observed_site(trace: Trace) -> str:
                 raise refuse(name, "whose likelihood is scaled", "Remove `handlers.scale`.")
     if len(seen) != 1:
         listed = ", ".join(map(repr, seen)) or "none"
-        instead = "Pass the targets; one site must be observed."
+        instead = "Pass the targets; exactly one site must be observed."
         raise argument_error(CALL, "model", f"{len(seen)} observed sites ({listed})", instead)
     return seen[0]
 
@@ -267,7 +267,7 @@ def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
 
 
 def _reparameterized(trace: Trace, latent: Trace) -> dict[str, str]:
-    """``{w_base: w}`` of the sites that a reparameterizer samples in another space."""
+    """``{w_base: w}`` for the sites that a reparameterizer samples in another space."""
     found = {}
     for name in latent:
         for suffix in REPARAMETERIZED:
@@ -301,7 +301,7 @@ class _Runs:
         return np.shape(self.trace[name]["value"])
 
     def reached(self, observed: str) -> dict[str, set[str]]:
-        """Which latent sites the prior of each weight, and the observation, are computed from."""
+        """The latent sites from which the prior of each weight, and the observation, are computed."""
         values = {name: np.ones(self.shape(name)) for name in (*self.weights, *self.hypers)}
 
         def programs(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class _Runs:
     def priors(self) -> tuple[list[dict], dict[str, dist.Distribution]]:
         """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...; priors of the rest.
 
-        The sd of a weight that is not an affine function of its own base comes out as NaN.
+        The sd of a weight that is not an affine function of its own base is NaN.
         """
         random = np.random.default_rng(0)
         bases = {w: latent for w, latent in self.weights.items() if w != latent}
@@ -383,7 +383,7 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
     ):
         why = f"whose sd is not a constant times a power of {hyper!r}"
         raise refuse(name, why, "Scale it by a scale, a variance or a precision.")
-    # 32 bits index in either precision of JAX.
+    # 32-bit indices work in either precision of JAX.
     return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
 
 
@@ -393,6 +393,6 @@ def _check_roles(weights: Mapping[str, Weight], reached: set[str], noise: tuple[
         raise argument_error(CALL, "model", came, "Check the prior of the weights.")
     for name, weight in weights.items():
         if weight.hyper in noise:
-            why = f"which scales {name!r} and enters the likelihood as well"
+            why = f"which scales {name!r} and also enters the likelihood"
             instead = "Write the weight centered, or non-centered with `numpyro.infer.reparam`."
             raise refuse(str(weight.hyper), why, instead)

@@ -1,4 +1,4 @@
-"""Evidence lower bounds in which every row of data has its own draw of the weights."""
+"""Evidence lower bounds with a separate draw of the weights for every row of data."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -95,7 +95,7 @@ class _RowwiseELBO(ELBO):
 
 
 class TraceLocalReparam_ELBO(_RowwiseELBO):
-    r"""Evidence lower bound with low-variance gradients: pre-activations are drawn for each row of data, not weights.
+    r"""ELBO with low-variance gradients by local reparameterization: draws pre-activations per row, not weights.
 
     Where independent normal weights w_ij ~ N(m_ij, s_ij^2) meet activations x (B, D) in a matrix product, the output
     (B, H) is drawn:
@@ -104,23 +104,23 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
               \qquad \epsilon_{bj} \sim N(0, 1).
 
     A bias, or any vector that is repeated over rows or looked up by them, is drawn for each row. The model may be any
-    NumPyro function: its program is read, and each site whose guide is independent normals is followed to the place
+    NumPyro function: its program is read, and each site whose guide is independent normals is traced to the place
     where it enters. Each term of the likelihood still sees weights with the distribution of the guide, so the bound
     and its gradient have the same expectation as with :class:`numpyro.infer.Trace_ELBO`; their variance is smaller,
     because rows no longer share one error.
 
-    That holds only while rows do not interact. The random numbers of every row are followed through the program;
-    where they mix before the likelihood (batch normalization, attention over an axis), rows along that axis share one
+    That holds only as long as rows do not interact. The random numbers of every row are traced through the program;
+    if they mix before the likelihood (batch normalization, attention over an axis), rows along that axis share one
     draw.
-    A site is drawn once for all rows, as ``Trace_ELBO`` does, if it is used in two places, if it is a matrix that is
+    A site is drawn once for all rows, as in ``Trace_ELBO``, if it is used in two places, if it is a matrix that is
     neither multiplied with data (``dot_general``, ``conv_general_dilated``) nor indexed by it, if it enters a loop or
-    a branch (``scan``, ``while``, ``cond``), or if other sites of the guide or priors depend on it. Where outputs of
-    one row share weights (convolutions, a dense layer at several positions) independent draws of them would be wrong;
-    there a kernel gets flipout (:class:`TraceFlipout_ELBO`). :meth:`report` says how each site is drawn.
+    a branch (``scan``, ``while``, ``cond``), or if other sites of the guide or priors depend on it. If outputs of one
+    row share weights (convolutions, a dense layer at several positions), independent draws of them would be wrong;
+    a kernel then gets flipout (:class:`TraceFlipout_ELBO`). :meth:`report` says how each site is drawn.
 
-    KL(q || p) of a latent site is exact, instead of from the draw, where there is a formula (two normals, or one in
-    ``numpyro.distributions.kl``), the prior depends on no site that the guide draws given this one, and both sites
-    have the same scale. This is read from the programs, whatever the order of the sites.
+    KL(q || p) of a latent site is exact, instead of estimated from the draw, if there is a formula (two normals, or a
+    pair in ``numpyro.distributions.kl``), the prior depends on no site that the guide draws given this one, and both
+    sites have the same scale. This is read from the programs, whatever the order of the sites.
 
     :param num_particles: number of draws to average.
     :param vectorize_particles: as in :class:`numpyro.infer.Trace_ELBO`.
@@ -153,7 +153,7 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
 
 
 class TraceFlipout_ELBO(_RowwiseELBO):
-    r"""Evidence lower bound with low-variance gradients: every row of data gets its own perturbation of the weights.
+    r"""ELBO with low-variance gradients by flipout: every row of data gets its own perturbation of the weights.
 
     With one draw of the perturbation ``s_ij eps_ij`` and, for each row b, random signs r_bi of the inputs and t_bj of
     the outputs, a product of activations x (B, D) and weights w_ij ~ N(m_ij, s_ij^2) gives (B, H)
@@ -164,7 +164,7 @@ class TraceFlipout_ELBO(_RowwiseELBO):
     weights. Since eps is symmetric, each row sees weights with the distribution of the guide, so the bound and its
     gradient have the same expectation as with :class:`numpyro.infer.Trace_ELBO`, while the errors of different rows
     are uncorrelated. The cost is a second product; where a row has more positions than a weight has inputs, each row
-    gets a weight matrix of its own, and the cost is that of one product. A bias has a sign for each row.
+    gets its own weight matrix, and the cost is that of one product. A bias has a sign for each row.
 
     Which sites are drawn this way, and everything else, is as in :class:`TraceLocalReparam_ELBO`.
 

@@ -1,4 +1,4 @@
-"""Labels that say along which axis of a value the random numbers of each row lie, and how primitives move them."""
+"""Labels that record along which axis of a value the random numbers of each row lie, and how primitives move them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,12 +26,12 @@ class Place(NamedTuple):
     inner: int
 
 
-# Instead of a place: a sum of terms, each with one number of the label, but different terms with different numbers.
+# Used instead of a place: a sum of terms, each with one number of the label, but not the same number for all.
 SUMMED = None
 
 
 class Rows(dict[Label, Place | None]):
-    """A value that depends on random numbers: where each label lies."""
+    """A value that depends on random numbers: the place of each label."""
 
 
 Move = Callable[[Equation, int, Place], Place | None]  # of a place in an operand to the place in the output
@@ -41,7 +41,7 @@ Linear = Callable[[Sequence[int]], bool]
 def rule_of(equation: Equation, counting: Mapping[int, int]) -> tuple[Move | None, Linear]:
     """Where a primitive moves labels (``None`` if unknown), and whether it is linear in the operands that hold them.
 
-    ``counting`` has the columns of an index that count 0, 1, 2, ..., and the axis they count along.
+    ``counting`` has the columns of an index that count 0, 1, 2, ..., and the axis along which they count.
     """
     move, linear = RULES.get(equation.name, (None, "in none"))
     if equation.name == "gather":
@@ -54,12 +54,12 @@ def rule_of(equation: Equation, counting: Mapping[int, int]) -> tuple[Move | Non
 def reshaped(
     place: Place, size: int, before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Place | None, int | None]:
-    """Place after a reshape; or, where two axes share what was one label, the size of its inner part."""
+    """Place after a reshape; or, if two axes share what was one label, the size of its inner part."""
     stride = place.inner * prod(before[place.axis + 1 :])
     for axis, length in enumerate(after):
         below = prod(after[axis + 1 :])
         if length == 1 or stride * size <= below or stride >= below * length:
-            continue  # this axis has no part of the label
+            continue  # this axis holds no part of the label
         if stride % below == 0 and (below * length) % (stride * size) == 0:
             return Place(axis, stride // below), None
         divides = stride < below < stride * size and below % stride == 0 and size % (below // stride) == 0
@@ -79,7 +79,7 @@ def _reduce(equation: Equation, operand: int, place: Place) -> Place | None:
 
 
 def _unless(touched: Callable[[Equation], Iterable[int]]) -> Move:
-    """Places stay, except along the axes that the operation works on."""
+    """Places stay, except along the axes that the operation acts on."""
 
     return lambda equation, operand, place: SUMMED if place.axis in set(touched(equation)) else place
 
@@ -144,7 +144,7 @@ def _padded(equation: Equation) -> Iterable[int]:
     return [a for a, config in enumerate(equation.params["padding_config"]) if tuple(config) != (0, 0, 0)]
 
 
-# Whether an operation is linear in the operands (their positions) that depend on one site.
+# Whether an operation is linear in the operands (given by position) that depend on one site.
 LINEAR: dict[str, Linear] = {
     "in all": lambda holders: True,
     "in none": lambda holders: False,

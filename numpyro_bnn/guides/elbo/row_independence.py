@@ -1,4 +1,4 @@
-"""Find the rows for which a weight may be drawn anew: its random numbers are followed through the program."""
+"""Find the rows for which a weight may be redrawn, by tracing its random numbers through the program."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
 class WeightUses(NamedTuple):
-    """For each site where it is used, or why it has to be drawn once for all rows."""
+    """For each site where it is used, or the reason why it must be drawn once for all rows."""
 
     uses: dict[str, Use]
     plain: dict[str, str]
@@ -35,11 +35,11 @@ class WeightUses(NamedTuple):
 def find_uses(
     program: Any, needed: Sequence[bool], sizes: Mapping[str, int], candidates: Collection[str], call: str
 ) -> WeightUses:
-    """Follow every candidate to the place where it enters the program, and its random numbers from there on.
+    """Trace every candidate to the place where it enters the program, and its random numbers from there on.
 
     Every row may have its own draw of a weight only if each needed output, a sum of terms, depends on one draw. The
-    search starts with a draw for every element of every axis that indexes no weights, and gives up the draws that
-    turn out to mix, until none are left to give up. Nothing is computed. ``sizes`` are those of the inputs, in order.
+    search starts with a draw for every element of every axis that indexes no weights, and drops the draws that turn
+    out to mix, until none are left to drop. Nothing is computed. ``sizes`` are those of the inputs, in order.
     """
     search = _Search({site: sizes[site] for site in candidates}, call)
     constants = [_counting(value) for value in program.consts]
@@ -50,7 +50,7 @@ def find_uses(
 
 @dataclass(frozen=True)
 class _Weight:
-    """An affine image of a site, elementwise; ``grown`` along these axes by broadcasting."""
+    """An affine image of a site, elementwise; ``grown`` holds the axes added by broadcasting."""
 
     site: str
     grown: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class _Free:
 
 
 class _Index(_Free):
-    """Indices of which some columns count along an axis: ``x[arange(n), i]`` is a lookup in every row."""
+    """Indices in which some columns count along an axis: ``x[arange(n), i]`` is a lookup in every row."""
 
     def __init__(self, columns: Mapping[int, int]) -> None:
         self.columns = columns  # the axis along which a column counts
@@ -71,7 +71,7 @@ FREE = _Free()
 
 
 class _Walk(Interpreter):
-    """Equations without random operands are not evaluated, except what is computed from counting (``arange``)."""
+    """Equations without random operands are skipped, except those computed from counting (``arange``)."""
 
     def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
         if any(isinstance(value, _Weight | Rows | _Free) for value in operands):
@@ -85,7 +85,7 @@ class _Walk(Interpreter):
 
 
 def _counting(value: Any) -> Any:
-    """A constant that is 0, 1, 2, ...; the value of any other does not matter."""
+    """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
     known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
     integers = known and value.ndim == 1 and jnp.issubdtype(value.dtype, jnp.integer)
     return np.asarray(value) if integers and _counts(np.asarray(value), 0) else FREE
@@ -101,7 +101,7 @@ class _Search:
         self.changed = True
 
     def once(self, jaxpr: Any, consts: Sequence[Any], needed: Sequence[bool], inputs: Sequence[str]) -> None:
-        """One pass over the program; ``changed`` says whether something was given up."""
+        """One pass over the program; ``changed`` says whether something was dropped."""
         self.uses: dict[str, Use] = {}
         self.mixed: set[Label] = set()
         self.divided: dict[Label, int] = {}
@@ -145,7 +145,7 @@ class _Search:
                 yield piece
 
     def visit(self, equation: Equation, *operands: Any) -> Any:
-        """The rule of every primitive: a weight stays one, or turns into rows, or is given up."""
+        """The rule of every primitive: a weight stays one, becomes rows, or is dropped."""
         values = list(operands)
         result = self._weights(equation, values)
         if result is None:
@@ -154,7 +154,7 @@ class _Search:
         return [result] * len(equation.outputs) if several else result
 
     def _flow(self, equation: Equation, values: Sequence[Any]) -> Rows | None:
-        """Where the labels lie in the output; a label of which one element needs several numbers is given up."""
+        """Where the labels lie in the output; a label is dropped if one element needs several of its numbers."""
         rows = [value if isinstance(value, Rows) else Rows() for value in values]
         if not any(rows):
             return None
@@ -207,7 +207,7 @@ class _Search:
         return None
 
     def _settle(self, equation: Equation, values: list[Any]) -> None:
-        """Of two weights that meet, one is drawn once: the one that is spread over the other, or the smaller."""
+        """If two weights meet, one is drawn once: the one that is spread over the other, or the smaller."""
         if not all(isinstance(value, _Weight) for value in values) or all(value.grown for value in values):
             return
         first, second = sorted(values, key=lambda value: (not value.grown, self.sites[value.site]))
@@ -235,7 +235,7 @@ class _Search:
         return self._enter(weight.site, use, self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]))
 
     def _value(self, equation: Equation, weight: _Weight, i: int) -> Rows | _Free:
-        """A weight as an ordinary value: drawn for every row where it has been broadcast."""
+        """A weight as an ordinary value: drawn for every row if it has been broadcast."""
         shape, out = equation.jaxpr_equation.invars[i].aval.shape, equation.outputs[0].shape
         grown = weight.grown
         if equation.name in AFFINE and shape != out and not grown and is_vector(shape):
@@ -251,15 +251,15 @@ class _Search:
         return self._enter(weight.site, Use("broadcast", own, shape, rows, outputs, equation.where()))
 
     def _enter(self, site: str, use: Use, data: Rows | None = None) -> Rows | _Free:
-        """Note a use, and give its output the labels of its rows."""
+        """Record a use, and give its output the labels of its rows."""
         known = self.uses.setdefault(site, use)
         both_broadcast = known.kind == use.kind == "broadcast" and known.rows.keys() == use.rows.keys()
         alike = both_broadcast and (known.shape, known.out_shape) == (use.shape, use.out_shape)
-        if known is not use and not alike:  # two broadcasts that are alike take the same random numbers
+        if known is not use and not alike:  # two identical broadcasts take the same random numbers
             self._give_up(site, f"it is used twice, at {known.where} and at {use.where}")
             return data or FREE
         if self.rows.setdefault(site, use.rows).keys() != use.rows.keys():
-            self.rows[site] = use.rows  # another site was given up, and this one enters elsewhere now
+            self.rows[site] = use.rows  # another site was dropped, and this one enters elsewhere now
         pieces = use.rows = known.rows = self.rows[site]
         rows = Rows(data or {})
         for axis, parts in pieces.items():

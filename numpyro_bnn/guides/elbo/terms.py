@@ -103,7 +103,7 @@ def _log_prob(site: Site, value: Any = None) -> jax.Array:
 
 
 def _followers(run_guide: Callable[[Any], Trace], values: Mapping[str, Any]) -> dict[str, set[str]]:
-    """For each latent site of the guide the others whose draw or density there depends on its value."""
+    """For each latent site of the guide, the others whose draw or density in the guide depends on its value."""
 
     def sites(values: Mapping[str, Any]) -> dict[str, Any]:
         trace = run_guide(values)
@@ -114,7 +114,7 @@ def _followers(run_guide: Callable[[Any], Trace], values: Mapping[str, Any]) -> 
 
 
 def _plain(latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]) -> dict[str, str]:
-    """Why sites of the model cannot be drawn anew for every term of the likelihood."""
+    """Why sites of the model cannot be redrawn for every term of the likelihood."""
     found = {}
     for name in priors:
         below = sorted(other for other, parents in priors.items() if other != name and name in parents)
@@ -152,7 +152,7 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
 
 
 def _divergence(guide: Site, model: Site) -> jax.Array | None:
-    """KL(q || p) summed over a site, with its scale; ``None`` where there is no formula."""
+    """KL(q || p) summed over a site, with its scale; ``None`` if there is no formula."""
     is_delta = isinstance(unwrapped(guide["fn"], masked=True), dist.Delta)
     if is_delta or not _same(guide["scale"], model["scale"]):
         return None

@@ -42,13 +42,13 @@ class Use:
 
     @property
     def local(self) -> bool:
-        """Whether outputs may be drawn instead of weights: no two of them use the same draw of a weight."""
+        """Whether outputs may be drawn instead of weights: no two of them share a draw of a weight."""
         alone = all(piece.fresh or piece.size == 1 for pieces in self.rows.values() for piece in pieces)
         return self.kind == "broadcast" or (self.kind != "conv_general_dilated" and alone)
 
     @property
     def rowwise(self) -> bool:
-        """Whether any two rows have random numbers of their own."""
+        """Whether any two rows have different random numbers."""
         return any(piece.fresh and piece.size > 1 for pieces in self.rows.values() for piece in pieces)
 
 
@@ -107,7 +107,7 @@ class Noise:
 
 
 def draw_noise(rng_key: jax.Array, uses: Mapping[str, Use], local: bool) -> dict[str, Noise]:
-    """Random numbers of all uses; with ``local`` for outputs instead of weights where the expectation allows it."""
+    """Random numbers of all uses; with ``local``, for outputs instead of weights if the expectation allows it."""
     normal_axes, sign_axes = {}, {}
     for site, use in uses.items():
         if local and use.local:
@@ -125,7 +125,7 @@ def draw_noise(rng_key: jax.Array, uses: Mapping[str, Use], local: bool) -> dict
 
 
 def _axes(shape: tuple[int, ...], rows: Mapping[int, list[Piece]], whole: tuple[int, ...]) -> Axes:
-    """Pieces of axes: those of rows, whole ones, and none of the others (positions)."""
+    """Pieces of the axes: those of rows, whole axes, and none for the others (positions)."""
     return [rows.get(axis, [Piece(n, axis in whole)]) for axis, n in enumerate(shape)]
 
 
@@ -134,7 +134,7 @@ def _compact(axes: Axes) -> tuple[int, ...]:
 
 
 def _spread(values: jax.Array, axes: Axes) -> jax.Array:
-    """Put pieces of axes together; an axis without rows keeps length 1, to be broadcast."""
+    """Put pieces of axes together; an axis without rows keeps length 1 and is broadcast."""
     if all(len(pieces) == 1 for pieces in axes):
         return values
     sizes = [
@@ -160,7 +160,7 @@ def _normals(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Ar
 
 
 def _signs(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
-    """Each bit of a random integer is a sign; the 32 of one integer go to 32 rows, so that rows are contiguous."""
+    """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that rows are contiguous."""
     shapes = {name: _compact(axes) for name, axes in wanted.items()}
     words = {name: _word_shape(shape) for name, shape in shapes.items()}
     flat = random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32)
@@ -278,7 +278,7 @@ def _positions(equation: Equation, operand: int, signs_out: jax.Array) -> tuple[
 def _product_by_row(
     equation: Equation, x: jax.Array, mean: jax.Array, change: jax.Array, noise: Noise
 ) -> jax.Array:
-    """Every row with weights of its own, mean + r change t: one product forward and backward instead of two."""
+    """Every row with its own weights, mean + r change t: one product forward and backward instead of two."""
     signs = noise.signs_out.reshape(len(x), 1, -1)  # type: ignore[union-attr]
     if noise.signs_in is not None:
         signs = signs * noise.signs_in.reshape(len(x), -1, 1)
@@ -287,6 +287,6 @@ def _product_by_row(
 
 
 def _sqrt(var: jax.Array) -> jax.Array:
-    """Square root with derivative 0 at 0: where all inputs are 0 the output has no noise."""
+    """Square root with derivative 0 at 0: if all inputs are 0 the output has no noise."""
     positive = var > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, var, 1)), 0)
