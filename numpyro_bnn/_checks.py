@@ -82,7 +82,7 @@ def check_number(
         raise argument_error(call, argument, repr(value), instead, TypeError)
     high_enough = number > minimum if strict else number >= minimum
     small_enough = number < below or (infinite and number == math.inf)
-    if not (high_enough and small_enough):  # NaN is neither
+    if not (high_enough and small_enough and number > -math.inf):  # NaN is none of these
         raise argument_error(call, argument, repr(value), instead)
 
 

@@ -85,6 +85,18 @@ def test_every_page_is_in_one_table_of_contents():
     assert sorted(named) == [page for page in PAGES if page != DOCS / "index.md"]
 
 
+@core
+def test_files_on_the_way_are_files_of_the_package():
+    """The table of contributing.md that `docs/make_ways.py` writes: as many files as it says, and all there."""
+    text = (DOCS / "contributing.md").read_text()
+    table = text.partition("files of ways: begin -->\n")[2].partition("<!--")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 5
+    for _, count, listed in rows:
+        assert len(listed.split(", ")) == int(count)
+        assert [name for name in listed.split(", ") if not (ROOT / NAME / name).is_file()] == []
+
+
 # ------------------------------------------------------------------------------------------------- references
 
 ROLE = re.compile(r":(class|func|meth|attr|mod|data|obj|exc):`~?([\w.]+)`")
