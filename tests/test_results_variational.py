@@ -188,12 +188,15 @@ def chains():
 
 @pytest.fixture(scope="module")
 def null():
-    """Draws of a guide at a model that ignores its inputs."""
+    """Draws of a guide at a model that ignores its inputs.
+
+    Its mean of 1e-3 w_0 changes a density by less than 1e-2, so that draws differ: ArviZ refuses equal ones.
+    """
 
     def constant(x, y=None, batch_size=None):
-        numpyro.sample("w", dist.Normal(0.0, 1.0).expand([D]).to_event(1))
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([D]).to_event(1))
         with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(jnp.zeros(len(x)), 1.0), obs=y)
+            numpyro.sample("y", dist.Normal(1e-3 * w[0] * jnp.ones(len(x)), 1.0), obs=y)
 
     fitted, guide = fit_of(guide=AutoMultivariateNormal(constant))
     params = {"auto_loc": jnp.zeros(D), "auto_scale_tril": jnp.eye(D)}
@@ -213,8 +216,9 @@ def test_arviz_computes_loo_of_mcmc(chains):
 def test_arviz_compares_models_by_our_results(chains, wide, null):
     """A chain, and guides whose draws ArviZ takes for draws of the posterior."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # all draws of the null model have one log likelihood
-        table = az.compare({"null": null, "guide": wide, "chains": chains})
+        warnings.simplefilter("ignore")  # ArviZ 0.23 warns of deprecations in pandas
+        models = {"null": null, "guide": wide, "chains": chains}
+        table = az.compare(models, **({"round_to": "none"} if int(az.__version__.split(".")[0]) else {}))
     assert next(iter(table.index)) == "chains"
     assert list(table.index)[-1] == "null"
     difference = table["elpd_diff"].abs()
