@@ -68,6 +68,7 @@ def test_elbo_and_fine_tuning(fitted, rows):
     assert bool((var > 0).all())
 
 
+@pytest.mark.slow
 def test_guide_without_a_run_starts_at_the_prior(rows):
     """SVI alone: parameters start at the prior's moments."""
     pbp = guides.AutoADF(model)
@@ -452,7 +453,7 @@ REFUSED = {
     "hyper-hyper-site": (one_weight(simple, nested), "site 'inner', whose prior depends on 'outer'"),
     "vague precision": (one_weight(simple, vague), "site 'tau', a Gamma with concentration 0.5"),
     "exponential scale": (one_weight(simple, exponential), "not a constant times a power of 'scale'"),
-    "noise that scales": (noise_and_scale, "site 'tau', which scales 'w' and enters the likelihood"),
+    "noise that scales": (noise_and_scale, "site 'tau', which scales 'w' and also enters the likelihood"),
     "no weights": (no_weights, "no Gaussian latent site"),
     "local latent": (local_latent, "site 'z', inside the plate 'data'"),
     "two observations": (two_observations, "2 observed sites \\('y', 'again'\\)"),

@@ -225,6 +225,7 @@ def test_parameters_of_the_model_are_used(key):
     np.testing.assert_allclose(found - plain, 3.0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_guides_trained_by_svi(key):
     """Guides of other kinds, a positive site, a list of guides: ELBO as from NumPyro's own estimator."""
 

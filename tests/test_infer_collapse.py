@@ -240,6 +240,7 @@ def test_marginal_density_of_powers_of_densities():
     assert float(log_marginal(gaussian, slope)) == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_network_runs_in_gibbs_and_exports():
     """The output layer of a network integrated out, its precisions drawn by Gibbs, all groups in the results."""
     net, prior = nn.MLP([3, 1], "tanh"), priors.GammaPrecision(1.0, 3.0, centered=True)

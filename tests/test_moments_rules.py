@@ -306,6 +306,7 @@ def test_pooling_with_dilated_windows_and_uneven_padding_takes_the_right_element
     np.testing.assert_allclose(found.var, 0, atol=1e-20)
 
 
+@pytest.mark.slow
 def test_pooling_of_many_equal_elements_is_exact(x64):
     """Global pooling of a 7 by 7 image of standard normals: the density of the largest is 49 phi Phi^48."""
     t = np.linspace(-9, 9, 1_000_001)

@@ -369,13 +369,8 @@ def test_modules_with_hyper_sites(make, names, prior, hyper):
     assert all(np.isfinite(slope).all() and np.any(slope != 0) for slope in slopes.values())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(row[0], id=name, marks=[] if name == "flax" else pytest.mark.slow)
-        for name, row in MODULES.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [pytest.param(row[0], id=name) for name, row in MODULES.items()])
 def test_hmc_runs_on_modules(make):
     gp = priors.BySite(
         {"*conv*.kernel": priors.GPFilters(), "Conv*.kernel": priors.GPFilters()}, priors.Hierarchical()
@@ -456,6 +451,7 @@ def test_wide_covariance_is_the_kernel_of_the_limit(activation):
     assert (np.abs(f.mean(0)) < 5 * np.sqrt(np.diag(kernel) / 8192)).all()
 
 
+@pytest.mark.slow
 def test_excess_kurtosis_falls_like_one_over_the_width():
     """Given the hidden layer f is normal with variance V; for ReLU E f^4 = 3 (E V)^2 (1 + Var V / (E V)^2).
 

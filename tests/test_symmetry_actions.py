@@ -171,8 +171,8 @@ def test_variants_name_rows():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Scale(3), r"symmetry.Scale: argument `weights` got None\. Write a site, or a pair"),
-        (lambda: Scale([3]), r"symmetry.Scale: argument `weights` got 3\. Write a site, or a pair"),
+        (lambda: Scale(3), r"symmetry.Scale: argument `weights` got None\. Pass a site, or a pair"),
+        (lambda: Scale([3]), r"symmetry.Scale: argument `weights` got 3\. Pass a site, or a pair"),
         (lambda: Scale([]), r"symmetry.Scale: argument `weights` got nothing\. Name at least one site"),
         (lambda: Shift([(1, "w")]), r"symmetry.Shift: argument `elements` got \(1, 'w'\)"),
         (lambda: Rescale([("w", 1)], []), r"symmetry.Rescale: argument `outgoing` got nothing"),
