@@ -123,6 +123,15 @@ def test_errors_of_regression(data, options, message):
         gp_regression(NET, x, options.pop("y", y), **options)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (3,), (1,), ()])
+def test_observations_of_another_shape_are_refused(data, shape):
+    """NumPy would broadcast them, to densities of every pair or of one number at all inputs."""
+    x, y = data
+    gp = gp_regression(NET, x[:20], y[:20], noise_sd=0.1)
+    with pytest.raises(ValueError, match=r"log_density: argument `y` got shape .*Pass \(4,\)"):
+        gp.log_density(x[20:24], np.ones(shape))
+
+
 def test_predictions_at_inputs_of_another_kind_are_refused(data):
     gp = gp_regression(NET, *data, noise_sd=0.1)
     with pytest.raises(ValueError, match="like the data"):

@@ -92,10 +92,14 @@ class GPRegression:
         """Log predictive density of each new observation, noise included.
 
         :param x: ``(M, *input_shape)``.
-        :param y: (M,), or (M, K).
+        :param y: (M,), or (M, K), like the observations of the regression.
         :return: (M,), summed over outputs.
+        :raises ValueError: for ``y`` of another shape than the predictions.
         """
         mean, variance = self.predict(x, diagonal=True)
+        if np.shape(y) != mean.shape:
+            instead = f"Pass {mean.shape}: one row per row of `x`, with the outputs of the data."
+            raise argument_error("GPRegression.log_density", "y", f"shape {np.shape(y)}", instead)
         sd = np.sqrt(variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2)
         values = norm.logpdf(np.asarray(y), mean, sd)
         return values.reshape(len(mean), -1).sum(axis=1)

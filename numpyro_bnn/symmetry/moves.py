@@ -96,18 +96,30 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
 
 
 def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
-    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior."""
+    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior.
+
+    Orders of units are tried at generators of the group, a swap and a rotation: a random order is often the identity.
+    """
+    units = jnp.arange(plan.units)
+    orders = [units.at[:2].set(units[:2][::-1]), jnp.roll(units, 1)]
 
     @jax.jit
-    def log_correction(rng_key: jax.Array, values: dict) -> jax.Array:
+    def log_corrections(rng_key: jax.Array, values: dict) -> list[jax.Array]:
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
-        g, proposal = orbit.independent_draw(rng_key)
-        ends = values, {**values, **orbit.moved(g)}
-        size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
-        return (orbit.log_ratio(g)[0] - proposal) / size
+        permutes = isinstance(plan.symmetry, Permutation)
+        proposals = [(g, 0.0) for g in orders] if permutes else [orbit.independent_draw(rng_key)]
+        return [_relative_correction(orbit, g, proposal) for g, proposal in proposals]
 
     keys = [jax.random.key(i) for i in range(len(draws))]
-    return all(abs(log_correction(key, values)) < 1e-5 for key, values in zip(keys, draws, strict=True))
+    found = [log_corrections(key, values) for key, values in zip(keys, draws, strict=True)]
+    return all(abs(correction) < 1e-5 for corrections in found for correction in corrections)
+
+
+def _relative_correction(orbit: "_Orbit", g: jax.Array, proposal: Any) -> jax.Array:
+    """The log ratio of accepting ``g``, relative to the size of the log densities in it."""
+    ends = orbit.values, {**orbit.values, **orbit.moved(g)}
+    size = 1 + sum(jnp.abs(orbit.prior.total(point, orbit.plan.affected)) for point in ends)
+    return (orbit.log_ratio(g)[0] - proposal) / size
 
 
 def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool) -> Method:
