@@ -238,6 +238,37 @@ def test_orders_of_few_units_are_corrected_where_the_prior_tells_units_apart(uni
     assert changed < 0.01 if pinned else changed > 0.4
 
 
+@pytest.mark.parametrize("scale", [0.3, 4.0])
+def test_walks_with_the_likelihood_know_its_scale(scale):
+    """Draws of a conjugate posterior under `handlers.scale` stay draws of it."""
+    y = 3.0
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with handlers.scale(scale=scale):
+            numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    covariance = np.linalg.inv(np.eye(2) + scale * np.ones((2, 2)))
+    mean = covariance @ np.full(2, scale * y)
+    (entry,) = plan(model, [symmetry.Scale("w")], exact=False)
+    prior = PriorProgram(model, {"w": jnp.zeros(2)}, (), {})
+
+    def walked(key):
+        start_key, walk_key = random.split(key)
+        w = random.multivariate_normal(start_key, jnp.asarray(mean), jnp.asarray(covariance))
+
+        def body(w, key):
+            return move(entry, key, {"w": w}, prior, jnp.full((), 0.5))[0]["w"], None
+
+        return lax.scan(body, w, random.split(walk_key, 20))[0].sum()
+
+    total = jax.jit(jax.vmap(walked))(random.split(random.key(0), 4000))
+    variance = covariance.sum()
+    # Standard errors of independent draws; 4.5 of them, failure rate 7e-6 each.
+    assert float(total.mean()) == pytest.approx(mean.sum(), abs=4.5 * np.sqrt(variance / 4000))
+    assert float(total.var()) == pytest.approx(variance, rel=4.5 * np.sqrt(2 / 4000))
+
+
 def unconstrained_names(model):
     trace = handlers.trace(handlers.seed(model, 0)).get_trace(X, Y)
     return [k for k, s in trace.items() if s["type"] == "sample" and not s["is_observed"]]

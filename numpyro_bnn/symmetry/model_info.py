@@ -36,11 +36,12 @@ def prior_sites(traced: Mapping[str, dict], kwargs: Mapping[str, Any] | None) ->
 def log_likelihoods(
     model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any] | None
 ) -> list[jax.Array]:
-    """Log density of every observed site at ``values`` of the latent ones, on all data."""
+    """Log density of every observed site at ``values`` of the latent ones, on all data, with its masks and scale."""
     traced = full_trace(model, values, args, kwargs)
     latent = prior_sites(traced, kwargs)
     observed = [site for name, site in traced.items() if site["type"] == "sample" and name not in latent]
-    return [site["fn"].log_prob(site["value"]) for site in observed]
+    logs = [(site["fn"].log_prob(site["value"]), site["scale"]) for site in observed]
+    return [log if scale is None else scale * log for log, scale in logs]
 
 
 def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
