@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.flatten_util import ravel_pytree
@@ -417,3 +418,26 @@ def test_a_single_number_has_a_wiring():
     assert wiring.segments[1].fixed
     assert wiring[wiring.output].units == 1
     assert symmetry.from_network(nn.Sequential([nn.Dense(3), "relu", Total()]), (2,)) == []
+
+
+@pytest.mark.parametrize(
+    ("false", "place"),
+    [
+        (symmetry.SignFlip(["w"]), 0),
+        (symmetry.SignFlip(["w"]), 10),
+        (symmetry.Permutation([("v", 0)]), 0),
+        (symmetry.Permutation([("v", 0)]), 34),
+    ],
+)
+def test_a_false_symmetry_of_one_flip_or_two_orders_is_refused_wherever_it_stands(false, place):
+    """Random elements of such a group are all the identity at one place of the list in eight, here at 10 and 34."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(w[0] + v[0] + jnp.sum(u) ** 2, 1.0), obs=0.3)
+
+    listed = [symmetry.SignFlip(["u"])] * place + [false]
+    with pytest.raises(ValueError, match="under which the log likelihood changes"):
+        symmetry.check(model, listed)

@@ -120,7 +120,11 @@ class Symmetry(ABC):
 
     @abstractmethod
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
-        """A group element far from the identity, for testing invariance."""
+        """A random group element; of a finite group it may be the identity."""
+
+    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+        """Group elements that an invariance is tested at; of a finite group such that all of it follows."""
+        return [self.random(rng_key, units)]
 
     def units(self, values: Mapping[str, Any]) -> int:
         """Number of units U.

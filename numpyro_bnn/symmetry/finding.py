@@ -285,13 +285,16 @@ def _changes(
     kwargs: Mapping,
 ) -> jax.Array:
     """Largest relative change of a pointwise log likelihood, by symmetry."""
-    points = [values]
+    points, owner = [values], []
     for i, symmetry in enumerate(moving):
-        g = symmetry.random(jax.random.fold_in(rng_key, i), symmetry.units(values))
-        points.append({**values, **symmetry.act(values, g)})
+        for g in symmetry.trials(jax.random.fold_in(rng_key, i), symmetry.units(values)):
+            points.append({**values, **symmetry.act(values, g)})
+            owner.append(i)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
     logs = jax.vmap(lambda point: _pointwise(model, point, args, kwargs))(stacked)
-    return jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
+    changes = jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
+    # NaN stays NaN, and is refused. Without symmetries there is nothing to compare.
+    return jnp.zeros(len(moving)).at[jnp.array(owner, int)].max(changes)
 
 
 def _pointwise(model: Callable, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:

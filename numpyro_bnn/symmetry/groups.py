@@ -284,6 +284,10 @@ class SignFlip(OnElements):
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         return jnp.where(jax.random.bernoulli(rng_key, 0.5, (units,)), 1.0, -1.0)
 
+    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+        g = self.random(rng_key, units)
+        return [g, -g]  # every unit is flipped in one of them
+
 
 @dataclass(frozen=True)
 class Permutation(OnElements):
@@ -308,3 +312,7 @@ class Permutation(OnElements):
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         # Random 32-bit keys: ties, which would favor the old order, have a probability below U^2 2^-33.
         return jnp.argsort(jax.random.bits(rng_key, (units,)))
+
+    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+        order = jnp.arange(units)
+        return [order.at[:2].set(order[:2][::-1]), jnp.roll(order, 1)]  # these two generate all orders

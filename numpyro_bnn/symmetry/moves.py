@@ -98,16 +98,14 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
 def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
     """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior.
 
-    Orders of units are tried at generators of the group, a swap and a rotation: a random order is often the identity.
+    Orders of units are tried at generators of the group: a random order of few units is often the identity.
     """
-    units = jnp.arange(plan.units)
-    orders = [units.at[:2].set(units[:2][::-1]), jnp.roll(units, 1)]
 
     @jax.jit
     def log_corrections(rng_key: jax.Array, values: dict) -> list[jax.Array]:
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
-        permutes = isinstance(plan.symmetry, Permutation)
-        proposals = [(g, 0.0) for g in orders] if permutes else [orbit.independent_draw(rng_key)]
+        orders = plan.symmetry.trials(rng_key, plan.units) if isinstance(plan.symmetry, Permutation) else []
+        proposals = [(g, jnp.zeros(())) for g in orders] or [orbit.independent_draw(rng_key)]
         return [_relative_correction(orbit, g, proposal) for g, proposal in proposals]
 
     keys = [jax.random.key(i) for i in range(len(draws))]
