@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
 	@echo "make test   run the linter, the type checker and the tests of every contract: about 10 minutes on two cores"
-	@echo "make test-all  run everything: calibration, long fits, every example and page (an hour on two cores)"
+	@echo "make test-all  run everything: calibration, long fits, every example and page (40 minutes on two cores)"
 	@echo "make unit   run only the tests of make test"
 	@echo "make lint   run only the linter and the type checker"
 	@echo "make bench  measure speed ratios, written to output/*.json"
@@ -51,7 +51,7 @@ unit: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 unit-all: $(VENV)/.test
-	@echo "The whole suite takes about an hour on two cores."
+	@echo "The whole suite takes about 40 minutes on two cores."
 	$(PYTEST) $(PYTEST_ARGS)
 
 bench: $(VENV)/.benchmarks
