@@ -11,8 +11,10 @@ from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.nn import BatchStatistics, Layer, Shape
-from numpyro_bnn.priors import Normal, as_prior, noncenter
+from numpyro_bnn.nn import BatchStatistics, Layer
+from numpyro_bnn.nn.base import Shape
+from numpyro_bnn.priors import Normal, noncenter
+from numpyro_bnn.priors.base import as_prior
 
 __all__ = ["RandomNetwork", "random_network"]
 

@@ -28,7 +28,8 @@ def params_of(row, seed=0, dtype=np.float32):
     random = np.random.default_rng(seed)
     shapes = row.layer.param_shapes(row.input_shape)
     return {
-        name: (nn.role(name, s) == "scale") + random.normal(size=s).astype(dtype) / nn.fan_in(name, s) ** 0.5
+        name: (nn.base.role(name, s) == "scale")
+        + random.normal(size=s).astype(dtype) / nn.base.fan_in(name, s) ** 0.5
         for name, s in shapes.items()
     }
 
@@ -414,14 +415,21 @@ def test_names_tell_role_and_fan_in():
         ("net/Dense_0.bias", (8,)): ("bias", 1),
     }
     for (name, shape), expected in table.items():
-        assert (nn.role(name, shape), nn.fan_in(name, shape) if len(shape) < 3 or expected[1] > 1 else 1) == (
-            expected
-        ), name
-    assert (nn.input_axis("conv.weight", (16, 2, 5, 5)), nn.output_axis("conv.weight", (16, 2, 5, 5))) == (
+        assert (
+            nn.base.role(name, shape),
+            nn.base.fan_in(name, shape) if len(shape) < 3 or expected[1] > 1 else 1,
+        ) == (expected), name
+    assert (
+        nn.base.input_axis("conv.weight", (16, 2, 5, 5)),
+        nn.base.output_axis("conv.weight", (16, 2, 5, 5)),
+    ) == (
         1,
         0,
     )
-    assert (nn.input_axis("c.kernel", (5, 5, 2, 16)), nn.output_axis("c.kernel", (5, 5, 2, 16))) == (2, 3)
+    assert (
+        nn.base.input_axis("c.kernel", (5, 5, 2, 16)),
+        nn.base.output_axis("c.kernel", (5, 5, 2, 16)),
+    ) == (2, 3)
 
 
 # -- errors that teach ----------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def test_hierarchical_weights_of_a_layer_share_their_scale():
 def test_ard_shares_a_scale_per_input(parameter, same, other, centered):
     """E[w_a^2 w_b^2] fan_in^2 is E s^4 for one input and (E s^2)^2 for two; s ~ Uniform(0.5, 1.5)."""
     name, shape = parameter
-    fan = nn.fan_in(name, shape)
+    fan = nn.base.fan_in(name, shape)
     w = draws_of(priors.ARD(dist.Uniform(0.5, 1.5), centered=centered), parameter, NUMBER)[name].astype(float)
     second, fourth = (1.5**3 - 0.5**3) / 3, (1.5**5 - 0.5**5) / 5
 
@@ -408,7 +408,9 @@ def test_horseshoe_units_share_a_local_scale(unit, parameter, shape):
     local = jnp.arange(1.0, max(shape) + 1)
     with handlers.substitute(data={f"{name}_global": 0.5, f"{name}_local": local}):
         fn = prior(*parameter)
-    np.testing.assert_allclose(fn.scale * nn.fan_in(*parameter) ** 0.5, 0.5 * local.reshape(shape), rtol=1e-6)
+    np.testing.assert_allclose(
+        fn.scale * nn.base.fan_in(*parameter) ** 0.5, 0.5 * local.reshape(shape), rtol=1e-6
+    )
 
 
 def regularized(tau, local, slab, z=1.0):

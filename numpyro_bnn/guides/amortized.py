@@ -32,7 +32,8 @@ from numpyro_bnn.guides.inference_network import (
     plate_sizes,
     without,
 )
-from numpyro_bnn.nn import Dense, Layer, Sequential, Shape
+from numpyro_bnn.nn import Dense, Layer, Sequential
+from numpyro_bnn.nn.base import Shape
 
 Values = dict[str, jax.Array]
 

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
-from numpyro_bnn.nn import Shape
+from numpyro_bnn.nn.base import Shape
 
 Patterns: TypeAlias = str | Sequence[str]
 

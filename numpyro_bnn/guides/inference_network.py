@@ -15,7 +15,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal
-from numpyro_bnn.nn import Shape
+from numpyro_bnn.nn.base import Shape
 
 CALL = "guides.AutoAmortized"
 

@@ -15,7 +15,7 @@ from numpyro.util import find_stack_level
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn.guides.blocks import matches
-from numpyro_bnn.nn import fan_in
+from numpyro_bnn.nn.base import fan_in
 
 # Suffixes that NumPyro's reparameterizers give to the site they sample instead of the original one.
 BASE_SUFFIXES = ("_base", "_decentered")

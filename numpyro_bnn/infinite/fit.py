@@ -14,7 +14,8 @@ from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infinite.kernels import kernels
 from numpyro_bnn.infinite.prior_moments import PriorMoments, SiteMoments, prior_moments
 from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
-from numpyro_bnn.nn import Dense, Layer, Shape, fan_in, role
+from numpyro_bnn.nn import Dense, Layer
+from numpyro_bnn.nn.base import Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
 
 # Bounds of standard deviations: of weights (times the root of the fan-in) and biases; of the noise, per sd of y.

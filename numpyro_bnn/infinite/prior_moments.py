@@ -11,8 +11,10 @@ from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn.nn import Layer, Shape, fan_in, role
-from numpyro_bnn.priors import Normal, as_prior
+from numpyro_bnn.nn import Layer
+from numpyro_bnn.nn.base import Shape, fan_in, role
+from numpyro_bnn.priors import Normal
+from numpyro_bnn.priors.base import as_prior
 
 
 class SiteMoments(NamedTuple):

@@ -2,7 +2,6 @@
 
 from numpyro_bnn._distributions import GroupStudentT
 from numpyro_bnn.priors.base import BySite, Prior, noncenter
-from numpyro_bnn.priors.base import as_prior as as_prior  # for other subpackages, not public
 from numpyro_bnn.priors.filters import GPFilters
 from numpyro_bnn.priors.independent import Laplace, Normal, ScaleMixture, StudentT
 from numpyro_bnn.priors.learned import ARD, GammaPrecision, Hierarchical, Horseshoe, RegularizedHorseshoe

@@ -17,7 +17,7 @@ from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn._checks import argument_error, check_number, unknown_name
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.nn import Shape, fan_in, input_axis, output_axis, role
+from numpyro_bnn.nn.base import Shape, fan_in, input_axis, output_axis, role
 
 PriorLike: TypeAlias = Callable[[str, Shape], dist.Distribution] | dist.Distribution
 

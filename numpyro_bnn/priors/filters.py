@@ -11,7 +11,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 
 from numpyro_bnn._checks import argument_error, check_choice
-from numpyro_bnn.nn import Shape, inputs_first
+from numpyro_bnn.nn.base import Shape, inputs_first
 from numpyro_bnn.priors.base import NonCentered, Prior
 from numpyro_bnn.priors.independent import Normal
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.nn import Shape
+from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Prior
 
 

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error, check_choice
 from numpyro_bnn._distributions import GroupStudentT
-from numpyro_bnn.nn import Shape
+from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Prior, gaussian, unit_shape
 
 

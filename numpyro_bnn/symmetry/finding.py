@@ -10,7 +10,8 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.nn import Layer, Shape
+from numpyro_bnn.nn import Layer
+from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
