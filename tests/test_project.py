@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
+from faults.planted import read_faults
 
 from numpyro_bnn.moments import registry
 
@@ -582,3 +583,21 @@ def test_long_functions_are_seen():
     assert list(long_functions(documented, limit=3)) == []
     assert list(long_functions(documented, limit=2)) == ["f: 3 lines"]
     assert list(long_functions(f"class A:\n{textwrap.indent(documented, '    ')}", limit=2)) == ["f: 3 lines"]
+
+
+# -- planted faults ---------------------------------------------------------------------------------
+
+
+def test_planted_faults_fit_the_code():
+    """Each fault of `make faults` changes one place of a file that exists, and names tests that exist."""
+    faults = read_faults()
+    assert len(faults) >= 100
+    assert len({(fault.file, fault.sound, fault.fault) for fault in faults}) == len(faults)
+    for fault in faults:
+        sound = (ROOT / fault.file).read_text()
+        assert fault.planted_in(sound) != sound
+        assert fault.tests
+        for test in fault.tests:
+            file, _, function = test.partition("::")
+            defined = f"def {function.partition('[')[0]}(" if function else ""
+            assert defined in (ROOT / file).read_text(), test
