@@ -6,7 +6,7 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all faults unit unit-all lint bench docs docs-figures evidence clean
+.PHONY: help demo test test-all truth faults unit unit-all lint bench docs docs-figures evidence clean
 
 help:
 	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all  run everything: calibration, long fits, every example and page (40 minutes on two cores)"
 	@echo "make unit   run only the tests of make test"
 	@echo "make lint   run only the linter and the type checker"
+	@echo "make truth  cross models of known posteriors with every kernel and guide, write docs/what_works.md (half an hour)"
 	@echo "make faults plant a hundred one-line faults, one at a time, and check that the tests notice each"
 	@echo "make bench  measure speed ratios, written to output/*.json"
 	@echo "make docs   build the documentation as a site, with warnings as errors (output/docs/index.html)"
@@ -54,6 +55,9 @@ unit: $(VENV)/.test
 unit-all: $(VENV)/.test
 	@echo "The whole suite takes about 40 minutes on two cores."
 	$(PYTEST) $(PYTEST_ARGS)
+
+truth: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m truth --workers $(WORKERS)
 
 faults: $(VENV)/.test
 	$(BIN)/python tests/faults --workers $(WORKERS) --output output/faults.json

@@ -1,0 +1,94 @@
+"""The table: which ways are crossed with which problems, how a cell ends, and the known failures."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from truth import ways
+from truth.problems import FAMILIES, PROBLEMS
+from truth.quadrature import Problem
+from truth.ways import Figure
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OUTCOMES = ROOT / "docs" / "tables" / "what_works.json"
+
+# An error that refuses names the call and the argument, as those of the package do.
+REFUSAL = re.compile(r"^[\w.]+(\(.*\))?: argument `\w+` got ")
+
+
+class Outcome(NamedTuple):
+    """How a cell ends.
+
+    :param kind: "right", "refused", "wrong" or "crash".
+    :param text: the figure, or the message.
+    """
+
+    kind: str
+    text: str
+
+
+class Cell(NamedTuple):
+    """A way on a problem."""
+
+    group: str
+    way: str
+    problem: str
+
+
+# (way, problem): cause and size of what is wrong. A cell that is right again fails the suite.
+KNOWN_FAILURES: dict[tuple[str, str], str] = {}
+
+# Ways by group, and the families of problems that each is crossed with.
+GROUPS: dict[str, dict[str, Callable[[Problem], Figure]]] = {
+    "results": ways.RESULTS,
+    "kernels": ways.KERNELS,
+    "wrappers": ways.WRAPPERS,
+    "guides": ways.GUIDES,
+}
+ALL_FAMILIES = tuple(FAMILIES)
+NO_PLATES = tuple(family for family in FAMILIES if family != "plates")
+FAMILIES_OF: dict[str, Sequence[str]] = {
+    **dict.fromkeys(ways.RESULTS, ALL_FAMILIES),
+    **dict.fromkeys(ways.KERNELS, ("supports", "learned scales")),
+    # One of each kind of kernel is also crossed with handlers and plates: all share one density, tested above.
+    **dict.fromkeys(("NUTS of NumPyro", "MALA"), ("supports", "learned scales", "handlers")),
+    **dict.fromkeys(("SGLD", "SGHMC", "MCLMC"), ("supports", "learned scales", "handlers", "plates")),
+    **{name: ("hidden units",) for name in ways.WRAPPERS if "Orbit" in name},
+    "UnitMoves": ("hidden units", "supports"),
+    "symmetry.quotient": ("hidden units",),
+    "collapse": ("handlers", "learned scales", "likelihoods"),
+    **{name: ("learned scales",) for name in ways.WRAPPERS if "PrecisionGibbs" in name},
+    **{name: NO_PLATES for name in ways.WRAPPERS if name.startswith("ParallelTempering")},
+    **dict.fromkeys(ways.GUIDES, ("supports", "learned scales", "handlers", "likelihoods")),
+}
+# The cells of `make test`: every way once, every family, handler and fault that once slipped through.
+DIAGONAL: set[tuple[str, str]] = set()
+
+
+def cells(group: str | None = None) -> Iterator[Cell]:
+    """All cells, or those of a group of ways."""
+    for name, table in GROUPS.items():
+        if group in (None, name):
+            for way in table:
+                for family in FAMILIES_OF[way]:
+                    for problem in FAMILIES[family]:
+                        if ways.applies(table[way], problem):
+                            yield Cell(name, way, problem.name)
+
+
+def key_of(cell: Cell) -> str:
+    """The name of a cell in the file of outcomes."""
+    return f"{cell.way} | {cell.problem}"
+
+
+def outcome(cell: Cell) -> Outcome:
+    """Run a cell."""
+    try:
+        figure = GROUPS[cell.group][cell.way](PROBLEMS[cell.problem])
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        return Outcome("refused" if REFUSAL.match(message) else "crash", message)
+    except Exception as error:
+        return Outcome("crash", f"{type(error).__name__}: {error}")
+    return Outcome("right" if figure.error <= 1 else "wrong", figure.text)

@@ -1,0 +1,119 @@
+"""Exact posteriors by quadrature in NumPy, over at most three coordinates: the truth that every way is held to."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Axis(NamedTuple):
+    """Nodes of one coordinate and the logs of their weights."""
+
+    nodes: np.ndarray
+    log_weights: np.ndarray
+
+
+def line(low: float, high: float, size: int = 160) -> Axis:
+    """Gauss-Legendre quadrature on an interval, which must hold practically all of the mass."""
+    nodes, weights = np.polynomial.legendre.leggauss(size)
+    return Axis((high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2))
+
+
+def positive(low: float, high: float, size: int = 160) -> Axis:
+    """The same in the logarithm of a positive coordinate."""
+    nodes, log_weights = line(np.log(low), np.log(high), size)
+    return Axis(np.exp(nodes), log_weights + nodes)
+
+
+def normal(x: Any, mean: Any, sd: Any) -> Any:
+    """Log density of a normal distribution."""
+    return -0.5 * ((x - mean) / sd) ** 2 - np.log(sd) - 0.5 * np.log(2 * np.pi)
+
+
+class Problem:
+    """A model with its data, and its log joint density in NumPy.
+
+    :param name: of the problem, in words.
+    :param model: a NumPyro model.
+    :param args: its positional arguments, with the data.
+    :param axes: the coordinates (at most three).
+    :param log_joint: (G,) of coordinates (G,): log density of data and coordinates. It is written by hand and shares
+        no code with NumPyro.
+    :param sites: values of the latent sites, (G, *event), of coordinates (G,); by default the coordinates.
+    :param rows: (G, ...) log likelihood of each row, if exports are compared; they sum to the likelihood.
+    :param completed: adds other latent sites to draws, given a random generator.
+    :param log_volume: log of the volume element of the sites by that of the coordinates, (G,).
+    :param batch: for models that take ``batch_size``: rows of a minibatch; ways that need all rows leave it out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Callable,
+        args: tuple,
+        axes: Mapping[str, Axis],
+        log_joint: Callable[[Mapping[str, np.ndarray]], np.ndarray],
+        sites: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]] = dict,
+        kwargs: Mapping[str, Any] | None = None,
+        rows: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None,
+        completed: Callable[[dict, np.random.Generator], dict] | None = None,
+        batch: int | None = None,
+        log_volume: Callable[[Mapping[str, np.ndarray]], Any] = lambda coordinates: 0.0,
+    ) -> None:
+        self.name, self.model, self.args, self.axes, self.log_joint = name, model, args, dict(axes), log_joint
+        self.kwargs = dict(kwargs or {})
+        self.sites, self.rows, self.completed, self.batch = sites, rows, completed, batch
+        self.log_volume = log_volume
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        """All nodes of the tensor product, (G,) by coordinate."""
+        meshes = np.meshgrid(*(axis.nodes for axis in self.axes.values()), indexing="ij")
+        return dict(zip(self.axes, (mesh.ravel() for mesh in meshes), strict=True))
+
+    @cached_property
+    def log_mass(self) -> np.ndarray:
+        """Log of the joint density times the weight of each node, (G,)."""
+        weights = np.meshgrid(*(axis.log_weights for axis in self.axes.values()), indexing="ij")
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            return self.log_joint(self.coordinates) + sum(weight.ravel() for weight in weights)
+
+    @cached_property
+    def log_evidence(self) -> float:
+        """Log of the integral of the joint density."""
+        top = self.log_mass.max()
+        return float(top + np.log(np.sum(np.exp(self.log_mass - top))))
+
+    @cached_property
+    def probabilities(self) -> np.ndarray:
+        """Posterior probability of each node, (G,)."""
+        return np.exp(self.log_mass - self.log_evidence)
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """Posterior mean of a function of the nodes, (G, ...)."""
+        return np.tensordot(self.probabilities, values, 1)
+
+    @cached_property
+    def nodes(self) -> dict[str, np.ndarray]:
+        """Values of the latent sites at the nodes, (G, *event)."""
+        return {name: np.asarray(value) for name, value in self.sites(self.coordinates).items()}
+
+    @cached_property
+    def site_names(self) -> set[str]:
+        """Names of the sites that are integrated."""
+        return set(self.sites({name: axis.nodes[:1] for name, axis in self.axes.items()}))
+
+    def draws(self, size: int, seed: int = 0) -> dict[str, np.ndarray]:
+        """Values of the sites at nodes drawn from the posterior, (size, *event)."""
+        rng = np.random.default_rng(seed)
+        chosen = rng.choice(len(self.probabilities), size, p=self.probabilities)
+        values = {name: value[chosen] for name, value in self.nodes.items()}
+        return self.completed(values, rng) if self.completed else values
+
+
+def features(sites: Mapping[str, np.ndarray]) -> np.ndarray:
+    """What is compared: all elements of all sites and their products, (draws, F)."""
+    elements = np.concatenate([np.reshape(sites[k], (len(sites[k]), -1)) for k in sorted(sites)], axis=1)
+    first, second = np.triu_indices(elements.shape[1])
+    return np.concatenate([elements, elements[:, first] * elements[:, second]], axis=1).astype(np.float64)
