@@ -79,14 +79,15 @@ def outcome(folder: Path, fault: Fault, whole_files: bool) -> dict[str, Any]:
             check=False,
         )
         status = {0: "not caught", 1: "caught"}.get(run.returncode, "tests did not run")
-        last = (run.stdout.strip().splitlines() or [run.stderr[-200:]])[-1]
+        lines = run.stdout.strip().splitlines() or [run.stderr[-200:]]
+        last = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1])
     except subprocess.TimeoutExpired:
         status, last = "caught", f"the tests did not end within {SECONDS} s"
     finally:
         path.write_text(sound)
     seconds = round(time.perf_counter() - started, 1)
     changed = {"file": fault.file, "sound": fault.sound, "fault": fault.fault}
-    return {**changed, "status": status, "seconds": seconds, "last line": last}
+    return {**changed, "status": status, "seconds": seconds, "noticed by": last}
 
 
 def outcomes(faults: list[Fault], workers: int, whole_files: bool) -> Iterator[dict[str, Any]]:
@@ -128,7 +129,7 @@ def main() -> int:
         shown = f"{result['status']:17s} {result['seconds']:6.1f} s  {result['file']}: {result['fault']}"
         print(f"{len(results):4d}  {shown}", flush=True)
         if result["status"] != "caught":
-            print(f"      instead of: {result['sound']}\n      {result['last line']}", flush=True)
+            print(f"      instead of: {result['sound']}\n      {result['noticed by']}", flush=True)
     missed = sum(result["status"] != "caught" for result in results)
     minutes = (time.perf_counter() - started) / 60
     print(f"{len(results) - missed} of {len(results)} faults caught in {minutes:.1f} minutes")

@@ -189,7 +189,7 @@ def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
         kernel = infer.OrbitMoves(fixed_hmc(model), symmetries, exact=exact)
         return kernel if temper is None else infer.ParallelTempering(kernel, 3, lowest=0.25, temper=temper)
 
-    return chains(make, problem, warmup=0 if temper is None else 4, draws=20)
+    return chains(make, problem, warmup=0 if temper is None else 4, draws=80)
 
 
 def redrawn_units(problem: Problem) -> Figure:
