@@ -1,5 +1,6 @@
 """Choose the rows that a subsampled plate sees; refuse models whose minibatches would be silently wrong."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import random
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
@@ -14,6 +16,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
@@ -127,6 +130,22 @@ def trace_of(model: Callable, seed: int, args: tuple, kwargs: dict[str, Any]) ->
         seeded = handlers.seed(random_indices(model), seed)
         traced = handlers.trace(handlers.substitute(seeded, substitute_fn=init_to_sample))
         return traced.get_trace(*args, **kwargs), spy.asked
+
+
+def is_jacobian(site: Mapping[str, Any]) -> bool:
+    """Whether a sample site is the log Jacobian that NumPyro's potential adds for a constrained latent site.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer.util import _unconstrain_params
+    >>> def model():
+    ...     numpyro.sample("s", dist.HalfNormal(1.0))
+    ...     numpyro.factor("penalty", -1.0)
+    >>> traced = handlers.trace(_unconstrain_params(model, {"s": 0.0})).get_trace()
+    >>> {name: is_jacobian(site) for name, site in traced.items()}
+    {'_s_log_det': True, 's': False, 'penalty': False}
+    """
+    named = re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None
+    return named and isinstance(unwrapped(site["fn"], masked=True), dist.Unit)
 
 
 def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:

@@ -15,6 +15,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.model_checks import is_jacobian
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
@@ -59,8 +60,9 @@ class ParallelTempering(MCMCKernel):
     .. math:: \min\big(1, \exp\{(\beta_r - \beta_{r+1})\,(\ell_{r+1} - \ell_r)\}\big),
 
     where :math:`\ell` is the tempered log density; even and odd pairs take turns, so states travel along the ladder
-    instead of diffusing. The draws are those of the first replica, which targets the posterior exactly. In warm-up
-    the ladder is adjusted for equal rejection rates after 2, 4, 8, ... transitions.
+    instead of diffusing. All these are densities of constrained values: Jacobians of transformations are not
+    tempered. The draws are those of the first replica, which targets the posterior exactly. In warm-up the ladder is
+    adjusted for equal rejection rates after 2, 4, 8, ... transitions.
 
     All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; aim for 0.3 to 0.8.
     ``round_trips`` of the last state counts how often a state came back from the last temperature: if zero, the
@@ -284,6 +286,8 @@ class ParallelTempering(MCMCKernel):
 
 
 def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
+    if is_jacobian(site):
+        return False
     return temper == "joint" or (site["is_observed"] and site["name"] not in held)
 
 
