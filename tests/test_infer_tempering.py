@@ -179,6 +179,26 @@ def test_potentials_of_replicas_differ_by_tempered_densities_of_sites(model, tem
     np.testing.assert_allclose(found, tempered, rtol=1e-5)
 
 
+def test_moves_that_weigh_the_likelihood_know_its_temperature():
+    """Moves of inexact symmetries under a scale of the log density: mean and variance of a sum of weights at every
+    temperature, within 5 MCSE: failure rate 6e-7 for each of the six."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with handlers.scale(scale=4.0):
+            numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=3.0)
+
+    moves = infer.OrbitMoves(hmc(model), [symmetry.Scale("w")], exact=False)
+    mcmc = run(infer.ParallelTempering(moves, 3, lowest=0.1), draws=4000, fields=("base.base.z",))
+    draws = np.asarray(mcmc.get_extra_fields()["base.base.z"]["w"]).sum(-1).T
+    for beta, total in zip(np.asarray(mcmc.last_state.inverse_temperatures), draws, strict=True):
+        precision = 1 / 2 + 4 * beta
+        z = (total - 12 * beta / precision) * precision**0.5
+        for quantity, exact in ((z, 0.0), (z**2, 1.0)):
+            error = (quantity.var() / effective_sample_size(quantity[None])) ** 0.5
+            assert abs(quantity.mean() - exact) < 5 * error
+
+
 def two_modes():
     w = numpyro.sample("w", dist.Normal(0.5, 1.5))
     numpyro.sample("y", dist.Normal(w**2, 0.2), obs=4.0)
