@@ -40,7 +40,7 @@ class SGMCMCKernel(MCMCKernel):
         where steps count from the end of the warm start; ``None`` chooses it in warm-up from curvature and gradient
         noise.
     :param steps_per_draw: steps per transition of ``MCMC``.
-    :param temperature: T; 1 is the Bayes posterior.
+    :param temperature: T of the density :math:`p(\\theta, D)^{1/T}` of constrained values; 1 is the Bayes posterior.
     :param gradient: ``"minibatch"``, ``"control_variates"`` (center at the end of the warm start) or ``"svrg"``.
     :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
     :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
@@ -243,7 +243,9 @@ class SGMCMCKernel(MCMCKernel):
     ) -> SGMCMCState:
         call, single = self._call, is_prng_key(rng_key)
         chain_key, init_key = split(rng_key)
-        target, z = bind(call, self._model, init_key, self._init_strategy, model_args, model_kwargs)
+        target, z = bind(
+            call, self._model, init_key, self._init_strategy, model_args, model_kwargs, self._temperature
+        )
         if target.stochastic and (self.exact or self._gradient != "minibatch"):
             raise argument_error(
                 call,

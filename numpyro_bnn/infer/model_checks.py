@@ -30,9 +30,10 @@ class Plate(NamedTuple):
 
 
 class RowSubset(NamedTuple):
-    """By plate, the rows that a model sees in place of a minibatch."""
+    """By plate, the rows that a model sees in place of a minibatch, of which only the key is used."""
 
     indices: Mapping[str, jax.Array]
+    batch: Mapping[str, jax.Array]
 
 
 # -- handlers that choose rows ---------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
         if _batch is None:
             return random_indices(model)(*args, **kwargs)
         if isinstance(_batch, RowSubset):
-            return only_rows(model, _batch.indices)(*args, **kwargs)
+            return give_indices(only_rows(model, _batch.indices), _batch.batch, plates)(*args, **kwargs)
         if isinstance(_batch, str):
             return full_plates(model)(*args, **kwargs)
         return give_indices(model, _batch, plates)(*args, **kwargs)

@@ -12,6 +12,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import initialize_model, transform_fn, unconstrain_fn
+from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
@@ -21,6 +22,7 @@ from numpyro_bnn.infer.model_checks import (
     check_indices,
     check_latent_sites,
     first_batch,
+    is_jacobian,
     observed_log_density,
     on_batch,
     only_rows,
@@ -31,6 +33,18 @@ from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, St
 
 # Sources of minibatch indices by name; a new source is a new row.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
+
+
+class weigh_jacobians(Messenger):
+    """Multiply the log Jacobians of constrained sites, for a power of the density of constrained values."""
+
+    def __init__(self, fn: Callable, weight: float) -> None:
+        super().__init__(fn)
+        self.weight = weight
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and is_jacobian(msg):
+            msg["scale"] = self.weight if msg["scale"] is None else self.weight * msg["scale"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +96,11 @@ class Target:
         return partial(transform_fn, {name: biject_to(support) for name, support in self.supports.items()})
 
     def log_likelihood(self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
-        """The function from z to the log density of the observations in some rows, by plate."""
+        """The function from z, and a key of the model's own randomness, to the log density of some rows by plate."""
 
-        def total(z: dict[str, jax.Array]) -> jax.Array:
+        def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
             placed = handlers.substitute(only_rows(self.model, rows), self.constrain(args, kwargs)(z))
-            sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {}))
+            sites = handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
             return observed_log_density(sites)
 
         return total
@@ -99,6 +113,7 @@ def bind(
     init_strategy: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
+    temperature: float = 1.0,
 ) -> tuple[Target, dict[str, jax.Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained values.
 
@@ -106,6 +121,8 @@ def bind(
     :param rng_key: one key, or a batch of them for vectorized chains.
     """
     kwargs = dict(kwargs or {})
+    if temperature != 1:  # U(z) / T has the Jacobian once if U has it T times
+        model = weigh_jacobians(model, temperature)
     # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
     with jax.ensure_compile_time_eval():
         traced, stochastic = trace_of(model, 0, args, kwargs)
