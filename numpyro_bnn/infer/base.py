@@ -129,7 +129,7 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def schedule(self) -> Callable[[Any], Any]:
         """The factor that multiplies the base step size, as a function of the engine's step."""
-        return self._step_size if callable(self._step_size) else _constant
+        return self._step_size if callable(self._step_size) else lambda step: 1.0
 
     def estimator(
         self, target: Target, potential: Callable, full: Callable, stream: Any
@@ -367,10 +367,6 @@ class SGMCMCKernel(MCMCKernel):
             f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
             f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
         )
-
-
-def _constant(step: Any) -> float:
-    return 1.0
 
 
 def listed(by_chain: jax.Array) -> str:

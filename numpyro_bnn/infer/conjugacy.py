@@ -1,6 +1,7 @@
 """Which sites have a conjugate conditional given the normal sites that they scale, read from a model's program."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,16 +59,15 @@ class ConjugateSite(NamedTuple):
 
 
 def read(
-    model: Callable, held: set[str], priors: set[tuple[type, bool]], args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, ...], dict[str, ConjugateSite], dict[str, str]]:
-    """Latent sites that are not held, those that can be drawn, and the reasons why the others cannot.
+    model: Callable, held: Collection[str], priors: Collection[Any], args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, ConjugateSite | str]:
+    """By latent site that is not held, how to draw it, or the reason why it cannot be drawn.
 
     :param priors: pairs of a distribution that can be drawn, and whether for sites whose values are sds.
     """
     traced = full_trace(model, {}, args, kwargs)
     latent = latent_sample_sites(traced)
     values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
-    names = tuple(name for name in latent if name not in held)
 
     def parts(at: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
         """Whatever may enter the log density of a sample site, besides the value of a latent one."""
@@ -86,35 +86,28 @@ def read(
         return found
 
     used = dependence(parts, values)
-    conjugate, reasons = {}, {}
-    for name in names:
-        found = _read_site(name, unwrapped(traced[name]["fn"]), priors, used, parts, values)
-        if isinstance(found, str):
-            reasons[name] = found
-        else:
-            conjugate[name] = found
-    return names, conjugate, reasons
+    found: dict[str, ConjugateSite | str] = {}
+    for name in latent:
+        if name not in held:
+            depending = sorted(key for key, sites in used.items() if name in sites)
+            prior = type(unwrapped(traced[name]["fn"]))
+            found[name] = _read_site(name, prior, priors, depending, partial(_follow, name, parts, values))
+    return found
 
 
 def _read_site(
-    name: str,
-    fn: Any,
-    priors: set[tuple[type, bool]],
-    used: Mapping[tuple[str, str], set],
-    parts: Callable,
-    values: Mapping[str, Any],
+    name: str, prior: type, priors: Collection[Any], depending: list[tuple[str, str]], follow: Callable
 ) -> ConjugateSite | str:
-    prior, families = type(fn), {kind for kind, _ in priors}
-    if prior not in families:
-        return f"its prior is {prior.__name__}, not one of {', '.join(sorted(k.__name__ for k in families))}"
-    depending = sorted(key for key, sites in used.items() if name in sites)
+    kinds = sorted({kind.__name__ for kind, _ in priors})
+    if prior.__name__ not in kinds:
+        return f"its prior is {prior.__name__}, not one of {', '.join(kinds)}"
     for kind, other in depending:
         if kind != "sd":
             hint = " (a centered prior would not)" if kind in ("distribution", "mean") else ""
             return f"the {kind} of {other!r} depends on it{hint}"
     if not depending:
         return "no normal site depends on it"
-    followed = [_follow(name, other, parts, values) for _, other in depending]
+    followed = [follow(other) for _, other in depending]
     measured = [found for found in followed if found is not None]
     powers = {power for power, _ in measured}
     if len(measured) < len(followed) or len(powers) != 1:
@@ -126,7 +119,7 @@ def _read_site(
 
 
 def _follow(
-    name: str, other: str, parts: Callable, values: Mapping[str, Any]
+    name: str, parts: Callable, values: Mapping[str, Any], other: str
 ) -> tuple[float, ScaledSite] | None:
     """Exponent and owners of the sds of ``other``, from the effects of steps in log value that encode indices.
 
@@ -142,49 +135,31 @@ def _follow(
         return jnp.log(jnp.abs(parts(at)["sd", other])).ravel()
 
     start = jnp.full(size, 0.1, values[name].dtype)
-    log_sd = pruned(log_sds, start)
-    program = jax.make_jaxpr(log_sd)(start).jaxpr
-    if _is_piecewise(program, set(program.invars)):
+    with jax.disable_jit():  # one program without programs inside
+        log_sd = pruned(log_sds, start)
+    if _is_piecewise(jax.make_jaxpr(log_sd)(start).jaxpr):
         return None
-    moved = np.asarray(
-        jax.lax.map(log_sd, start + jnp.asarray(steps, start.dtype)) - log_sd(start), np.float64
-    )
-    follows = np.abs(moved[0]) > CLOSE
-    power = next((p for p in POWERS if follows.any() and np.allclose(moved[0, follows], p, atol=CLOSE)), None)
-    if power is None:
+    ends = jax.lax.map(log_sd, start + jnp.asarray(steps, start.dtype))
+    moved = np.asarray(ends - log_sd(start), np.float64)
+    if not np.isfinite(moved).all():
         return None
+    power = min(POWERS, key=lambda p: np.abs(moved[0] - p).min())
     digits = np.rint(moved[1 : 1 + len(bits)] / power).astype(int)
-    owner = sum(digit << bit for bit, digit in enumerate(digits)) * follows
-    if owner.min() < 0 or owner.max() >= size:
-        return None
-    if not np.allclose(moved, np.where(follows, power * steps[:, owner], 0.0), atol=CLOSE):
-        return None
-    return power, ScaledSite(other, owner.astype(np.int32), follows)
+    follows = np.abs(moved[0]) > CLOSE
+    owner = np.clip(sum(digit << bit for bit, digit in enumerate(digits)), 0, size - 1) * follows
+    expected = np.where(follows, power * steps[:, owner], 0.0)
+    found = power, ScaledSite(other, owner.astype(np.int32), follows)
+    return found if np.allclose(moved, expected, atol=CLOSE) else None
 
 
-def _is_piecewise(jaxpr: Any, marked: set) -> bool:
-    """Whether a program compares or cuts what depends on its ``marked`` inputs; adds what depends on them.
-
-    >>> program = jax.make_jaxpr(lambda t: jnp.where(t > 1.0, t, 2.0 * t))(1.0).jaxpr
-    >>> _is_piecewise(program, set(program.invars))
-    True
-    """
+def _is_piecewise(jaxpr: Any) -> bool:
+    """Whether a program compares or cuts what depends on its inputs, or may do so in programs inside."""
+    marked = set(jaxpr.invars)
     for equation, _ in needed_equations(jaxpr, jaxpr.outvars):
-        hits = [not isinstance(var, Literal) and var in marked for var in equation.invars]
-        if not any(hits):
-            continue
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if inner is None:
-            discrete = any(not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars)
-            if discrete or equation.primitive.name in PIECEWISE:
+        if any(not isinstance(var, Literal) and var in marked for var in equation.invars):
+            compares = any(not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars)
+            nested = any("jaxpr" in name for name in equation.params)
+            if compares or nested or equation.primitive.name in PIECEWISE:
                 return True
             marked.update(equation.outvars)
-            continue
-        inner = getattr(inner, "jaxpr", inner)
-        looped = equation.primitive.name == "scan"  # what it carries may come from any input
-        reached = {var for var, hit in zip(inner.invars, hits, strict=True) if hit or looped}
-        if _is_piecewise(inner, reached):
-            return True
-        within = [not isinstance(var, Literal) and var in reached for var in inner.outvars]
-        marked.update(var for var, hit in zip(equation.outvars, within, strict=True) if hit or looped)
     return False

@@ -100,8 +100,8 @@ class PrecisionGibbs(MCMCKernel):
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
-        names, found, _ = read(self._model, set(), set(PRIORS), args, kwargs)
-        return tuple(name for name in names if name in found)
+        found = read(self._model, (), PRIORS, args, kwargs)
+        return tuple(name for name, site in found.items() if not isinstance(site, str))
 
     def init(
         self,
@@ -114,24 +114,22 @@ class PrecisionGibbs(MCMCKernel):
         held, kwargs = held_values(model_kwargs)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
-            names, found, reasons = read(self._model, set(held), set(PRIORS), model_args, kwargs)
-        for name, reason in reasons.items():
-            raise argument_error(
-                "infer.PrecisionGibbs",
-                "sites",
-                f"{name!r}: {reason}",
-                "Pass what its method `conjugate_sites(...)` returns; give other sites to another block of `Gibbs`.",
-            )
-        self._plan = tuple(found[name] for name in names)
+            found = read(self._model, held, PRIORS, model_args, kwargs)
+        for name, site in found.items():
+            if isinstance(site, str):
+                instead = "Pass what `conjugate_sites` returns; give other sites to another block of `Gibbs`."
+                raise argument_error("infer.PrecisionGibbs", "sites", f"{name!r}: {site}", instead)
+        self._plan = tuple(site for site in found.values() if not isinstance(site, str))
         keys = split(rng_key)
-        given = dict(init_params or {})
 
         def start(key: jax.Array) -> dict[str, jax.Array]:
             traced = full_trace(self._model, held, model_args, kwargs, key)
-            return {name: jnp.asarray(traced[name]["value"]) for name in names}
+            return {name: jnp.asarray(traced[name]["value"]) for name in found}
 
         drawn = start(keys[0]) if is_prng_key(rng_key) else jax.vmap(start)(keys[0])
-        z = {name: jnp.asarray(given.get(name, drawn[name]), drawn[name].dtype) for name in names}
+        z = {
+            name: jnp.asarray((init_params or {}).get(name, drawn[name]), drawn[name].dtype) for name in found
+        }
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])
 
@@ -150,9 +148,8 @@ class PrecisionGibbs(MCMCKernel):
         for group, group_key in zip(groups, random.split(key, len(groups)), strict=True):
             traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
             z |= _draw(group, traced, z, group_key)
-        return PrecisionGibbsState(
-            {name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key
-        )
+        z = {name: z[name].astype(old.dtype) for name, old in state.z.items()}
+        return PrecisionGibbsState(z, rng_key)
 
     def refresh(
         self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -201,8 +198,10 @@ def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
 
     The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t + 1/A^2)\}\,dr` of weight w.
     """
-    usual = isinstance(weight, float)  # 1; an exponential compiles faster than a gamma
-    gamma = random.exponential(rng_key, t.shape) if usual else random.gamma(rng_key, weight, t.shape)
+    if isinstance(weight, float):  # 1
+        gamma = random.exponential(rng_key, t.shape, t.dtype)  # compiles faster than a gamma
+    else:
+        gamma = random.gamma(rng_key, weight, t.shape, t.dtype)
     return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2 + 1 / t) / weight)
 
 
@@ -220,14 +219,11 @@ PRIORS: Mapping[tuple[type, bool], Callable[..., GIG]] = {
 def _independent(found: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
     """Group sites without common children: within a group they are independent given everything else."""
     groups: list[list[ConjugateSite]] = []
-    seen: set[str] = set()
     for one in found:
-        children = {child.name for child in one.children}
-        if not groups or children & seen:
+        seen = {child.name for other in groups[-1] for child in other.children} if groups else set()
+        if not groups or any(child.name in seen for child in one.children):
             groups.append([])
-            seen = set()
         groups[-1].append(one)
-        seen |= children
     return groups
 
 
@@ -276,8 +272,7 @@ def _conditional(
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
     # A scale of the log density is a power of the density of the value, not of t.
     scale = traced[found.name]["scale"]
-    unscaled = scale is None or is_identically_one(scale)
-    own: Any = 1.0 if unscaled else jnp.ravel(weights(traced[found.name]))
+    own: Any = 1.0 if scale is None or is_identically_one(scale) else jnp.ravel(weights(traced[found.name]))
     p, a, b = PRIORS[type(base), k == 2](fn, t, own, rng_key)
     p, a, b = own * (p - 1 / k) + 1 / k, own * a, own * b
     gig = (p - number / 2, a, b + squares) if found.power > 0 else (p + number / 2, a + squares, b)

@@ -12,7 +12,6 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import initialize_model, transform_fn, unconstrain_fn
-from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
@@ -26,6 +25,7 @@ from numpyro_bnn.infer.model_checks import (
     observed_log_density,
     on_batch,
     only_rows,
+    scale_sites,
     subsampled,
     trace_of,
 )
@@ -33,18 +33,6 @@ from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, St
 
 # Sources of minibatch indices by name; a new source is a new row.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
-
-
-class weigh_jacobians(Messenger):
-    """Multiply the log Jacobians of constrained sites, for a power of the density of constrained values."""
-
-    def __init__(self, fn: Callable, weight: float) -> None:
-        super().__init__(fn)
-        self.weight = weight
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and is_jacobian(msg):
-            msg["scale"] = self.weight if msg["scale"] is None else self.weight * msg["scale"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +110,7 @@ def bind(
     """
     kwargs = dict(kwargs or {})
     if temperature != 1:  # U(z) / T has the Jacobian once if U has it T times
-        model = weigh_jacobians(model, temperature)
+        model = scale_sites(model, temperature, is_jacobian)
     # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
     with jax.ensure_compile_time_eval():
         traced, stochastic = trace_of(model, 0, args, kwargs)
@@ -179,9 +167,8 @@ def given_values(
         given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
     shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
     if shapes != wanted:
-        raise argument_error(
-            call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}."
-        )
+        instead = f"Pass unconstrained values shaped {wanted}."
+        raise argument_error(call, "init_params", f"shapes {shapes}", instead)
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 

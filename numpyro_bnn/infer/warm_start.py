@@ -40,8 +40,7 @@ class WarmStart:
         never recover.
     :param held_out: fraction of the rows withheld from the optimizer, in [0, 1). If it is not 0, sampling starts at
         the end of the transition that predicts these rows best: early stopping in retrospect. All chains hold out
-        the same rows; sampling then uses all rows. The score of a model with randomness of its own (dropout) is a
-        mean over draws that are the same in all transitions of a chain.
+        the same rows; sampling then uses all rows. Models with dropout are scored at the same few masks each time.
     :param spread: factor of the initial unconstrained values, for overdispersed starts.
     :raises ValueError: for numbers outside these ranges.
 
@@ -151,18 +150,11 @@ def learning_gradient(
 
 
 def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-    """The function from unconstrained values and a key to the log density of the held-out rows.
-
-    For a model with randomness of its own it is a mean over draws of it.
-    """
+    """The function from unconstrained values and a key to the mean log density of the held-out rows over keys."""
     held = {name: held_out_rows(size, share)[1] for name, size in target.rows.items()}
     score = target.log_likelihood(args, kwargs, held)
-
-    def mean_score(z: Any, rng_key: jax.Array) -> jax.Array:
-        keys = random.split(rng_key, NUM_KEYS if target.stochastic else 1)
-        return jnp.mean(jax.vmap(lambda key: score(z, key))(keys))
-
-    return mean_score
+    number = NUM_KEYS if target.stochastic else 1
+    return lambda z, rng_key: jnp.mean(jax.vmap(lambda key: score(z, key))(random.split(rng_key, number)))
 
 
 def check_held_out(
