@@ -13,7 +13,7 @@ from numpyro.infer import MCMC, NUTS
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn
 from numpyro_bnn.infer.tuning import Stages, autocorrelation_time
-from numpyro_bnn.infer.warm_start import held_out_rows
+from numpyro_bnn.infer.warm_start import NUM_KEYS, held_out_rows, held_out_score
 
 SCALES = np.exp(np.linspace(-1.5, 1.5, 40)).astype(np.float32)
 CORRELATION = 0.7
@@ -282,6 +282,41 @@ def test_held_out_rows_on_minibatches():
     mcmc = run(infer.SGLD(regression, 1e-5, warm_start=warm, steps_per_draw=10), 20, 2, X, Y, batch_size=B)
     members = np.asarray(mcmc.sampler.members(mcmc.last_state, (X, Y), {"batch_size": B})["w"])
     assert np.abs(members - MEAN).max() < 0.6
+
+
+def dropped_out(x, y, batch_size=None):
+    """Weights are doubled or dropped: of y = x.sum(1) the best ones are 1/2."""
+    w = numpyro.sample("w", dist.Normal(0.0, 10.0).expand([6]).to_event(1))
+    kept = jax.random.bernoulli(numpyro.prng_key(), 0.5, (6,))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ (2.0 * kept * w), 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize("batch_size", [None, pytest.param(30, marks=pytest.mark.slow)])
+def test_held_out_rows_of_a_model_with_dropout(batch_size):
+    """A fresh mask at every step: with one mask, the weights that it drops would stay near 0."""
+    x = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
+    warm = infer.WarmStart(0.9, num_steps=3000, held_out=0.2, optimizer=optax.adam(0.01))
+    kernel = infer.SGLD(dropped_out, 1e-4, warm_start=warm, steps_per_draw=1)
+    args = (jnp.asarray(x), jnp.asarray(x.sum(1)), batch_size)
+    state = kernel.init(jax.random.split(jax.random.key(0), 3), 10, None, args, {})
+    sample = jax.jit(lambda s: kernel.sample(s, args, {}))
+    for _ in range(9):
+        state = sample(state)
+    members = np.asarray(kernel.members(state, args, {})["w"])
+    assert np.abs(members - 0.5).max() < 0.25
+    assert (members.std(0) > 1e-4).all()  # chains see other masks
+
+    # The score is a mean over masks, within 5 standard errors of that over all 64: failure rate 6e-7 each.
+    score = jax.jit(held_out_score(kernel.target, 0.2, args, {}))
+    _, held = held_out_rows(60, 0.2)
+    w = jnp.linspace(0.2, 0.7, 6)
+    masks = 2.0 * ((np.arange(64)[:, None] >> np.arange(6)) & 1)
+    fits = x[held] @ (masks * np.asarray(w)).T
+    exact = -0.5 * ((x[held].sum(1)[:, None] - fits) ** 2 + np.log(2 * np.pi)).sum(0)
+    found = np.array([score({"w": w}, jax.random.key(seed)) for seed in range(5)])
+    assert len(np.unique(found)) == 5
+    assert (np.abs(found - exact.mean()) < 5 * exact.std() / NUM_KEYS**0.5).all()
 
 
 def test_a_model_that_needs_all_rows_cannot_hold_some_out():

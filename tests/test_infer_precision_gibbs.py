@@ -119,6 +119,60 @@ def test_variances_and_scales(name):
         )
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*VARIANCES, *SCALES)],
+)
+def test_a_scaled_prior_is_a_power_of_its_density(name):
+    """Density of the value ** scale, times the likelihood of the normal sites, which have a scale of their own."""
+    prior, density = {**VARIANCES, **SCALES}[name]
+    power, scales = 1.0 if name in SCALES else 0.5, (0.4, 2.0)
+
+    def model():
+        with numpyro.plate("columns", 2):
+            with handlers.scale(scale=jnp.array(scales)):
+                v = numpyro.sample("v", prior)
+            with handlers.scale(scale=1.5), numpyro.plate("rows", 3):
+                numpyro.sample("w", dist.Normal(0.0, v**power))
+
+    exact = []
+    for w, scale in zip(W, scales, strict=True):
+        squares = 1.5 * (w**2).sum()
+
+        def conditional(v, scale=scale, squares=squares):
+            return (
+                density(v, 3, squares) ** scale
+                * v ** (-4.5 * power)
+                * np.exp(-0.5 * squares * v ** (-2 * power))
+            )
+
+        exact.append(quantiles(conditional, NUM_DRAWS))
+    start = jnp.stack([jnp.asarray(values, jnp.float32) for _, values in exact], axis=1)
+    draws = many(model, {"w": jnp.asarray(W.T)}, start={"v": start})["v"]
+    for j, (cdf, _) in enumerate(exact):
+        assert_distribution(draws[:, j], cdf)
+
+
+@pytest.mark.parametrize("temper", ["likelihood", "joint"])
+def test_every_temperature_of_tempered_precisions(temper):
+    """Draws of the only site are independent, and have their gamma distribution at every temperature."""
+    y = np.array([1.5, -0.5, 0.3])
+
+    def model():
+        tau = numpyro.sample("tau", dist.Gamma(3.0, 2.0))
+        with numpyro.plate("data", 3):
+            numpyro.sample("y", dist.Normal(0.0, tau**-0.5), obs=jnp.asarray(y))
+
+    kernel = infer.ParallelTempering(infer.PrecisionGibbs(model), 3, lowest=0.2, temper=temper)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=NUM_DRAWS, progress_bar=False)
+    mcmc.run(random.key(0), extra_fields=("base.z",))
+    betas, draws = mcmc.last_state.inverse_temperatures, mcmc.get_extra_fields()["base.z"]["tau"]
+    for beta, tau in zip(np.asarray(betas), np.asarray(draws).T, strict=True):
+        prior = beta if temper == "joint" else 1.0
+        shape, rate = prior * 2 + beta * 1.5 + 1, prior * 2 + beta * (y**2).sum() / 2
+        assert_distribution(tau, stats.gamma(shape, scale=1 / rate).cdf)
+
+
 @pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.slow), None])
 def test_elements_own_rows_columns_or_elements(axis):
     """A site of several elements: each has the conditional of the weights that it scales."""
@@ -178,6 +232,24 @@ def no_model(power, prior=None):
     return model
 
 
+def observed(value):
+    def model():
+        v = numpyro.sample("v", dist.Gamma(1.0, 1.0))
+        numpyro.sample("w", dist.Normal(0.0, v**-0.5).expand([3]).to_event(1))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=value(v))
+
+    return model
+
+
+def weighted(handler):
+    def model():
+        v = numpyro.sample("v", dist.Gamma(1.0, 1.0))
+        with handler(v):
+            numpyro.sample("w", dist.Normal(0.0, v**-0.5).expand([3]).to_event(1))
+
+    return model
+
+
 def moved_mean():
     v = numpyro.sample("v", dist.Gamma(1.0, 1.0))
     numpyro.sample("w", dist.Normal(v, 1.0))
@@ -188,6 +260,32 @@ def not_normal():
     numpyro.sample("w", dist.StudentT(3.0, 0.0, v))
 
 
+# Not powers: some only far away, in a window, by a constant factor, or inside a function of their own.
+PIECES = [
+    lambda v: jnp.where(v > 1.0, v**-0.5, 2.0 * v**-0.5),
+    lambda v: jnp.where(jnp.abs(v - 3.0) < 1e-3, 2.0, 1.0) * v**-0.5,
+    lambda v: jnp.clip(v, 1e-12, 1e12) ** -0.5,
+    lambda v: jnp.maximum(v**-0.5, 1e-25),
+    lambda v: (v + 1e-6) ** -0.5,
+    lambda v: v**-0.5 * jnp.exp(1e-9 * v),
+    lambda v: jnp.floor(v) * 0.0 + v**-0.5,
+    jax.jit(lambda v: jax.nn.relu(v - 1e-20) ** -0.5),
+    lambda v: jax.lax.cond(v > 5.0, lambda: 3.0 * v**-0.5, lambda: v**-0.5),
+]
+POWERS = [
+    lambda v: jnp.where(jnp.arange(3) > 1, v**-0.5, 2.0),
+    lambda v: jnp.exp(-0.5 * jnp.log(v)),
+    lambda v: 3.0 / jnp.sqrt(jnp.abs(v)) * jnp.clip(2.0, 0.0, 1.0),
+    jax.jit(lambda v: jax.lax.rsqrt(v)),
+    lambda v: jnp.sqrt(1 / v) * jnp.max(jnp.arange(3.0)),
+]
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_powers_are_found_however_written(power):
+    assert infer.PrecisionGibbs(no_model(power)).conjugate_sites() == ("v",)
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -196,6 +294,10 @@ def not_normal():
         (no_model(lambda v: v, dist.Gamma(1.0, 1.0)), "a Gamma prior is not conjugate"),
         (moved_mean, "the mean of 'w' depends on it"),
         (not_normal, "'w' depends on it"),
+        (observed(lambda v: 2.0 * v), "the observed value of 'y' depends on it"),
+        (weighted(lambda v: handlers.scale(scale=v)), "the scale of the log density of 'w' depends on it"),
+        (weighted(lambda v: handlers.mask(mask=v > 1.0)), "the mask of 'w' depends on it"),
+        *((no_model(piece), "not proportional to one power") for piece in PIECES),
         (lambda: numpyro.sample("v", dist.Gamma(1.0, 1.0)), "no normal site depends on it"),
         (
             no_model(lambda v: v[0] * v[1] * jnp.ones(3), dist.HalfNormal(1.0).expand([2]).to_event(1)),

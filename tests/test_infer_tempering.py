@@ -8,8 +8,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
+from numpyro.infer.reparam import TransformReparam
+from numpyro.infer.util import compute_log_probs, constrain_fn
 from scipy import stats
 
 import numpyro_bnn as bnn
@@ -57,6 +61,142 @@ def test_every_replica_has_its_tempered_posterior(temper):
         z = (w - mean) / sd
         assert abs(z.mean()) < 4.5 / effective_sample_size(z[None]) ** 0.5
         assert abs((z**2).mean() - 1) < 4.5 * (2 / effective_sample_size(z[None] ** 2)) ** 0.5
+
+
+OBSERVED = np.array([1.5, -2.5])
+
+
+def positive_scale():
+    s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
+    with numpyro.plate("data", 2):
+        numpyro.sample("y", dist.Normal(0.0, s), obs=jnp.asarray(OBSERVED))
+
+
+def log_scale_moments(beta, temper):
+    """Mean and sd of log s under the tempered density of s, by quadrature."""
+    z = np.linspace(-12, 8, 50_001)
+    s = np.exp(z)
+    log_likelihood = stats.norm(0.0, s[:, None]).logpdf(OBSERVED).sum(1)
+    log_prior = stats.gamma(0.5).logpdf(s)
+    log_weight = (1 if temper == "likelihood" else beta) * log_prior + beta * log_likelihood + z
+    weight = np.exp(log_weight - log_weight.max())
+    weight /= weight.sum()
+    mean = (weight * z).sum()
+    return mean, ((weight * (z - mean) ** 2).sum()) ** 0.5
+
+
+@pytest.mark.parametrize("temper", ["likelihood", "joint"])
+@pytest.mark.parametrize("name", ["NUTS", pytest.param("MALA", marks=pytest.mark.slow)])
+def test_constrained_sites_have_their_tempered_posterior(name, temper):
+    """Mean and variance of log s at every temperature, within 5 MCSE: failure rate 6e-7 for each of the sixteen."""
+    inner = {"NUTS": NUTS, "MALA": lambda model: infer.MALA(model, steps_per_draw=10)}[name](positive_scale)
+    mcmc = run(infer.ParallelTempering(inner, 4, lowest=0.05, temper=temper), draws=3000, fields=("base.z",))
+    draws = np.asarray(mcmc.get_extra_fields()["base.z"]["s"]).T
+    for beta, log_s in zip(np.asarray(mcmc.last_state.inverse_temperatures), draws, strict=True):
+        mean, sd = log_scale_moments(beta, temper)
+        z = (log_s - mean) / sd
+        for quantity, exact in ((z, 0.0), (z**2, 1.0)):
+            error = (quantity.var() / effective_sample_size(quantity[None])) ** 0.5
+            assert abs(quantity.mean() - exact) < 5 * error
+
+
+def ordered():
+    base = dist.Normal(0.0, 1.0).expand([3]).to_event(1)
+    cuts = numpyro.sample("cuts", dist.TransformedDistribution(base, dist.transforms.OrderedTransform()))
+    numpyro.sample("y", dist.OrderedLogistic(0.3, cuts), obs=2)
+
+
+def simplex():
+    p = numpyro.sample("p", dist.Dirichlet(jnp.array([0.5, 2.0, 3.0])))
+    numpyro.sample("y", dist.Categorical(p), obs=1)
+
+
+def interval_and_factor():
+    with numpyro.plate("two", 2), handlers.mask(mask=jnp.array([True, False])):
+        u = numpyro.sample("u", dist.Uniform(-1.0, 2.0))
+    numpyro.factor("penalty", -(u.sum() ** 2))
+
+
+def scaled_prior():
+    with handlers.scale(scale=3.0):
+        s = numpyro.sample("s", dist.HalfNormal(2.0))
+    numpyro.sample("y", dist.Normal(0.0, s), obs=1.0)
+
+
+def scanned():
+    def step(total, x):
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        numpyro.sample("y", dist.Normal(total, s), obs=x)
+        return total + s, s
+
+    scan(step, 0.0, jnp.array([0.3, 1.0, -0.4]))
+
+
+def reparametrized():
+    config = {"s": TransformReparam()}
+    with handlers.reparam(config=config):
+        s = numpyro.sample(
+            "s",
+            dist.TransformedDistribution(dist.Exponential(1.0), dist.transforms.AffineTransform(0.0, 2.0)),
+        )
+    numpyro.sample("y", dist.Normal(0.0, s), obs=1.0)
+
+
+@pytest.mark.parametrize("temper", ["likelihood", "joint"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ordered,
+        simplex,
+        interval_and_factor,
+        scaled_prior,
+        scanned,
+        reparametrized,
+        handlers.scope(positive_scale, prefix="a"),
+        handlers.scope(handlers.scope(positive_scale, prefix="a", divider="."), prefix="b"),
+    ],
+    ids=lambda model: getattr(model, "prefix", model.__name__),
+)
+def test_potentials_of_replicas_differ_by_tempered_densities_of_sites(model, temper):
+    """Never by a Jacobian, whatever the supports, handlers and names."""
+    kernel = infer.ParallelTempering(hmc(model), 3, lowest=0.1, temper=temper)
+    state = kernel.init(random.key(1), 0)
+    held = kernel.refresh(
+        state._replace(base=state.base._replace(z={k: v[:1].repeat(3, 0) for k, v in state.base.z.items()})),
+        (),
+        {},
+    )
+    values = constrain_fn(model, (), {}, {k: v[0] for k, v in state.base.z.items()})
+    sites = compute_log_probs(model, (), {}, values)
+    tempered = sum(
+        log_prob for name, log_prob in sites[0].items() if temper == "joint" or sites[1][name]["is_observed"]
+    )
+    assert abs(tempered) > 0.01
+    energies = held.base.potential_energy
+    expected = (1 - held.inverse_temperatures) * tempered
+    np.testing.assert_allclose(energies - energies[0], expected, rtol=1e-4, atol=1e-5)
+    found = kernel._tempered_density({k: v[0] for k, v in state.base.z.items()}, (), {})
+    np.testing.assert_allclose(found, tempered, rtol=1e-5)
+
+
+def test_moves_that_weigh_the_likelihood_know_its_temperature():
+    """Moves of inexact symmetries under a scale of the log density: mean and variance of a sum of weights at every
+    temperature, within 5 MCSE: failure rate 6e-7 for each of the six."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with handlers.scale(scale=4.0):
+            numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=3.0)
+
+    moves = infer.OrbitMoves(hmc(model), [symmetry.Scale("w")], exact=False)
+    mcmc = run(infer.ParallelTempering(moves, 3, lowest=0.1), draws=4000, fields=("base.base.z",))
+    draws = np.asarray(mcmc.get_extra_fields()["base.base.z"]["w"]).sum(-1).T
+    for beta, total in zip(np.asarray(mcmc.last_state.inverse_temperatures), draws, strict=True):
+        precision = 1 / 2 + 4 * beta
+        z = (total - 12 * beta / precision) * precision**0.5
+        for quantity, exact in ((z, 0.0), (z**2, 1.0)):
+            error = (quantity.var() / effective_sample_size(quantity[None])) ** 0.5
+            assert abs(quantity.mean() - exact) < 5 * error
 
 
 def two_modes():

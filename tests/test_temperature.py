@@ -1,10 +1,19 @@
-"""The temperature band against SciPy's quantiles."""
+"""The temperature band against SciPy's quantiles; the density that a temperature other than 1 has."""
 
+import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
+from jax import random
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC
+from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer.util import constrain_fn, log_density
 from scipy import stats
 
 from numpyro_bnn import infer
+from numpyro_bnn.infer.target import bind
 
 pytestmark = pytest.mark.core
 
@@ -22,3 +31,55 @@ def test_bad_band_is_refused():
         infer.temperature_band(0)
     with pytest.raises(ValueError, match="level"):
         infer.temperature_band(5, level=1.0)
+
+
+OBSERVED = np.array([1.5, -2.5])
+
+
+def constrained():
+    s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
+    u = numpyro.sample("u", dist.Uniform(-1.0, 2.0))
+    numpyro.sample("p", dist.Dirichlet(jnp.array([0.5, 2.0, 3.0])))
+    with numpyro.plate("data", 2):
+        numpyro.sample("y", dist.Normal(u, s), obs=jnp.asarray(OBSERVED))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 2.0])
+def test_potential_holds_jacobians_times_the_temperature(temperature):
+    """So that exp(-U / T) is p(theta, D)^(1 / T) times the Jacobian."""
+
+    def potential(temperature):
+        target, z = bind("test", constrained, random.key(0), init_to_uniform(), (), {}, temperature)
+        return target.potential((), {}, {})(z), z
+
+    (tempered, z), (plain, _) = potential(temperature), potential(1.0)
+    log_joint, _ = log_density(constrained, (), {}, constrain_fn(constrained, (), {}, z))
+    jacobian = -plain - log_joint
+    assert abs(jacobian) > 0.1
+    assert float(tempered) == pytest.approx(float(-log_joint - temperature * jacobian), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 3.0])
+def test_a_positive_site_at_another_temperature(temperature):
+    """Mean and variance of its log, by quadrature, within 5 MCSE: failure rate 6e-7 each."""
+
+    def model():
+        s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
+        with numpyro.plate("data", 2):
+            numpyro.sample("y", dist.Normal(0.0, s), obs=jnp.asarray(OBSERVED))
+
+    z = np.linspace(-12, 8, 50_001)
+    s = np.exp(z)
+    log_joint = stats.gamma(0.5).logpdf(s) + stats.norm(0.0, s[:, None]).logpdf(OBSERVED).sum(1)
+    weight = np.exp((log_joint - log_joint.max()) / temperature + z)
+    weight /= weight.sum()
+    mean = (weight * z).sum()
+    sd = (weight * (z - mean) ** 2).sum() ** 0.5
+
+    kernel = infer.MALA(model, temperature=temperature, steps_per_draw=10)
+    mcmc = MCMC(kernel, num_warmup=300, num_samples=4000, progress_bar=False)
+    mcmc.run(random.key(0))
+    found = (np.log(np.asarray(mcmc.get_samples()["s"])) - mean) / sd
+    for quantity, exact in ((found, 0.0), (found**2, 1.0)):
+        error = (quantity.var() / effective_sample_size(quantity[None])) ** 0.5
+        assert abs(quantity.mean() - exact) < 5 * error

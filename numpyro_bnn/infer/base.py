@@ -40,7 +40,7 @@ class SGMCMCKernel(MCMCKernel):
         where steps count from the end of the warm start; ``None`` chooses it in warm-up from curvature and gradient
         noise.
     :param steps_per_draw: steps per transition of ``MCMC``.
-    :param temperature: T; 1 is the Bayes posterior.
+    :param temperature: T of the density :math:`p(\\theta, D)^{1/T}` of constrained values; 1 is the Bayes posterior.
     :param gradient: ``"minibatch"``, ``"control_variates"`` (center at the end of the warm start) or ``"svrg"``.
     :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
     :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
@@ -129,7 +129,7 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def schedule(self) -> Callable[[Any], Any]:
         """The factor that multiplies the base step size, as a function of the engine's step."""
-        return self._step_size if callable(self._step_size) else _constant
+        return self._step_size if callable(self._step_size) else lambda step: 1.0
 
     def estimator(
         self, target: Target, potential: Callable, full: Callable, stream: Any
@@ -243,7 +243,9 @@ class SGMCMCKernel(MCMCKernel):
     ) -> SGMCMCState:
         call, single = self._call, is_prng_key(rng_key)
         chain_key, init_key = split(rng_key)
-        target, z = bind(call, self._model, init_key, self._init_strategy, model_args, model_kwargs)
+        target, z = bind(
+            call, self._model, init_key, self._init_strategy, model_args, model_kwargs, self._temperature
+        )
         if target.stochastic and (self.exact or self._gradient != "minibatch"):
             raise argument_error(
                 call,
@@ -365,10 +367,6 @@ class SGMCMCKernel(MCMCKernel):
             f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
             f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
         )
-
-
-def _constant(step: Any) -> float:
-    return 1.0
 
 
 def listed(by_chain: jax.Array) -> str:

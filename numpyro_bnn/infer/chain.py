@@ -241,7 +241,7 @@ class Chain:
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
         member = Member(memory, engine.position, old.score)
         if warm.held_out:
-            member = self._better(unravel, member, old)
+            member = self._better(state, member)
             last = state.i == policy.warm_start_length - 1
             engine = engine._replace(position=jnp.where(last, member.position, engine.position))
         broken = ~jnp.all(jnp.isfinite(engine.position))
@@ -254,11 +254,12 @@ class Chain:
             diverging=engine.first_divergence >= 0,
         )
 
-    def _better(self, unravel: Callable, new: Member, old: Member) -> Member:
-        """Return whichever position predicts the held-out rows better."""
-        policy = self.policy
+    def _better(self, state: SGMCMCState, new: Member) -> Member:
+        """Return whichever position predicts the held-out rows better, the new one or the best so far."""
+        policy, old = self.policy, state.optimizer
         held_out = held_out_score(policy.target, policy.warm_start.held_out, self.args, self.kwargs)
-        score = held_out(unravel(new.position))
+        rng_key = jax.random.fold_in(jax.random.clone(state.rng_key), 0)
+        score = held_out(ravel_pytree(state.z)[1](new.position), rng_key)
         better = score > old.score
         position = jnp.where(better, new.position, old.position)
         return Member(new.optimizer, position, jnp.where(better, score, old.score).astype(old.score.dtype))

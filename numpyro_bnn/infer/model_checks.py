@@ -1,5 +1,6 @@
 """Choose the rows that a subsampled plate sees; refuse models whose minibatches would be silently wrong."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import random
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
@@ -14,6 +16,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
@@ -27,9 +30,10 @@ class Plate(NamedTuple):
 
 
 class RowSubset(NamedTuple):
-    """By plate, the rows that a model sees in place of a minibatch."""
+    """By plate, the rows that a model sees in place of a minibatch; of ``batch`` it takes only the key."""
 
     indices: Mapping[str, jax.Array]
+    batch: Mapping[str, jax.Array]
 
 
 # -- handlers that choose rows ---------------------------------------------------------------------------
@@ -78,13 +82,22 @@ class give_indices(Messenger):
             return
         name, now, then = msg["name"], tuple(msg["args"]), self.plates.get(msg["name"])
         if then is None or now != tuple(then):
-            raise argument_error(
-                "MCMC.run",
-                "model arguments",
-                f"data for which plate {name!r} has size and subsample size {now}",
-                f"The run was started with {then and tuple(then)}: start a new one for other sizes.",
-            )
+            got = f"data for which plate {name!r} has size and subsample size {now}"
+            instead = f"The run was started with {then and tuple(then)}: start a new one for other sizes."
+            raise argument_error("MCMC.run", "model arguments", got, instead)
         msg["value"] = self.batch[name]
+
+
+class scale_sites(Messenger):
+    """Multiply the log densities of the sample sites that ``chosen`` picks by a factor, which may be 0."""
+
+    def __init__(self, fn: Callable, factor: Any, chosen: Callable[[dict[str, Any]], bool]) -> None:
+        super().__init__(fn)
+        self.factor, self.chosen = factor, chosen
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and self.chosen(msg):
+            msg["scale"] = self.factor if msg.get("scale") is None else msg["scale"] * self.factor
 
 
 def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
@@ -94,7 +107,7 @@ def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
         if _batch is None:
             return random_indices(model)(*args, **kwargs)
         if isinstance(_batch, RowSubset):
-            return only_rows(model, _batch.indices)(*args, **kwargs)
+            return give_indices(only_rows(model, _batch.indices), _batch.batch, plates)(*args, **kwargs)
         if isinstance(_batch, str):
             return full_plates(model)(*args, **kwargs)
         return give_indices(model, _batch, plates)(*args, **kwargs)
@@ -129,6 +142,12 @@ def trace_of(model: Callable, seed: int, args: tuple, kwargs: dict[str, Any]) ->
         return traced.get_trace(*args, **kwargs), spy.asked
 
 
+def is_jacobian(site: Mapping[str, Any]) -> bool:
+    """Whether a sample site is the log Jacobian that NumPyro's potential adds for a constrained latent site."""
+    named = re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None
+    return named and isinstance(unwrapped(site["fn"], masked=True), dist.Unit)
+
+
 def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
     """The plates of a trace that see a subset of their indices.
 
@@ -138,12 +157,8 @@ def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
     plates = {name: Plate(*args) for name, args in sites.items() if args[1] not in (None, args[0])}
     for name, plate in plates.items():
         if plate.batch_size > plate.size:
-            raise argument_error(
-                call,
-                "model",
-                f"plate {name!r} with subsample_size {plate.batch_size}",
-                f"Take at most its size, {plate.size}.",
-            )
+            got = f"plate {name!r} with subsample_size {plate.batch_size}"
+            raise argument_error(call, "model", got, f"Take at most its size, {plate.size}.")
     return plates
 
 
@@ -152,21 +167,16 @@ def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
 
 def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> None:
     """Refuse discrete latent sites, and latent sites inside a subsampled plate."""
+    refused = partial(argument_error, call, "model")
     for name, site in traced.items():
         if site["type"] != "sample" or site["is_observed"]:
             continue
         if site["fn"].support.is_discrete:
-            raise argument_error(
-                call,
-                "model",
-                f"the discrete latent site {name!r}",
-                "Sum over its values: a gradient cannot move it.",
-            )
+            instead = "Sum over its values: a gradient cannot move it."
+            raise refused(f"the discrete latent site {name!r}", instead)
         inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
         if inside:
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 f"the latent site {name!r} inside the subsampled plate {inside[0]!r}",
                 "Each minibatch would give its values to other data points. Sample it outside the plate at full size"
                 " and index it, or run without `subsample_size`.",
@@ -177,6 +187,7 @@ def check_indices(
     call: str, model: Callable, traced: dict, plates: Mapping[str, Plate], args: tuple, kwargs: dict
 ) -> None:
     """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points."""
+    refused = partial(argument_error, call, "model")
     values = {
         name: site["value"]
         for name, site in traced.items()
@@ -192,18 +203,14 @@ def check_indices(
     used = dependence(likelihood, fresh)["total"]
     for name, plate in plates.items():
         if name not in used:
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 f"plate {name!r}, whose indices the likelihood does not use",
                 f"Its data would be scaled by {plate.size}/{plate.batch_size} as if they were a fresh minibatch each"
                 f" step. Pass all {plate.size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(partial(_replaced, likelihood, fresh, name), fresh[name])
+        reached = indexed_lengths(partial(lambda name, i: likelihood({**fresh, name: i}), name), fresh[name])
         if reached and min(reached) < plate.size:
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 f"plate {name!r} of size {plate.size} that indexes an array with {min(reached)} rows",
                 "JAX would silently repeat the last row. Make the plate as large as the data: `x.shape[0]`.",
             )
@@ -216,10 +223,6 @@ def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
     return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
 
 
-def _replaced(likelihood: Callable, batch: Mapping[str, jax.Array], name: str, indices: jax.Array) -> Any:
-    return likelihood({**batch, name: indices})
-
-
 def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict) -> None:
     """Check that two seeds give a plate two different keys; a model that is already seeded fails this."""
     with jax.ensure_compile_time_eval():
@@ -229,9 +232,5 @@ def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: 
         ]
     for name in plates:
         if np.array_equal(keys[0][name], keys[1][name]):
-            raise argument_error(
-                call,
-                "model",
-                "a model that is already seeded",
-                "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
-            )
+            instead = "Its minibatch and random numbers would never change. Pass it without `handlers.seed`."
+            raise argument_error(call, "model", "a model that is already seeded", instead)

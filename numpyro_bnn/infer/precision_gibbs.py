@@ -7,23 +7,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro.distributions as dist
 from jax import random
-from numpyro.infer.gibbs import latent_sample_sites
+from numpyro.distributions.util import is_identically_one
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import dependence
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_trace
-from numpyro_bnn.infer.linear_structure import flat_normal
+from numpyro_bnn.infer.conjugacy import ConjugateSite, read
+from numpyro_bnn.infer.linear_structure import flat_normal, weights
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.model_info import CONDITIONED
-
-CLOSE = 1e-3  # tolerance of an exponent measured in float32
 
 
 class PrecisionGibbsState(NamedTuple):
@@ -53,8 +50,9 @@ class PrecisionGibbs(MCMCKernel):
 
     It also draws inverse-Gamma, Gamma and exponential variances, half-normal scales (generalized inverse Gaussian),
     and half-Cauchy scales, such as those of a horseshoe, through two inverse Gammas. One site may scale several
-    normal sites, with one element per element, row or column of them. Scales (``handlers.scale``, tempering) and
-    masks of the log density are respected. The normal sites must be *centered*: sample the weight itself.
+    normal sites, with one element per element, row or column of them. Scales of the log density of both
+    (``handlers.scale``, tempering) and masks of the normal sites are respected. The normal sites must be *centered*:
+    sample the weight itself. Their sds must be products of powers everywhere, without ``where`` or ``clip``.
 
     A sweep runs the model once for all sites that scale different normal sites, and once more for each other site.
 
@@ -102,8 +100,8 @@ class PrecisionGibbs(MCMCKernel):
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
-        names, found, _ = _read(self._model, set(), args, kwargs)
-        return tuple(name for name in names if name in found)
+        found = read(self._model, (), PRIORS, args, kwargs)
+        return tuple(name for name, site in found.items() if not isinstance(site, str))
 
     def init(
         self,
@@ -116,24 +114,22 @@ class PrecisionGibbs(MCMCKernel):
         held, kwargs = held_values(model_kwargs)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
-            names, found, reasons = _read(self._model, set(held), model_args, kwargs)
-        for name, reason in reasons.items():
-            raise argument_error(
-                "infer.PrecisionGibbs",
-                "sites",
-                f"{name!r}: {reason}",
-                "Pass what its method `conjugate_sites(...)` returns; give other sites to another block of `Gibbs`.",
-            )
-        self._plan = tuple(found[name] for name in names)
+            found = read(self._model, held, PRIORS, model_args, kwargs)
+        for name, site in found.items():
+            if isinstance(site, str):
+                instead = "Pass what `conjugate_sites` returns; give other sites to another block of `Gibbs`."
+                raise argument_error("infer.PrecisionGibbs", "sites", f"{name!r}: {site}", instead)
+        self._plan = tuple(site for site in found.values() if not isinstance(site, str))
         keys = split(rng_key)
-        given = dict(init_params or {})
 
         def start(key: jax.Array) -> dict[str, jax.Array]:
             traced = full_trace(self._model, held, model_args, kwargs, key)
-            return {name: jnp.asarray(traced[name]["value"]) for name in names}
+            return {name: jnp.asarray(traced[name]["value"]) for name in found}
 
         drawn = start(keys[0]) if is_prng_key(rng_key) else jax.vmap(start)(keys[0])
-        z = {name: jnp.asarray(given.get(name, drawn[name]), drawn[name].dtype) for name in names}
+        z = {
+            name: jnp.asarray((init_params or {}).get(name, drawn[name]), drawn[name].dtype) for name in found
+        }
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])
 
@@ -152,9 +148,8 @@ class PrecisionGibbs(MCMCKernel):
         for group, group_key in zip(groups, random.split(key, len(groups)), strict=True):
             traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
             z |= _draw(group, traced, z, group_key)
-        return PrecisionGibbsState(
-            {name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key
-        )
+        z = {name: z[name].astype(old.dtype) for name, old in state.z.items()}
+        return PrecisionGibbsState(z, rng_key)
 
     def refresh(
         self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -190,29 +185,6 @@ class PrecisionGibbs(MCMCKernel):
 # ----------------------------------------------------------------------------------------------------------- draws
 
 
-class ScaledSite(NamedTuple):
-    """A normal site whose sd is proportional to a power of elements of a scale site.
-
-    :param owner: flat index, for each element of the site, of the element of the scale site that scales it.
-    :param follows: for each element of the site, whether the scale site scales it at all.
-    """
-
-    name: str
-    owner: np.ndarray
-    follows: np.ndarray
-
-
-class ConjugateSite(NamedTuple):
-    """A scale site whose conditional is generalized inverse Gaussian.
-
-    :param power: the sd of its children is proportional to value^power: -1/2 a precision, 1/2 a variance, 1 an sd.
-    """
-
-    name: str
-    power: float
-    children: tuple[ScaledSite, ...]
-
-
 class GIG(NamedTuple):
     """The generalized inverse Gaussian: density of t > 0 proportional to t^(p - 1) exp(-(a t + b / t) / 2)."""
 
@@ -221,35 +193,37 @@ class GIG(NamedTuple):
     b: Any
 
 
-def _half_cauchy(fn: Any, t: jax.Array, rng_key: jax.Array) -> GIG:
-    """t = s^2 is InverseGamma(1/2, r) given r ~ Gamma(1/2, rate = A^2); r is redrawn given t each time."""
-    rate = random.exponential(rng_key, jnp.shape(t), t.dtype) / (fn.scale**-2 + 1 / t)
-    return GIG(-0.5, 0.0, 2 * rate)
+def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
+    r"""t = s^2 is GIG(-1/2, 0, 2 r) given r, which is redrawn given t each time.
+
+    The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t + 1/A^2)\}\,dr` of weight w.
+    """
+    if isinstance(weight, float):  # 1
+        gamma = random.exponential(rng_key, t.shape, t.dtype)  # compiles faster than a gamma
+    else:
+        gamma = random.gamma(rng_key, weight, t.shape, t.dtype)
+    return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2 + 1 / t) / weight)
 
 
 # (distribution, whether t is the square of the value) -> prior of t; a new hyperprior is a new row.
-PRIORS: Mapping[tuple[type, bool], Callable[[Any, jax.Array, jax.Array], GIG]] = {
-    (dist.Gamma, False): lambda fn, t, rng_key: GIG(fn.concentration, 2 * fn.rate, 0.0),
-    (dist.Chi2, False): lambda fn, t, rng_key: GIG(fn.concentration, 2 * fn.rate, 0.0),
-    (dist.Exponential, False): lambda fn, t, rng_key: GIG(1.0, 2 * fn.rate, 0.0),
-    (dist.InverseGamma, False): lambda fn, t, rng_key: GIG(-fn.concentration, 0.0, 2 * fn.rate),
-    (dist.HalfNormal, True): lambda fn, t, rng_key: GIG(0.5, fn.scale**-2, 0.0),
+PRIORS: Mapping[tuple[type, bool], Callable[..., GIG]] = {
+    (dist.Gamma, False): lambda fn, *_: GIG(fn.concentration, 2 * fn.rate, 0.0),
+    (dist.Chi2, False): lambda fn, *_: GIG(fn.concentration, 2 * fn.rate, 0.0),
+    (dist.Exponential, False): lambda fn, *_: GIG(1.0, 2 * fn.rate, 0.0),
+    (dist.InverseGamma, False): lambda fn, *_: GIG(-fn.concentration, 0.0, 2 * fn.rate),
+    (dist.HalfNormal, True): lambda fn, *_: GIG(0.5, fn.scale**-2, 0.0),
     (dist.HalfCauchy, True): _half_cauchy,
 }
-POWERS = (-0.5, 0.5, -1.0, 1.0)
 
 
 def _independent(found: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
     """Group sites without common children: within a group they are independent given everything else."""
     groups: list[list[ConjugateSite]] = []
-    seen: set[str] = set()
     for one in found:
-        children = {child.name for child in one.children}
-        if not groups or children & seen:
+        seen = {child.name for other in groups[-1] for child in other.children} if groups else set()
+        if not groups or any(child.name in seen for child in one.children):
             groups.append([])
-            seen = set()
         groups[-1].append(one)
-        seen |= children
     return groups
 
 
@@ -264,7 +238,8 @@ def _draw(
     With t = value^k, k = 2 \|power\|, elements x_m of the children with sd :math:`c_m\,t^{\pm 1/2}` and weights
     :math:`\omega_m` (scales and masks of the log density), :math:`n = \sum \omega_m` and
     :math:`S = \sum \omega_m (x_m - \mu_m)^2 / c_m^2`, the prior (p, a, b) of t becomes (p - n/2, a, b + S) for a
-    scale or a variance and (p + n/2, a + S, b) for a precision.
+    scale or a variance and (p + n/2, a + S, b) for a precision. A prior of weight :math:`\omega` is first raised to
+    this power: :math:`(\omega (p - 1/k) + 1/k,\ \omega a,\ \omega b)`.
     """
     key, *keys = random.split(rng_key, 1 + len(group))
     gigs = [_conditional(found, traced, values[found.name], k) for found, k in zip(group, keys, strict=True)]
@@ -295,104 +270,10 @@ def _conditional(
     base = unwrapped(traced[found.name]["fn"])
     fn = jax.tree.map(lambda leaf: jnp.ravel(jnp.broadcast_to(leaf, jnp.shape(value))), base)
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
-    p, a, b = PRIORS[type(base), k == 2](fn, t, rng_key)
+    # A scale of the log density is a power of the density of the value, not of t.
+    scale = traced[found.name]["scale"]
+    own: Any = 1.0 if scale is None or is_identically_one(scale) else jnp.ravel(weights(traced[found.name]))
+    p, a, b = PRIORS[type(base), k == 2](fn, t, own, rng_key)
+    p, a, b = own * (p - 1 / k) + 1 / k, own * a, own * b
     gig = (p - number / 2, a, b + squares) if found.power > 0 else (p + number / 2, a + squares, b)
     return GIG(*(jnp.broadcast_to(part, flat.shape) for part in gig))
-
-
-# ------------------------------------------------------------------------------------------------ reading a model
-
-
-def _read(
-    model: Callable, held: set[str], args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, ...], dict[str, ConjugateSite], dict[str, str]]:
-    """Latent sites that are not held, those that can be drawn, and the reasons why the others cannot."""
-    traced = full_trace(model, {}, args, kwargs)
-    latent = latent_sample_sites(traced)
-    values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
-    names = tuple(name for name in latent if name not in held)
-
-    def parts(at: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-        found: dict[tuple[str, str], Any] = {}
-        for name, site in full_trace(model, at, args, kwargs).items():
-            if site["type"] != "sample":
-                continue
-            if is_affine_normal(site["fn"], masked=True):
-                loc, scale = affine_normal(site["fn"], masked=True) or (0.0, 1.0)
-                found["mean", name], found["sd", name] = loc, scale
-            else:
-                found["distribution", name] = site["fn"]
-        return found
-
-    used = dependence(parts, values)
-    conjugate, reasons = {}, {}
-    for name in names:
-        found = _read_site(name, traced, used, parts, values)
-        if isinstance(found, str):
-            reasons[name] = found
-        else:
-            conjugate[name] = found
-    return names, conjugate, reasons
-
-
-def _read_site(
-    name: str, traced: Mapping[str, Any], used: Mapping[Any, set], parts: Callable, values: Mapping[str, Any]
-) -> ConjugateSite | str:
-    prior = type(unwrapped(traced[name]["fn"]))
-    if prior not in {kind for kind, _ in PRIORS}:
-        return (
-            f"its prior is {prior.__name__}, not one of {', '.join(sorted({k.__name__ for k, _ in PRIORS}))}"
-        )
-    depending = {key for key, sites in used.items() if name in sites}
-    for kind, other in sorted(depending):
-        if kind != "sd":
-            return f"{'the mean of ' if kind == 'mean' else ''}{other!r} depends on it (a centered prior would not)"
-    if not depending:
-        return "no normal site depends on it"
-    followed = [_follow(name, other, parts, values) for _, other in sorted(depending)]
-    measured = [found for found in followed if found is not None]
-    powers = {power for power, _ in measured}
-    if len(measured) < len(followed) or len(powers) != 1:
-        return "sds that depend on it are not proportional to one power of one of its elements"
-    power = powers.pop()
-    if (prior, abs(power) == 1) not in PRIORS:
-        return f"a {prior.__name__} prior is not conjugate where sds are proportional to its power {power:g}"
-    return ConjugateSite(name, power, tuple(child for _, child in measured))
-
-
-def _follow(
-    name: str, other: str, parts: Callable, values: Mapping[str, Any]
-) -> tuple[float, ScaledSite] | None:
-    """Exponent and owners of the sds of ``other``, from d log sd / d log value along patterns that encode indices."""
-    size = int(np.size(values[name]))
-    index = np.arange(size)
-    bits = [(index >> bit) & 1 for bit in range(max(1, (size - 1).bit_length()))]
-    patterns = np.stack([np.ones(size), *bits, np.cos(index)])
-
-    def log_sd(log_value: jax.Array) -> jax.Array:
-        at = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
-        return jnp.log(jnp.abs(parts(at)["sd", other])).ravel()
-
-    start = jnp.log(jnp.ravel(values[name]))
-    slopes = jax.jit(
-        lambda at: jax.vmap(lambda t: jax.jvp(log_sd, (at,), (t,))[1])(jnp.asarray(patterns, start.dtype))
-    )
-    owners = []
-    for shift in (0.0, 0.7 * np.sin(1.0 + index)):
-        total, *digits, check = np.asarray(slopes(start + jnp.asarray(shift, start.dtype)), np.float64)
-        follows = np.abs(total) > CLOSE
-        power = next(
-            (p for p in POWERS if follows.any() and np.allclose(total[follows], p, atol=CLOSE)), None
-        )
-        if power is None:
-            return None
-        owner = sum((np.rint(digit / power).astype(int) << bit) for bit, digit in enumerate(digits)) * follows
-        if owner.min() < 0 or owner.max() >= size:
-            return None
-        if not np.allclose(check, np.where(follows, power * np.cos(owner), 0.0), atol=CLOSE):
-            return None
-        owners.append((power, owner, follows))
-    (power, owner, follows), again = owners
-    if power != again[0] or (owner != again[1]).any():
-        return None
-    return power, ScaledSite(other, owner.astype(np.int32), follows)

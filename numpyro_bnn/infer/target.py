@@ -21,9 +21,11 @@ from numpyro_bnn.infer.model_checks import (
     check_indices,
     check_latent_sites,
     first_batch,
+    is_jacobian,
     observed_log_density,
     on_batch,
     only_rows,
+    scale_sites,
     subsampled,
     trace_of,
 )
@@ -82,11 +84,11 @@ class Target:
         return partial(transform_fn, {name: biject_to(support) for name, support in self.supports.items()})
 
     def log_likelihood(self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
-        """The function from z to the log density of the observations in some rows, by plate."""
+        """The function from z, and a key of the model's own randomness, to the log density of some rows by plate."""
 
-        def total(z: dict[str, jax.Array]) -> jax.Array:
+        def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
             placed = handlers.substitute(only_rows(self.model, rows), self.constrain(args, kwargs)(z))
-            sites = handlers.trace(handlers.seed(placed, 0)).get_trace(*args, **(kwargs or {}))
+            sites = handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
             return observed_log_density(sites)
 
         return total
@@ -99,6 +101,7 @@ def bind(
     init_strategy: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
+    temperature: float = 1.0,
 ) -> tuple[Target, dict[str, jax.Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained values.
 
@@ -106,6 +109,8 @@ def bind(
     :param rng_key: one key, or a batch of them for vectorized chains.
     """
     kwargs = dict(kwargs or {})
+    if temperature != 1:  # U(z) / T has the Jacobian once if U has it T times
+        model = scale_sites(model, temperature, is_jacobian)
     # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
     with jax.ensure_compile_time_eval():
         traced, stochastic = trace_of(model, 0, args, kwargs)
@@ -162,9 +167,8 @@ def given_values(
         given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
     shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
     if shapes != wanted:
-        raise argument_error(
-            call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}."
-        )
+        instead = f"Pass unconstrained values shaped {wanted}."
+        raise argument_error(call, "init_params", f"shapes {shapes}", instead)
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 

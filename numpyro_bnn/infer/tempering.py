@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import random
 from numpyro.infer.mcmc import MCMCKernel
-from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.model_checks import is_jacobian, scale_sites
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
@@ -59,8 +59,9 @@ class ParallelTempering(MCMCKernel):
     .. math:: \min\big(1, \exp\{(\beta_r - \beta_{r+1})\,(\ell_{r+1} - \ell_r)\}\big),
 
     where :math:`\ell` is the tempered log density; even and odd pairs take turns, so states travel along the ladder
-    instead of diffusing. The draws are those of the first replica, which targets the posterior exactly. In warm-up
-    the ladder is adjusted for equal rejection rates after 2, 4, 8, ... transitions.
+    instead of diffusing. All these are densities of constrained values: Jacobians of transformations are not
+    tempered. The draws are those of the first replica, which targets the posterior exactly. In warm-up the ladder is
+    adjusted for equal rejection rates after 2, 4, 8, ... transitions.
 
     All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; aim for 0.3 to 0.8.
     ``round_trips`` of the last state counts how often a state came back from the last temperature: if zero, the
@@ -148,7 +149,7 @@ class ParallelTempering(MCMCKernel):
             base = jax.vmap(one)(jnp.stack(keys))
             zero = jnp.zeros((), jnp.int32)
             state = TemperingState(
-                z=_first(getattr(base, self._inner.sample_field)),
+                z=jax.tree.map(lambda a: a[0], getattr(base, self._inner.sample_field)),
                 base=base,
                 inverse_temperatures=betas,
                 swap_accept_prob=jnp.ones(size - 1),
@@ -191,7 +192,7 @@ class ParallelTempering(MCMCKernel):
         walk, returned = _journeys(state.walk[source])
         adapting = state.i < self._num_warmup
         state = state._replace(
-            z=_first(positions),
+            z=jax.tree.map(lambda a: a[0], positions),
             base=base,
             swap_accept_prob=accept_prob,
             diverging=diverging,
@@ -216,8 +217,8 @@ class ParallelTempering(MCMCKernel):
         """The log density that the inverse temperature multiplies."""
         values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
         held = (kwargs or {}).get(CONDITIONED, {})
-        samples = [s for s in full_trace(self.model, values, args, kwargs).values() if s["type"] == "sample"]
-        tempered = (site for site in samples if _is_tempered(site, self._temper, held))
+        sites = full_trace(self.model, values, args, kwargs).values()
+        tempered = (s for s in sites if s["type"] == "sample" and _is_tempered(s, self._temper, held))
         return sum(map(log_density, tempered), jnp.zeros(()))
 
     def refresh(
@@ -284,19 +285,9 @@ class ParallelTempering(MCMCKernel):
 
 
 def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
+    if is_jacobian(site):
+        return False
     return temper == "joint" or (site["is_observed"] and site["name"] not in held)
-
-
-class _scaled(Messenger):
-    """Multiply log densities by an inverse temperature."""
-
-    def __init__(self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]) -> None:
-        super().__init__(fn)
-        self.beta, self.temper, self.held = beta, temper, held
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.held):
-            msg["scale"] = self.beta if msg.get("scale") is None else msg["scale"] * self.beta
 
 
 def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -312,7 +303,8 @@ class _Tempered:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         beta = kwargs.pop(BETA)
-        return _scaled(self.model, beta, self.temper, kwargs.get(CONDITIONED, {}))(*args, **kwargs)
+        tempered = partial(_is_tempered, temper=self.temper, held=kwargs.get(CONDITIONED, {}))
+        return scale_sites(self.model, beta, tempered)(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------ exchanges
@@ -350,11 +342,6 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
     inner = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
     return inner.at[0].set(betas[0]).at[-1].set(betas[-1])
-
-
-def _first(tree: Any) -> Any:
-    """The part of the first replica."""
-    return jax.tree.map(lambda a: a[0], tree)
 
 
 def _journeys(walk: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import lax, random
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_count, check_number
-from numpyro_bnn.infer.model_checks import RowSubset
+from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.sgmcmc.streams import ProductStream
+from numpyro_bnn.sgmcmc.streams import Keys, ProductStream
+
+NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
 
 
 class Member(NamedTuple):
@@ -38,7 +40,7 @@ class WarmStart:
         never recover.
     :param held_out: fraction of the rows withheld from the optimizer, in [0, 1). If it is not 0, sampling starts at
         the end of the transition that predicts these rows best: early stopping in retrospect. All chains hold out
-        the same rows; sampling then uses all rows.
+        the same rows; sampling then uses all rows. Models with dropout are scored at the same few masks each time.
     :param spread: factor of the initial unconstrained values, for overdispersed starts.
     :raises ValueError: for numbers outside these ranges.
 
@@ -135,10 +137,12 @@ def learning_gradient(
         name: sgmcmc.WithReplacement(rows[name].size, min(plate.batch_size, rows[name].size))
         for name, plate in target.plates.items()
     }
+    if target.stochastic:
+        streams[KEY] = Keys()
 
     def potential(position: jax.Array, batch: Any) -> jax.Array:
-        shown = rows | {name: rows[name][batch[name]] for name in streams}
-        return target.potential(args, kwargs, RowSubset(shown))(unravel(position))
+        shown = rows | {name: rows[name][batch[name]] for name in target.plates}
+        return target.potential(args, kwargs, RowSubset(shown, batch))(unravel(position))
 
     if not streams:
         return sgmcmc.Full(lambda position: potential(position, {}))
@@ -146,10 +150,11 @@ def learning_gradient(
 
 
 def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-    """The function from unconstrained values to the log density of the held-out rows."""
+    """The function from unconstrained values and a key to the mean log density of the held-out rows over keys."""
     held = {name: held_out_rows(size, share)[1] for name, size in target.rows.items()}
-    score: Callable = target.log_likelihood(args, kwargs, held)
-    return score
+    score = target.log_likelihood(args, kwargs, held)
+    number = NUM_KEYS if target.stochastic else 1
+    return lambda z, rng_key: jnp.mean(jax.vmap(lambda key: score(z, key))(random.split(rng_key, number)))
 
 
 def check_held_out(
@@ -164,7 +169,7 @@ def check_held_out(
     if min(target.rows.values()) < 2:
         raise argument_error(call, "warm_start", "held_out of a plate with one row", "Set `held_out=0`.")
     try:
-        jax.eval_shape(held_out_score(target, share, args, kwargs), z)
+        jax.eval_shape(held_out_score(target, share, args, kwargs), z, random.key(0))
     except (TypeError, ValueError) as error:
         raise argument_error(
             call, "warm_start", "held_out of a model that needs all rows", instead
