@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import random
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
@@ -14,9 +15,13 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
+REORDERED = (
+    1e-3  # change of a log density that rounding explains if rows change places, relative to the largest
+)
 
 
 class Plate(NamedTuple):
@@ -152,21 +157,18 @@ def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
 
 def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> None:
     """Refuse discrete latent sites, and latent sites inside a subsampled plate."""
+    refused = partial(argument_error, call, "model")
     for name, site in traced.items():
         if site["type"] != "sample" or site["is_observed"]:
             continue
         if site["fn"].support.is_discrete:
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 f"the discrete latent site {name!r}",
                 "Sum over its values: a gradient cannot move it.",
             )
         inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
         if inside:
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 f"the latent site {name!r} inside the subsampled plate {inside[0]!r}",
                 "Each minibatch would give its values to other data points. Sample it outside the plate at full size"
                 " and index it, or run without `subsample_size`.",
@@ -174,40 +176,120 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
 
 
 def check_indices(
-    call: str, model: Callable, traced: dict, plates: Mapping[str, Plate], args: tuple, kwargs: dict
-) -> None:
-    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points."""
-    values = {
-        name: site["value"]
-        for name, site in traced.items()
-        if site["type"] == "sample" and not site["is_observed"]
-    }
+    call: str,
+    model: Callable,
+    traced: Mapping[str, Any],
+    plates: Mapping[str, Plate],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    stochastic: bool,
+) -> set[str]:
+    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
 
-    def likelihood(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    :param traced: a trace of the model.
+    :param stochastic: whether the model asks for random numbers of its own.
+    :return: names of the deterministic sites that depend on the minibatch.
+    """
+    refused = partial(argument_error, call, "model")
+    sites = {name: site for name, site in traced.items() if site["type"] == "sample"}
+    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+
+    def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
         fixed = handlers.substitute(on_batch(model, plates), data=values)
-        sites = handlers.trace(handlers.seed(fixed, 0)).get_trace(*args, _batch=batch, **kwargs)
-        return {"total": observed_log_density(sites)}
+        return _parts(handlers.trace(handlers.seed(fixed, 0)).get_trace(*args, _batch=batch, **kwargs))
 
     fresh = first_batch(plates)
-    used = dependence(likelihood, fresh)["total"]
+    used = dependence(parts, fresh)
+    observed = set().union(*(used["density", name] for name in sites if name not in values))
     for name, plate in plates.items():
-        if name not in used:
-            raise argument_error(
-                call,
-                "model",
+        if name not in observed:
+            raise refused(
                 f"plate {name!r}, whose indices the likelihood does not use",
                 f"Its data would be scaled by {plate.size}/{plate.batch_size} as if they were a fresh minibatch each"
                 f" step. Pass all {plate.size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(partial(_replaced, likelihood, fresh, name), fresh[name])
+        reached = indexed_lengths(partial(_replaced, parts, fresh, name), fresh[name])
         if reached and min(reached) < plate.size:
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 f"plate {name!r} of size {plate.size} that indexes an array with {min(reached)} rows",
                 "JAX would silently repeat the last row. Make the plate as large as the data: `x.shape[0]`.",
             )
-    _check_seeds(call, model, plates, args, kwargs)
+    shapes = jax.eval_shape(parts, fresh)
+    for name, site in sites.items():
+        uses = used["density", name], used["value", name]
+        _check_site(refused, site, plates, *uses, shapes["value", name].shape)
+    _check_seeds(refused, model, plates, args, kwargs)
+    if not stochastic:  # random numbers belong to places of the minibatch, not to its rows
+        _check_order(refused, sites, parts, fresh)
+    return {name for kind, name in used if kind == "deterministic" and used[kind, name]}
+
+
+def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """What may depend on the minibatch: scaled log densities, values, and deterministic sites."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, site in traced.items():
+        if site["type"] == "deterministic":
+            found["deterministic", name] = site["value"]
+        elif site["type"] == "sample":
+            factor = unwrapped(site["fn"], masked=True)
+            scale = 1.0 if site["scale"] is None else site["scale"]
+            found["density", name] = scale * site["fn"].log_prob(site["value"])
+            found["value", name] = factor.log_factor if isinstance(factor, dist.Unit) else site["value"]
+    return found
+
+
+def _check_site(
+    refused: Callable,
+    site: Mapping[str, Any],
+    plates: Mapping[str, Plate],
+    density_uses: set[str],
+    value_uses: set[str],
+    shape: tuple[int, ...],
+) -> None:
+    """Check that a site stands in the plates whose indices it uses, and has one row for each of their indices.
+
+    :param density_uses: plates on whose indices the log density depends; ``value_uses`` likewise.
+    :param shape: of the value, which for a ``factor`` is its log density.
+    """
+    name, frames = site["name"], [f for f in site["cond_indep_stack"] if f.name in plates]
+    for plate in sorted(density_uses - {frame.name for frame in frames}):
+        raise refused(
+            f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
+            f"It would not be scaled to {plates[plate].size} rows: move it inside, `with plate(...) as i: ...`.",
+        )
+    is_factor = isinstance(unwrapped(site["fn"], masked=True), dist.Unit)
+    rows = shape if is_factor else shape[: max(len(shape) - site["fn"].event_dim, 0)]
+    for frame in frames:
+        length = rows[frame.dim] if len(rows) >= -frame.dim else None
+        indexed = frame.name in value_uses
+        unused = not indexed and frame.name not in density_uses
+        if unused or indexed != (length == frame.size) or length not in (None, 1, frame.size):
+            raise refused(
+                f"the site {name!r} in plate {frame.name!r}, whose value is not one row for each of its indices",
+                f"Pass all {plates[frame.name].size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
+            )
+
+
+def _check_order(
+    refused: Callable, sites: Mapping[str, Any], parts: Callable, fresh: Mapping[str, jax.Array]
+) -> None:
+    """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse their log densities."""
+    with jax.ensure_compile_time_eval():
+        before = parts(fresh)
+        for plate, indices in fresh.items():
+            after = parts({**fresh, plate: indices[::-1]})
+            for name, site in sites.items():
+                axes = [frame.dim for frame in site["cond_indep_stack"] if frame.name == plate]
+                expected = jnp.flip(before["density", name], axes)
+                if isinstance(expected, jax.core.Tracer):
+                    continue  # the data are arguments of a compiled program
+                largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
+                if not np.allclose(expected, after["density", name], 0, REORDERED * largest, equal_nan=True):
+                    raise refused(
+                        f"the site {name!r} in plate {plate!r}, of which some rows stay when the indices change",
+                        "Index every array that has one row per data point, also for masks and scales: `x[i]`.",
+                    )
 
 
 def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
@@ -216,11 +298,13 @@ def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
     return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
 
 
-def _replaced(likelihood: Callable, batch: Mapping[str, jax.Array], name: str, indices: jax.Array) -> Any:
-    return likelihood({**batch, name: indices})
+def _replaced(function: Callable, batch: Mapping[str, jax.Array], name: str, indices: jax.Array) -> Any:
+    return function({**batch, name: indices})
 
 
-def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict) -> None:
+def _check_seeds(
+    refused: Callable, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict
+) -> None:
     """Check that two seeds give a plate two different keys; a model that is already seeded fails this."""
     with jax.ensure_compile_time_eval():
         traces = [trace_of(model, seed, args, kwargs)[0] for seed in (1, 2)]
@@ -229,9 +313,7 @@ def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: 
         ]
     for name in plates:
         if np.array_equal(keys[0][name], keys[1][name]):
-            raise argument_error(
-                call,
-                "model",
+            raise refused(
                 "a model that is already seeded",
                 "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
             )
