@@ -140,7 +140,8 @@ def check(
         placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
         traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
         observed = [s for s in traces["model"].values() if s["type"] == "sample" and s["is_observed"]]
-        return sum(jnp.sum(unmasked_elements(s["fn"])) for s in observed if not _is_factor(s))
+        sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not _is_factor(s)]
+        return jnp.sum(jnp.array(sizes, int))
 
     key = jax.random.key(0)
     num_observations = pruned(count, key, arrays)(key, arrays)

@@ -268,7 +268,10 @@ class AutoBlocks(AutoNormal):
         return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
 
     def median(self, params: Mapping[str, Any]) -> Values:
-        """Medians of the latent sites, and deterministic sites at these.
+        """Medians of the latent sites in unconstrained space, mapped to their supports; deterministic sites at these.
+
+        A transform that mixes elements, as of a simplex, does not preserve medians: for marginal medians of such sites
+        ask :meth:`quantiles` for 0.5.
 
         In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
         their scales) from 4096 draws with a fixed key.
@@ -278,7 +281,7 @@ class AutoBlocks(AutoNormal):
         return self._constrain({name: value[0] for name, value in middle.items()}, ())
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
-        """Quantiles of the latent sites, computed like :meth:`median`.
+        """Marginal quantiles of the latent sites, computed like :meth:`median`; from 4096 draws for a simplex and such.
 
         For quantiles of deterministic sites, take quantiles of draws from ``sample_posterior``.
 
