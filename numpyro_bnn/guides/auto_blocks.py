@@ -270,8 +270,8 @@ class AutoBlocks(AutoNormal):
     def median(self, params: Mapping[str, Any]) -> Values:
         """Medians of the latent sites in unconstrained space, mapped to their supports; deterministic sites at these.
 
-        A transform that mixes elements, as of a simplex, does not preserve medians: for marginal medians of such sites
-        ask :meth:`quantiles` for 0.5.
+        A transform that mixes elements, as that to a simplex, does not preserve medians: of such sites,
+        ``quantiles(params, 0.5)`` gives the marginal medians.
 
         In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
         their scales) from 4096 draws with a fixed key.
@@ -281,7 +281,7 @@ class AutoBlocks(AutoNormal):
         return self._constrain({name: value[0] for name, value in middle.items()}, ())
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
-        """Marginal quantiles of the latent sites, computed like :meth:`median`; from 4096 draws for a simplex and such.
+        """Marginal quantiles of the latent sites, computed like :meth:`median`; of a simplex from 4096 draws.
 
         For quantiles of deterministic sites, take quantiles of draws from ``sample_posterior``.
 

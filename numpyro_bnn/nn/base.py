@@ -229,7 +229,7 @@ def fan_in(name: str, shape: Shape) -> int:
     named ``query``, ``key`` and ``value``, and (heads, features, out). Of any other kernel with several output axes
     neither name nor shape says so: the last axis is taken for the only one.
 
-    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("convolution.weight", (16, 2, 5, 5)), fan_in("query.kernel", (6, 4, 3))
+    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("conv.weight", (16, 2, 5, 5)), fan_in("query.kernel", (6, 4, 3))
     (3, 50, 6)
     """
     if len(shape) < 2 or _leaf(name) == "embedding":
