@@ -279,6 +279,15 @@ def test_report(guide, key):
     assert "unreliable: the guide misses part of the posterior" in bad
 
 
+def test_effective_draws_of_unequal_weights():
+    """(sum w)^2 / sum w^2, and the standard error of the mean weight over the mean weight."""
+    weights = np.array([1.0, 2.0, 5.0])
+    found = summarize(np.log(weights) - 700.0)
+    assert found.ess == pytest.approx(64 / 30)
+    assert found.iw_se == pytest.approx(weights.std(ddof=1) / 3**0.5 / weights.mean())
+    assert found.iw_bound == pytest.approx(np.log(8 / 3) - 700.0)
+
+
 def test_impossible_draws(key):
     """A weight of zero makes the ELBO minus infinity and leaves the importance bound as it is."""
     found = summarize(np.r_[-np.inf, np.zeros(99)])

@@ -178,7 +178,8 @@ def test_sample_stats_have_arviz_names(idata, mcmc):
     fields = mcmc.get_extra_fields(group_by_chain=True)
     np.testing.assert_array_equal(stats["lp"], -np.asarray(fields["potential_energy"]))
     np.testing.assert_array_equal(stats["n_steps"], fields["num_steps"])
-    assert (2 ** (stats["tree_depth"].to_numpy() - 1) <= stats["n_steps"].to_numpy()).all()
+    depth, steps = stats["tree_depth"].to_numpy(), stats["n_steps"].to_numpy()
+    assert ((2 ** (depth - 1) <= steps) & (steps < 2**depth)).all()  # a complete tree has 2^depth - 1 steps
     assert "acceptance_rate" not in stats  # it was not collected, so it is not there
 
 
@@ -247,7 +248,7 @@ def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     model = bnn.models.regression(net)
     run = sample(model, data["x"], data["y"], draws=5, chains=1)
-    exported = bnn.to_inference_data(run, {"x": data["x_test"]})
+    exported = bnn.to_inference_data(run, {"x": data["x_test"], "y": data["y_test"]})
 
     def predict(params):
         return net.apply(params, data["x_test"], net.statistics(params, data["x"]))[..., 0]
@@ -255,11 +256,14 @@ def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
     params = {k.removeprefix("net/"): v for k, v in run.get_samples().items() if k.startswith("net/")}
     mean = _arviz.group(exported, "predictions")["y_mean"][0]
     np.testing.assert_allclose(mean, jax.vmap(predict)(params), rtol=1e-5, atol=1e-5)
-    # A prediction is about one point: alone or among others it is the same.
-    alone = bnn.to_inference_data(run, {"x": data["x_test"][:1]})
-    np.testing.assert_allclose(
-        _arviz.group(alone, "predictions")["y_mean"][0], mean[:, :1], rtol=1e-5, atol=1e-5
-    )
+    density = scipy.stats.norm.logpdf(data["y_test"], mean, run.get_samples()["sigma"][:, None])
+    scores = _arviz.group(exported, "predictions")["y_log_likelihood"][0]
+    np.testing.assert_allclose(scores, density, rtol=1e-4, atol=1e-4)
+    # A prediction is about one point: alone or among others it is the same, and so is its score.
+    alone = bnn.to_inference_data(run, {"x": data["x_test"][:1], "y": data["y_test"][:1]})
+    for name, among in {"y_mean": mean, "y_log_likelihood": scores}.items():
+        value = _arviz.group(alone, "predictions")[name][0]
+        np.testing.assert_allclose(value, among[:, :1], rtol=1e-4, atol=1e-5)
 
 
 def masked_handler(f, y, mask):
