@@ -19,9 +19,8 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
-REORDERED = (
-    1e-3  # change of a log density that rounding explains if rows change places, relative to the largest
-)
+# Changes of log densities that rounding explains if rows change places, relative to the largest log density.
+REORDERED = 0.01
 
 
 class Plate(NamedTuple):
@@ -184,12 +183,12 @@ def check_indices(
     kwargs: dict[str, Any],
     *,
     stochastic: bool,
-) -> set[str]:
+) -> frozenset[str]:
     """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
 
     :param traced: a trace of the model.
     :param stochastic: whether the model asks for random numbers of its own.
-    :return: names of the deterministic sites that depend on the minibatch.
+    :return: names of deterministic sites that belong to one minibatch.
     """
     refused = partial(argument_error, call, "model")
     sites = {name: site for name, site in traced.items() if site["type"] == "sample"}
@@ -209,20 +208,21 @@ def check_indices(
                 f"Its data would be scaled by {plate.size}/{plate.batch_size} as if they were a fresh minibatch each"
                 f" step. Pass all {plate.size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(partial(_replaced, parts, fresh, name), fresh[name])
+        reached = indexed_lengths(partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name])
         if reached and min(reached) < plate.size:
             raise refused(
                 f"plate {name!r} of size {plate.size} that indexes an array with {min(reached)} rows",
                 "JAX would silently repeat the last row. Make the plate as large as the data: `x.shape[0]`.",
             )
     shapes = jax.eval_shape(parts, fresh)
-    for name, site in sites.items():
-        uses = used["density", name], used["value", name]
-        _check_site(refused, site, plates, *uses, shapes["value", name].shape)
-    _check_seeds(refused, model, plates, args, kwargs)
+    for site in sites.values():
+        _check_site(refused, site, plates, used, shapes)
+    with jax.ensure_compile_time_eval():
+        _check_seeds(refused, plates, traced, trace_of(model, 1, args, kwargs)[0])
     if not stochastic:  # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, sites, parts, fresh)
-    return {name for kind, name in used if kind == "deterministic" and used[kind, name]}
+    local = [name for name, site in traced.items() if any(f.name in plates for f in site["cond_indep_stack"])]
+    return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
 
 
 def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
@@ -240,30 +240,22 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def _check_site(
-    refused: Callable,
-    site: Mapping[str, Any],
-    plates: Mapping[str, Plate],
-    density_uses: set[str],
-    value_uses: set[str],
-    shape: tuple[int, ...],
+    refused: Callable, site: Mapping[str, Any], plates: Mapping[str, Plate], used: Mapping, shapes: Mapping
 ) -> None:
-    """Check that a site stands in the plates whose indices it uses, and has one row for each of their indices.
-
-    :param density_uses: plates on whose indices the log density depends; ``value_uses`` likewise.
-    :param shape: of the value, which for a ``factor`` is its log density.
-    """
+    """Check that a site stands in the plates whose indices it uses, and has one row for each of their indices."""
     name, frames = site["name"], [f for f in site["cond_indep_stack"] if f.name in plates]
-    for plate in sorted(density_uses - {frame.name for frame in frames}):
+    for plate in sorted(used["density", name] - {frame.name for frame in frames}):
         raise refused(
             f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
             f"It would not be scaled to {plates[plate].size} rows: move it inside, `with plate(...) as i: ...`.",
         )
-    is_factor = isinstance(unwrapped(site["fn"], masked=True), dist.Unit)
+    is_factor = isinstance(unwrapped(site["fn"], masked=True), dist.Unit)  # its rows are log densities
+    shape = shapes["value", name].shape
     rows = shape if is_factor else shape[: max(len(shape) - site["fn"].event_dim, 0)]
     for frame in frames:
         length = rows[frame.dim] if len(rows) >= -frame.dim else None
-        indexed = frame.name in value_uses
-        unused = not indexed and frame.name not in density_uses
+        indexed = frame.name in used["value", name]
+        unused = not indexed and frame.name not in used["density", name]
         if unused or indexed != (length == frame.size) or length not in (None, 1, frame.size):
             raise refused(
                 f"the site {name!r} in plate {frame.name!r}, whose value is not one row for each of its indices",
@@ -298,21 +290,11 @@ def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
     return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
 
 
-def _replaced(function: Callable, batch: Mapping[str, jax.Array], name: str, indices: jax.Array) -> Any:
-    return function({**batch, name: indices})
-
-
-def _check_seeds(
-    refused: Callable, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict
-) -> None:
-    """Check that two seeds give a plate two different keys; a model that is already seeded fails this."""
-    with jax.ensure_compile_time_eval():
-        traces = [trace_of(model, seed, args, kwargs)[0] for seed in (1, 2)]
-        keys = [
-            {name: random.key_data(traced[name]["kwargs"]["rng_key"]) for name in plates} for traced in traces
-        ]
+def _check_seeds(refused: Callable, plates: Mapping[str, Plate], *traces: Mapping[str, Any]) -> None:
+    """Check that the seeds of two traces give a plate two keys; a model that is already seeded fails this."""
     for name in plates:
-        if np.array_equal(keys[0][name], keys[1][name]):
+        keys = [random.key_data(traced[name]["kwargs"]["rng_key"]) for traced in traces]
+        if np.array_equal(keys[0], keys[1]):
             raise refused(
                 "a model that is already seeded",
                 "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",

@@ -115,13 +115,9 @@ def bind(
             traced, stochastic = trace_of(model, 0, args, kwargs)
     plates = subsampled(call, traced)
     check_latent_sites(call, traced, plates)
-    of_one_minibatch = {
-        name
-        for name, site in traced.items()
-        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
-    }
+    of_one_minibatch: frozenset[str] = frozenset()
     if plates:
-        of_one_minibatch |= check_indices(call, model, traced, plates, args, kwargs, stochastic=stochastic)
+        of_one_minibatch = check_indices(call, model, traced, plates, args, kwargs, stochastic=stochastic)
     with jax.debug_key_reuse(False):  # NumPyro's search for initial values draws twice with one key
         info = initialize_model(
             rng_key,
@@ -139,7 +135,7 @@ def bind(
         num_data=max([plate.size for plate in plates.values()] or all_sizes, default=1),
         rows=_rows(traced),
         supports={name: traced[name]["fn"].support for name in info.param_info.z},
-        of_one_minibatch=frozenset(of_one_minibatch),
+        of_one_minibatch=of_one_minibatch,
         potential_fn=info.potential_fn,
         postprocess_fn=info.postprocess_fn,
     )

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -211,17 +212,15 @@ class _Exporter:
         if wanted or (predictive and (self.observed_sites or self.dependent)):
             values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
             density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
-            groups["log_likelihood"] = self._sampled(density, self.sites, self.coords, density)
+            groups["log_likelihood"] = self._sampled(density, self.sites, density)
             predicted = {k: v for k, v in values.items() if "/" not in k}
-            groups["posterior_predictive"] = self._sampled(predicted, self.sites, self.coords)
+            groups["posterior_predictive"] = self._sampled(predicted, self.sites)
         observed = {}
         for name in self.observed_sites:
             value = np.asarray(self.sites[name]["value"])
             observed[safe(name)] = (site_dims(self.sites[name], safe(name), value.shape), value)
-        groups["observed_data"] = self._dataset(observed, self.coords)
-        groups["constant_data"] = self._constants(
-            fit.arguments.arrays, self.observed, self.sites, self.coords
-        )
+        groups["observed_data"] = self._dataset(observed)
+        groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
         return groups
 
     def prediction_groups(
@@ -245,15 +244,15 @@ class _Exporter:
         values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
         arrays = {name: value for name, value in new.arrays.items() if name in given}
         lengths = {len(value) for value in arrays.values()}
-        rows = {
-            safe(n) for n, site in sites.items() if site["type"] == "plate" and site["args"][0] in lengths
-        }
-        known = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
-        coords = {**known, **new_coords}
+        plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+        rows = {safe(name) for name, size in plates.items() if size in lengths}
+        shared = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
+        exporter = copy(self)
+        exporter.coords = {**shared, **new_coords}
         densities = [f"{safe(name)}_log_likelihood" for name in self.observed_sites]
         return {
-            "predictions": self._sampled(values, sites, coords, densities),
-            "predictions_constant_data": self._constants(arrays, set(), sites, coords),
+            "predictions": exporter._sampled(values, sites, densities),
+            "predictions_constant_data": exporter._constants(arrays, set(), sites),
         }
 
     # -- values at one draw ----------------------------------------------------------------------------
@@ -284,23 +283,18 @@ class _Exporter:
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
         return self._dataset(
-            {name: (SAMPLE_DIMS + self._dims(name, v.shape[2:]), v) for name, v in values.items()},
-            self.coords,
+            {name: (SAMPLE_DIMS + self._dims(name, v.shape[2:]), v) for name, v in values.items()}
         )
 
     def _sampled(
-        self,
-        values: Mapping[str, np.ndarray],
-        sites: Mapping[str, dict],
-        coords: Mapping[str, Sequence],
-        densities: Collection[str] = (),
+        self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
     ) -> Any:
         """Dataset of draws of observed or deterministic sites, dimensions by plate.
 
         :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
         """
         by_name = {safe(name): site for name, site in sites.items()}
-        variables, coords = {}, dict(coords)
+        variables = {}
         for name, value in values.items():
             # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.
             stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
@@ -309,22 +303,15 @@ class _Exporter:
             kept = observed_elements(site["fn"], value) if name in densities else np.array(True)
             if not kept.all():
                 dim = f"{safe(site['name'])}_observed"
-                labels = coords.get(dims[0], ()) if len(dims) == 1 else ()
-                coords[dim] = np.asarray(labels if len(labels) == kept.size else range(kept.size))[
-                    kept.ravel()
-                ]
+                labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())
+                places = np.flatnonzero(kept)
+                self.coords[dim] = labels[places] if labels.size == kept.size else places
                 dims, value = (dim,), value[..., kept]
             if kept.any():
                 variables[name] = (SAMPLE_DIMS + dims, value)
-        return self._dataset(variables, coords)
+        return self._dataset(variables)
 
-    def _constants(
-        self,
-        arrays: Mapping[str, Any],
-        left_out: set[str],
-        sites: Mapping[str, dict],
-        coords: Mapping[str, Sequence],
-    ) -> Any:
+    def _constants(self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]) -> Any:
         """Dataset of array arguments; a leading axis as long as a plate is that plate."""
         plates = {site["args"][0]: safe(name) for name, site in sites.items() if site["type"] == "plate"}
         variables = {}
@@ -332,21 +319,19 @@ class _Exporter:
             if name not in left_out:
                 first, *others = self._dims(name, np.shape(value))
                 variables[name] = ((plates.get(np.shape(value)[0], first), *others), np.asarray(value))
-        return self._dataset(variables, coords)
+        return self._dataset(variables)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.dims[name]) if name in self.dims else parameter_dims(name, shape)
 
-    def _dataset(
-        self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]], coords: Mapping[str, Sequence]
-    ) -> Any:
+    def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
         # A plate and an argument may share a name, but for ArviZ dimensions and variables must differ.
         apart = {
             name: (tuple(f"{dim}_dim" if dim in variables else dim for dim in axes), value)
             for name, (axes, value) in variables.items()
         }
         sizes = {dim: n for axes, value in apart.values() for dim, n in zip(axes, value.shape, strict=True)}
-        fitting = {dim: values for dim, values in coords.items() if sizes.get(dim) == len(values)}
+        fitting = {dim: values for dim, values in self.coords.items() if sizes.get(dim) == len(values)}
         return _arviz.dataset(apart, fitting)
 
 
