@@ -270,11 +270,8 @@ class AutoBlocks(AutoNormal):
     def median(self, params: Mapping[str, Any]) -> Values:
         """Medians of the latent sites in unconstrained space, mapped to their supports; deterministic sites at these.
 
-        A transform that mixes elements, as that to a simplex, does not preserve medians: of such sites,
-        ``quantiles(params, 0.5)`` gives the marginal medians.
-
         In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
-        their scales) from 4096 draws with a fixed key.
+        their scales) from 4096 draws with a fixed key. Of a simplex, only :meth:`quantiles` has marginal medians.
         """
         self._check_called("median")
         middle = self._unconstrained_quantiles(params, jnp.array([0.5]))

@@ -144,12 +144,8 @@ def read(
     _check_linear(call, linear)
     for name in linear.structure.data:
         if not traced[name]["is_observed"]:
-            raise argument_error(
-                call,
-                "sites",
-                f"{sites}, on which the latent site {name!r} depends",
-                f"Only data may depend on them: name {name!r} as well.",
-            )
+            came = f"{sites}, on which the latent site {name!r} depends"
+            raise argument_error(call, "sites", came, f"Only data may depend on them: name {name!r} as well.")
     return linear.structure
 
 
@@ -211,12 +207,8 @@ def _check_linear(call: str, linear: LinearModel) -> None:
         u = size * random.normal(random.key(i), linear.zeros().shape)
         error = linear.mean(u) - (start + jacobian @ u)
         if isinstance(error, jax.core.Tracer):
-            raise argument_error(
-                call,
-                "model_args",
-                "arrays that are traced by a transformation",
-                "Linearity is measured: call it once outside of `jit` or `vmap`.",
-            )
+            instead = "Linearity is measured: call it once outside of `jit` or `vmap`."
+            raise argument_error(call, "model_args", "arrays that are traced by a transformation", instead)
         close = jnp.abs(error) <= TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
         if not bool(jnp.all(close)):
             worst = float(jnp.max(jnp.abs(error)))

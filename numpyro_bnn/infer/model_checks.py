@@ -142,12 +142,8 @@ def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
     plates = {name: Plate(*args) for name, args in sites.items() if args[1] not in (None, args[0])}
     for name, plate in plates.items():
         if plate.batch_size > plate.size:
-            raise argument_error(
-                call,
-                "model",
-                f"plate {name!r} with subsample_size {plate.batch_size}",
-                f"Take at most its size, {plate.size}.",
-            )
+            came = f"plate {name!r} with subsample_size {plate.batch_size}"
+            raise argument_error(call, "model", came, f"Take at most its size, {plate.size}.")
     return plates
 
 
@@ -161,10 +157,8 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
         if site["type"] != "sample" or site["is_observed"]:
             continue
         if site["fn"].support.is_discrete:
-            raise refused(
-                f"the discrete latent site {name!r}",
-                "Sum over its values: a gradient cannot move it.",
-            )
+            instead = "Sum over its values: a gradient cannot move it."
+            raise refused(f"the discrete latent site {name!r}", instead)
         inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
         if inside:
             raise refused(
@@ -186,8 +180,6 @@ def check_indices(
 ) -> frozenset[str]:
     """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
 
-    :param traced: a trace of the model.
-    :param stochastic: whether the model asks for random numbers of its own.
     :return: names of deterministic sites that belong to one minibatch.
     """
     refused = partial(argument_error, call, "model")

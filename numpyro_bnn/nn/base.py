@@ -225,9 +225,8 @@ def inputs_first(name: str) -> bool:
 def fan_in(name: str, shape: Shape) -> int:
     """Number of terms summed into one pre-activation: D for a dense kernel, h*w*in for a convolution.
 
-    An embedding looks up one row, so its fan-in is 1. The attention layers of Flax have kernels (in, heads, features)
-    named ``query``, ``key`` and ``value``, and (heads, features, out). Of any other kernel with several output axes
-    neither name nor shape says so: the last axis is taken for the only one.
+    An embedding looks up one row, so its fan-in is 1. Flax's attention kernels ``query``, ``key`` and ``value`` are
+    (in, heads, features). Of any other kernel the last axis is taken for the only one of outputs.
 
     >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("conv.weight", (16, 2, 5, 5)), fan_in("query.kernel", (6, 4, 3))
     (3, 50, 6)
