@@ -104,12 +104,9 @@ def check_finite(call: str, argument: str, value: Any) -> None:
     bad = ~np.isfinite(np.asarray(value))
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise argument_error(
-            call,
-            argument,
-            f"{int(bad.sum())} NaN or infinite values (the first at index {first})",
-            "Drop or impute those rows first.",
-        )
+        came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"
+        instead = "Drop or impute those rows first."
+        raise argument_error(call, argument, came, instead)
 
 
 def check_rank(call: str, argument: str, value: Any, expected: int, meaning: str) -> None:
@@ -126,12 +123,8 @@ def check_same_length(call: str, **arrays: Any) -> None:
     sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise argument_error(
-            call,
-            next(reversed(sizes)),
-            f"mismatched lengths ({listed})",
-            "Pass one row per data point in each.",
-        )
+        instead = "Pass one row per data point in each."
+        raise argument_error(call, next(reversed(sizes)), f"mismatched lengths ({listed})", instead)
 
 
 def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None:
@@ -144,9 +137,5 @@ def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None
             call, argument, f"dtype {array.dtype}", "Pass integer class labels 0..K-1, e.g. `y.astype(int)`."
         )
     if array.min() < 0 or array.max() >= num_classes:
-        raise argument_error(
-            call,
-            argument,
-            f"labels from {array.min()} to {array.max()}",
-            f"With {num_classes} classes pass labels 0..{num_classes - 1}.",
-        )
+        instead = f"With {num_classes} classes pass labels 0..{num_classes - 1}."
+        raise argument_error(call, argument, f"labels from {array.min()} to {array.max()}", instead)

@@ -19,6 +19,9 @@ ADDRESSING = {
     "squeeze",
 }
 
+# Operations that call a program once.
+CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+
 
 def dependence(
     fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
@@ -27,7 +30,7 @@ def dependence(
 
     :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of arrays.
     :param arguments: example values.
-    :return: a superset if a sub-program mixes arguments.
+    :return: a superset if a loop or a branch mixes arguments.
 
     >>> import jax.numpy as jnp
     >>> found = dependence(lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]}, {"x": jnp.ones(2), "y": jnp.ones(2)})
@@ -48,20 +51,35 @@ def program_dependence(
     {'t': {'y'}}
     """
     owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
-    reached: dict[Any, set] = {var: {owner} for var, owner in zip(closed.jaxpr.invars, owners, strict=True)}
-
-    def union(variables: Any) -> set:
-        return set().union(*(reached.get(v, set()) for v in variables if not isinstance(v, Literal)))
-
-    for equation in closed.jaxpr.eqns:
-        used = union(equation.invars)
-        for var in equation.outvars:
-            reached[var] = used
     outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
     found: dict[Any, set] = {name: set() for name in shapes}
-    for name, var in zip(outputs, closed.jaxpr.outvars, strict=True):
-        found[name] |= union([var])
+    for name, sources in zip(outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True):
+        found[name] |= sources
     return found
+
+
+def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
+    """For each output of a jaxpr, the union of the sets of those ``arguments`` from which it is computed."""
+    reached: dict[Any, set] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(variables: Any) -> list[set]:
+        return [set() if isinstance(v, Literal) else reached.get(v, set()) for v in variables]
+
+    for equation in jaxpr.eqns:
+        used, inner = read(equation.invars), _subprogram(equation)
+        if inner is not None and equation.primitive.name in CALLS:
+            outputs = _sources(inner, used)
+        else:
+            outputs = [set().union(*used)] * len(equation.outvars)
+        reached.update(zip(equation.outvars, outputs, strict=True))
+    return read(jaxpr.outvars)
+
+
+def _subprogram(equation: Any) -> Any:
+    """The jaxpr of an equation that applies one to its operands, else ``None``."""
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    inner = getattr(inner, "jaxpr", inner)
+    return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
 
 
 def needed_equations(
@@ -125,12 +143,11 @@ def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
         inputs = [not isinstance(var, Literal) and var in marked for var in equation.invars]
         if not any(inputs):
             continue
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        inner = getattr(inner, "jaxpr", inner)
+        inner = _subprogram(equation)
         if equation.primitive.name == "gather":
             shape = equation.invars[0].aval.shape
             found |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
-        elif inner is not None and len(inner.invars) == len(inputs):
+        elif inner is not None:
             marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
             out = _follow(inner, marks, found)
             marked |= {a for a, b in zip(equation.outvars, inner.outvars, strict=False) if b in out}

@@ -27,6 +27,22 @@ def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
     return fn
 
 
+def unmasked_elements(fn: dist.Distribution) -> jax.Array:
+    """Which elements of a value, shaped like ``fn.shape()``, count in its log density: those that no mask leaves out.
+
+    >>> fn = dist.Normal(jnp.zeros((2, 3)), 1.0).to_event(1).mask(jnp.array([True, False]))
+    >>> unmasked_elements(fn).tolist()
+    [[True, True, True], [False, False, False]]
+    """
+    found = jnp.ones(fn.shape(), bool)
+    while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
+        if isinstance(fn, dist.MaskedDistribution):
+            mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
+            found &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
+        fn = fn.base_dist
+    return found
+
+
 def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
     """Whether a distribution is independent normals or an affine function of them; computes nothing.
 

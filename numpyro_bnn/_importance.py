@@ -14,7 +14,8 @@ from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._dependence import pruned
+from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn._programs import signature
 
@@ -119,7 +120,7 @@ def check(
 ) -> Sites:
     """Refuse guides, models or parameters of the wrong type, missing parameters, and latent sites without a guide.
 
-    Only shapes are computed.
+    Only shapes and masks are computed.
     """
     for name, value in (("guide", guide), ("model", model)):
         if not callable(value):
@@ -132,14 +133,18 @@ def check(
     traces: dict[str, Trace] = {}
     fixed, arrays = signature(args, kwargs)
 
-    def look(key: jax.Array, arrays: list) -> None:
+    def count(key: jax.Array, arrays: list) -> jax.Array:
         args, kwargs = fixed.call(arrays)
         guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(*args, **kwargs)
         values = {name: site["value"] for name, site in guide_trace.items() if _is_random(site)}
         placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
         traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
+        observed = [s for s in traces["model"].values() if s["type"] == "sample" and s["is_observed"]]
+        sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not _is_factor(s)]
+        return jnp.sum(jnp.array(sizes, int))
 
-    jax.eval_shape(look, jax.random.key(0), arrays)
+    key = jax.random.key(0)
+    num_observations = pruned(count, key, arrays)(key, arrays)
     _check_params(call, traces, params)
     guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
     left_out = [name for name, site in traces["model"].items() if _is_random(site) and name not in guided]
@@ -147,9 +152,8 @@ def check(
         instead = "Give the guide a sample statement for each latent site of the model."
         raise argument_error(call, "guide", f"a guide without the latent sites {left_out}", instead)
     random_sites = [site for site in traces["guide"].values() if _is_random(site)]
-    observed = [site for site in traces["model"].values() if site["type"] == "sample" and site["is_observed"]]
     return Sites(
-        sum(int(np.prod(np.shape(site["value"]))) for site in observed if not _is_factor(site)),
+        int(num_observations),
         any(not isinstance(unwrapped(site["fn"], masked=True), dist.Delta) for site in random_sites),
     )
 

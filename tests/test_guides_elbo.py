@@ -413,6 +413,37 @@ def test_factors_of_the_guide():
 # ---------------------------------------------------------------------------------------------- variance
 
 
+FLIPOUT_USES = {
+    "dense": (2, lambda x, w: x @ w),
+    "by position": (2, lambda x, w: (jnp.stack([x, x, x], 1) @ w).sum(1) / 3),
+    "broadcast": (1, lambda x, w: 0.0 * x + w[0]),
+}
+
+
+@pytest.mark.parametrize("use", FLIPOUT_USES)
+def test_outputs_of_a_row_have_signs_of_their_own(use):
+    """The loss sum_b f_b0 f_b1 with weights w_0, w_1 ~ N(0, 1) of one input to two outputs, N = 400 equal rows.
+
+    Signs by row and output: sum_b t_b0 t_b1 w_0 w_1, variance N. Signs by row alone: N w_0 w_1, variance N^2.
+    Prior and guide agree, so that nothing else is random. The variance of 300 draws has a relative standard error of
+    sqrt(26 / 300) = 0.3: it is below 5 N, and N^2 = 400 N would not be.
+    """
+    inputs, enter = FLIPOUT_USES[use]
+
+    def model(x):
+        f = enter(x, weight("w", inputs, 2))
+        with numpyro.plate("data", len(x)):
+            numpyro.factor("product", f[:, 0] * f[:, 1])
+
+    def guide(x):
+        numpyro.sample("w", dist.Normal(numpyro.param("loc", jnp.zeros((inputs, 2))), 1.0).to_event(2))
+
+    args, params = (jnp.tile(jnp.array([1.0, 0.0]), (400, 1)),), {"loc": jnp.zeros((inputs, 2))}
+    assert TraceFlipout_ELBO().report(model, guide, params, *args) == {"w": FLIPOUT}
+    losses = draws_of(TraceFlipout_ELBO(), model, guide, params, args, 300)[:, -1]
+    assert 0.1 * 400 < losses.var() < 5 * 400
+
+
 @pytest.mark.slow
 def test_gradient_variance_is_at_most_half():
     """Two-layer network, B = 128 of 1000 rows: summed variance of the gradient, 500 draws.

@@ -84,6 +84,22 @@ def test_the_exact_posterior_has_the_evidence_as_bound(key):
     assert found.verdict == "good"
 
 
+def test_masked_values_are_not_counted_as_observations(key):
+    def masked(x, y, rows):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", 6), numpyro.handlers.mask(mask=rows):
+            numpyro.sample("y", dist.Normal(w, 1.0), obs=y)
+        pairs = dist.Normal(w, 1.0).expand([6, 2]).mask(jnp.array([True, False])).to_event(1)
+        numpyro.sample("v", pairs.mask(x > 0), obs=jnp.stack([y, y], -1))
+        numpyro.sample("off", dist.Normal(w, 1.0).mask(False), obs=jnp.zeros(3))
+
+    guide = AutoNormal(masked)
+    params = {"w_auto_loc": jnp.zeros(()), "w_auto_scale": jnp.ones(())}
+    x, rows = jnp.arange(6.0) - 1, jnp.arange(6) < 4
+    found = evidence(guide, params, x, jnp.zeros(6), rows, rng_key=key, num_samples=5)
+    assert found.num_observations == 4 + 4
+
+
 def test_mean_field_has_the_elbo_of_theory(many):
     """Mean of 80,000: within four standard errors, a chance of 6e-5; the importance bound closes the gap."""
     found = summarize(many[1.0])
@@ -261,6 +277,15 @@ def test_report(guide, key):
     assert re.search(r"PSIS k-hat +-?0\.\d\d  (good|usable): ", report)
     bad = str(evidence(guide, mean_field(0.1), X, Y, rng_key=key))
     assert "unreliable: the guide misses part of the posterior" in bad
+
+
+def test_effective_draws_of_unequal_weights():
+    """(sum w)^2 / sum w^2, and the standard error of the mean weight over the mean weight."""
+    weights = np.array([1.0, 2.0, 5.0])
+    found = summarize(np.log(weights) - 700.0)
+    assert found.ess == pytest.approx(64 / 30)
+    assert found.iw_se == pytest.approx(weights.std(ddof=1) / 3**0.5 / weights.mean())
+    assert found.iw_bound == pytest.approx(np.log(8 / 3) - 700.0)
 
 
 def test_impossible_draws(key):

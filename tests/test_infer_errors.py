@@ -92,6 +92,99 @@ def short_columns(x, y):
         numpyro.sample("y", dist.Normal(w, 1.0), obs=x[i[:, None], j])
 
 
+def observed_outside(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        mean, values = numpyro.deterministic("mean", w * x[i, 0]), numpyro.subsample(y, event_dim=0)
+    numpyro.sample("y", dist.Normal(mean, 1.0), obs=values)
+
+
+def factor_outside(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
+    numpyro.factor("f", dist.Normal(w * x[i, 0], 1.0).log_prob(y[i]).sum())
+
+
+def latent_outside(x, y):
+    plate = numpyro.plate("data", N, subsample_size=B)
+    with plate as i:
+        rows = y[i]
+    w = numpyro.sample("w", dist.Normal(rows.mean(), 1.0))
+    with plate:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=rows)
+
+
+def outside_the_columns(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("columns", 2, subsample_size=1, dim=-1) as j:
+        numpyro.sample("v", dist.Normal(w, 1.0), obs=x[0, j])
+    with numpyro.plate("rows", N, subsample_size=B, dim=-2) as i:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=x[i[:, None], j])
+
+
+def second_site(observe):
+    """One observed site on rows of the minibatch; a second one as ``observe(w, x, y, i)`` says."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        plate = numpyro.plate("data", N, subsample_size=B)
+        with plate as i:
+            numpyro.sample("y", dist.Normal(w * x[i, 0], 1.0), obs=y[i])
+        with plate as i:  # entered twice
+            observe(w, x, y, i)
+
+    return model
+
+
+def single_row(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N, subsample_size=1) as i:
+        numpyro.sample("y", dist.Normal(w * x[i, 0], 1.0), obs=y)
+
+
+def masked_first_rows(w, x, y, i):
+    with handlers.mask(mask=(x[:, 0] > 0)[:B]):
+        numpyro.sample("v", dist.Normal(w, 1.0), obs=y[i])
+
+
+def scaled_first_rows(w, x, y, i):
+    with handlers.scale(scale=x[:B, 0] ** 2):
+        numpyro.sample("v", dist.Normal(w, 1.0), obs=y[i])
+
+
+WRONG_SECOND_SITES = {
+    "shared by all rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w, 1.0), obs=y.mean()),
+    "first rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w * x[i, 0], 1.0), obs=y[:B]),
+    "mean of rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w, 1.0), obs=y[i].mean()),
+    "predictor of first rows": lambda w, x, y, i: numpyro.sample(
+        "v", dist.Normal(w * x[:B, 0], 1.0), obs=y[i]
+    ),
+    "mask of first rows": masked_first_rows,
+    "scale of first rows": scaled_first_rows,
+    "sum as factor": lambda w, x, y, i: numpyro.factor("v", dist.Normal(w, 1.0).log_prob(y[i]).sum()),
+    "factor of first rows": lambda w, x, y, i: numpyro.factor("v", dist.Normal(w, 1.0).log_prob(y[:B])),
+}
+
+
+@pytest.mark.parametrize("kernel", [infer.SGLD, infer.MCLMC])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (observed_outside, r"'y'.*outside of plate 'data', whose indices"),
+        (factor_outside, r"'f'.*outside of plate 'data', whose indices"),
+        (latent_outside, r"'w'.*outside of plate 'data', whose indices"),
+        (outside_the_columns, r"'y'.*outside of plate 'columns', whose indices"),
+        (single_row, r"'y' in plate 'data'.*not one row"),
+        *((second_site(observe), "'v' in plate 'data'") for observe in WRONG_SECOND_SITES.values()),
+    ],
+    ids=["outside", "factor", "latent", "columns", "single row", *WRONG_SECOND_SITES],
+)
+def test_every_site_must_take_its_rows_from_the_plate_where_it_stands(model, message, kernel):
+    with pytest.raises(ValueError, match=rf"infer\.{kernel.__name__}: argument `model` got .*{message}"):
+        start(model, X, Y, kernel=kernel)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -191,10 +284,63 @@ def seeded_full_batch(x, y):
     return handlers.seed(regression, 3)(x, y)
 
 
-@pytest.mark.parametrize("model", [groups, table, seeded_full_batch])
+def normalized(x, y):
+    """Batch normalization: every row depends on the whole minibatch, whatever its order."""
+    return numpyro_bnn.models.regression(numpyro_bnn.nn.MLP([4, 1], norm=numpyro_bnn.nn.BatchNorm()))(
+        x, y, batch_size=B
+    )
+
+
+def columns_share_rows(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("columns", 2, dim=-2), numpyro.plate("rows", N, subsample_size=B, dim=-1) as i:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
+
+
+def together(x, y, i, w):
+    return w * x[i, 0], jnp.square(w)
+
+
+def compiled(x, y):
+    """One compiled function gives the mean of the rows and a penalty that does not depend on them."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N, subsample_size=B) as i:
+        mean, penalty = jax.jit(together)(x, y, i, w)
+        numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
+    numpyro.factor("penalty", -penalty)
+
+
+RIGHT_SECOND_SITES = {
+    "zeros": lambda w, x, y, i: numpyro.sample("v", dist.Poisson(jnp.exp(w * x[i, 0])), obs=0),
+    "factor": lambda w, x, y, i: numpyro.factor("v", dist.Normal(w, 1.0).log_prob(y[i])),
+    "event": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w, 1.0).expand([2]).to_event(1), obs=x[i]),
+    "switched off": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w, 1.0).mask(False), obs=y[i]),
+    "subsample": lambda w, x, y, i: numpyro.sample(
+        "v", dist.Normal(w * numpyro.subsample(x, event_dim=1)[:, 0], 1.0), obs=y[i]
+    ),
+}
+RIGHT = [groups, table, seeded_full_batch, normalized, columns_share_rows, compiled]
+
+
+@pytest.mark.parametrize("model", [*RIGHT, *map(second_site, RIGHT_SECOND_SITES.values())])
 def test_right_models_are_accepted(model):
     state = start(model, X, Y)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z))
+
+
+def test_deterministic_sites_of_one_minibatch_are_left_out_of_the_draws():
+    """Also where they stand outside of the plate whose rows they show."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", N, subsample_size=B) as i:
+            numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
+        numpyro.deterministic("residual", y[i] - w)
+        numpyro.deterministic("square", w**2)
+
+    kernel = infer.SGLD(model, 1e-4)
+    state = kernel.init(jax.random.key(0), 0, None, (X, Y), {})
+    assert set(kernel.postprocess_fn((X, Y), {})(state.z)) == {"w", "square"}
 
 
 # -- arguments --------------------------------------------------------------------------------------

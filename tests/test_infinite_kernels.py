@@ -193,6 +193,24 @@ def test_deep_linear_network():
     np.testing.assert_allclose(ntk(net, x), 4 * gram + 10, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gains_and_biases_of_a_norm_are_trained(gain, bias):
+    """Units u = h / sd have K / sd sd' and T / sd sd'; times a gain N(1, v) plus a bias N(0, c), both parameters:
+    K -> (1 + v) K + c and T -> (1 + v) T + v K + c."""
+    x = data((3,), 4)
+    net = nn.Sequential([nn.Dense(8), nn.LayerNorm(gain, bias), nn.Dense(1)])
+    weight, c, v = 1.3**2, bias * 0.4**2, gain * 0.3**2
+    first = weight * x @ x.T / 3 + 0.4**2
+    sd = np.sqrt(np.diagonal(first))
+    unit = first / np.outer(sd, sd)
+    units, tangent = (1 + v) * unit + c, (1 + v) * unit + v * unit + c
+    second = weight * units + 0.4**2
+    np.testing.assert_allclose(nngp(net, x, prior=PRIOR), second, rtol=1e-10)
+    np.testing.assert_allclose(ntk(net, x, prior=PRIOR), weight * tangent + second, rtol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_gelu_against_the_normal_distribution_function():

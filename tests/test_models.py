@@ -120,3 +120,21 @@ def test_indexed_lengths_follow_nested_programs():
         return inner(i) + jnp.ones(5)[i][:, None] + jnp.ones(100)[:3][:, None]
 
     assert _dependence.indexed_lengths(fn, jnp.arange(3)) == {5, 9}
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda fn: jax.jit(jax.checkpoint(fn))])
+def test_dependence_follows_each_output_of_a_nested_program(wrap):
+    def fn(arguments):
+        return dict(zip("st", wrap(lambda x, y: (2 * x, y + 1))(arguments["x"], arguments["y"]), strict=True))
+
+    assert _dependence.dependence(fn, {"x": jnp.ones(2), "y": 1.0}) == {"s": {"x"}, "t": {"y"}}
+
+
+def test_dependence_counts_every_argument_of_a_loop():
+    def fn(arguments):
+        def swapped(_, pair):
+            return pair[::-1]
+
+        return dict(zip("st", jax.lax.fori_loop(0, 3, swapped, tuple(arguments.values())), strict=True))
+
+    assert _dependence.dependence(fn, {"x": 1.0, "y": 2.0}) == {"s": {"x", "y"}, "t": {"x", "y"}}

@@ -323,6 +323,28 @@ def test_modules_read_fan_in_and_roles(make, names):
     assert len(found) == 6
 
 
+@pytest.mark.parametrize("make", ["flax", "nnx"])
+def test_attention_kernels_keep_the_variance_of_their_inputs(make):
+    """Inputs of mean square 1 and weights N(0, 1 / fan_in) give queries, keys, values and outputs of variance 1.
+
+    Over 24,000 independent values or 10,000 of the output, five standard errors are 5 sqrt(2 / n) or less than 0.071.
+    """
+    sizes = {"num_heads": 4, "qkv_features": 12, "out_features": 5}
+    if make == "flax":
+        layer = linen.MultiHeadDotProductAttention(**sizes)
+        run = lambda: random_flax_module("net", layer, priors.Normal(), input_shape=(2, 7, 6))  # noqa: E731
+    else:
+        layer = nnx.MultiHeadAttention(in_features=6, decode=False, rngs=nnx.Rngs(0), **sizes)
+        run = lambda: random_nnx_module("net", layer, priors.Normal())  # noqa: E731
+    sites = trace_of(run)
+    for name, inputs in {"query": (6,), "key": (6,), "value": (6,), "out": (4, 3)}.items():
+        fn = sites[f"net/{name}.kernel"]["fn"]
+        kernels = fn.sample(jax.random.key(1), (2000,))
+        x = np.random.default_rng(0).choice([-1.0, 1.0], size=inputs)
+        outputs = np.tensordot(kernels, x, (tuple(range(1, 1 + x.ndim)), tuple(range(x.ndim))))
+        assert abs(np.mean(outputs**2) - 1) < 5 * (2 / outputs.size) ** 0.5, name
+
+
 MODULE_PRIORS = {
     "Hierarchical": (priors.Hierarchical(), {"scale": ()}),
     "ARD": (priors.ARD(), {"scale": (2,)}),

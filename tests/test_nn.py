@@ -409,6 +409,12 @@ def test_names_tell_role_and_fan_in():
         ("layers[0].weight", (8, 3)): ("kernel", 3),
         ("conv.weight", (16, 2, 5, 5)): ("kernel", 50),
         ("cell.weight_ih", (24, 3)): ("kernel", 3),
+        ("Conv_0.kernel", (5, 2, 16)): ("kernel", 10),
+        ("net/attention.query.kernel", (6, 4, 3)): ("kernel", 6),
+        ("attention/value.kernel", (6, 4, 3)): ("kernel", 6),
+        ("key.kernel", (6, 12)): ("kernel", 6),
+        ("attention.out.kernel", (4, 3, 5)): ("kernel", 12),
+        ("attention.query.bias", (4, 3)): ("bias", 1),
         ("norm.weight", (8,)): ("scale", 1),
         ("LayerNorm_0.scale", (8,)): ("scale", 1),
         ("conv.bias", (16, 1, 1)): ("bias", 1),
@@ -417,8 +423,9 @@ def test_names_tell_role_and_fan_in():
     for (name, shape), expected in table.items():
         assert (
             nn.base.role(name, shape),
-            nn.base.fan_in(name, shape) if len(shape) < 3 or expected[1] > 1 else 1,
+            nn.base.fan_in(name, shape) if expected[0] == "kernel" else 1,
         ) == (expected), name
+    assert nn.base.input_axis("attention.query.kernel", (6, 4, 3)) == 0
     assert (
         nn.base.input_axis("conv.weight", (16, 2, 5, 5)),
         nn.base.output_axis("conv.weight", (16, 2, 5, 5)),

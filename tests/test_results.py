@@ -1,8 +1,10 @@
 """`to_inference_data`: what every group holds, against the model evaluated by hand."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import arviz as az
 import jax
@@ -11,8 +13,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+import scipy.stats
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, BarkerMH, log_likelihood
+from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_bnn as bnn
 from numpyro_bnn import _arviz, results
@@ -99,6 +103,42 @@ def test_groups_dims_and_coords(idata):
     assert _arviz.group(idata, "predictions_constant_data")["x"].dims == ("data", "x_dim_1")
 
 
+@pytest.mark.parametrize("plated", [True, False])
+def test_coords_of_training_rows_are_not_those_of_new_rows(plated, data):
+    """Also of as many rows; coordinates of classes hold for both."""
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        with numpyro.plate("data", len(x)) if plated else contextlib.nullcontext():
+            numpyro.sample("y", dist.Categorical(logits=x[:, :1] * w), obs=y)
+
+    run = sample(model, data["x"], jnp.arange(N) % 3, draws=3, chains=1)
+    row, rows = ("data", "data") if plated else ("y_dim_0", "y_probs_dim_0")
+    coords = {"y_probs_dim_1": ["a", "b", "c"], row: range(100, 100 + N), rows: range(100, 100 + N)}
+
+    def labels(group, variable="y", **options):
+        new = {"x": -data["x"]}
+        idata = bnn.to_inference_data(run, new, log_likelihood=False, coords=coords, **options)
+        return [
+            values.to_numpy().tolist() for values in _arviz.group(idata, group)[variable].coords.values()
+        ][2:]
+
+    assert labels("posterior_predictive") == [list(range(100, 100 + N))]
+    assert labels("predictions") == [list(range(N))]
+    assert labels("predictions", "y_probs")[-1] == ["a", "b", "c"]
+    assert labels("predictions", prediction_coords={row: range(N, 2 * N)}) == [list(range(N, 2 * N))]
+
+
+def test_coords_of_new_rows_of_processes():
+    x = np.linspace(-1, 1, 4)[:, None]
+    gp = bnn.infinite.gp_regression(bnn.nn.Dense(1), x, x[:, 0], noise_sd=0.1)
+    options = {"predictions": {"x": x}, "num_samples": 3, "coords": {"data": [5, 6, 7, 8]}}
+    for more, expected in [({}, [0, 1, 2, 3]), ({"prediction_coords": {"data": [1, 3, 5, 7]}}, [1, 3, 5, 7])]:
+        idata = bnn.to_inference_data(gp, **options, **more)
+        assert _arviz.group(idata, "posterior")["data"].to_numpy().tolist() == [5, 6, 7, 8]
+        assert _arviz.group(idata, "predictions")["data"].to_numpy().tolist() == expected
+
+
 def test_observed_and_constant_data_are_the_arguments(idata, data):
     np.testing.assert_array_equal(_arviz.group(idata, "observed_data")["y"], data["y"])
     constants = _arviz.group(idata, "constant_data")
@@ -138,7 +178,8 @@ def test_sample_stats_have_arviz_names(idata, mcmc):
     fields = mcmc.get_extra_fields(group_by_chain=True)
     np.testing.assert_array_equal(stats["lp"], -np.asarray(fields["potential_energy"]))
     np.testing.assert_array_equal(stats["n_steps"], fields["num_steps"])
-    assert (2 ** (stats["tree_depth"].to_numpy() - 1) <= stats["n_steps"].to_numpy()).all()
+    depth, steps = stats["tree_depth"].to_numpy(), stats["n_steps"].to_numpy()
+    assert ((2 ** (depth - 1) <= steps) & (steps < 2**depth)).all()  # a complete tree has 2^depth - 1 steps
     assert "acceptance_rate" not in stats  # it was not collected, so it is not there
 
 
@@ -207,7 +248,7 @@ def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     model = bnn.models.regression(net)
     run = sample(model, data["x"], data["y"], draws=5, chains=1)
-    exported = bnn.to_inference_data(run, {"x": data["x_test"]})
+    exported = bnn.to_inference_data(run, {"x": data["x_test"], "y": data["y_test"]})
 
     def predict(params):
         return net.apply(params, data["x_test"], net.statistics(params, data["x"]))[..., 0]
@@ -215,11 +256,121 @@ def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
     params = {k.removeprefix("net/"): v for k, v in run.get_samples().items() if k.startswith("net/")}
     mean = _arviz.group(exported, "predictions")["y_mean"][0]
     np.testing.assert_allclose(mean, jax.vmap(predict)(params), rtol=1e-5, atol=1e-5)
-    # A prediction is about one point: alone or among others it is the same.
-    alone = bnn.to_inference_data(run, {"x": data["x_test"][:1]})
-    np.testing.assert_allclose(
-        _arviz.group(alone, "predictions")["y_mean"][0], mean[:, :1], rtol=1e-5, atol=1e-5
+    density = scipy.stats.norm.logpdf(data["y_test"], mean, run.get_samples()["sigma"][:, None])
+    scores = _arviz.group(exported, "predictions")["y_log_likelihood"][0]
+    np.testing.assert_allclose(scores, density, rtol=1e-4, atol=1e-4)
+    # A prediction is about one point: alone or among others it is the same, and so is its score.
+    alone = bnn.to_inference_data(run, {"x": data["x_test"][:1], "y": data["y_test"][:1]})
+    for name, among in {"y_mean": mean, "y_log_likelihood": scores}.items():
+        value = _arviz.group(alone, "predictions")[name][0]
+        np.testing.assert_allclose(value, among[:, :1], rtol=1e-4, atol=1e-5)
+
+
+def masked_handler(f, y, mask):
+    with numpyro.plate("data", N), handlers.mask(mask=mask):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def masked_distribution(f, y, mask):
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(f, 0.5).mask(mask), obs=y)
+
+
+def masked_imputed(f, y, mask):
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y, obs_mask=mask)
+
+
+def masked_events(f, y, mask):
+    pairs = dist.Normal(f[:, None], np.sqrt(0.5)).expand([N, 2]).to_event(1)
+    with numpyro.plate("data", N):
+        numpyro.sample("y", pairs.mask(mask), obs=jnp.stack([y, y], -1))
+
+
+def masked_elements(f, y, mask):
+    """The second element of every event is left out, and of some events the first one too."""
+    both = jnp.stack([mask, jnp.zeros(N, bool)], -1)
+    pairs = dist.Normal(f[:, None], 0.5).expand([N, 2]).mask(both).to_event(1)
+    with numpyro.plate("data", N):
+        numpyro.sample("y", pairs, obs=jnp.stack([y, y], -1))
+
+
+def masked_table(f, y, mask):
+    rows, columns = numpyro.plate("rows", N // 2, dim=-2), numpyro.plate("columns", 2, dim=-1)
+    with rows, columns, handlers.mask(mask=mask.reshape(-1, 2)):
+        numpyro.sample("y", dist.Normal(f.reshape(-1, 2), 0.5), obs=y.reshape(-1, 2))
+
+
+MASKED = [
+    masked_handler, masked_distribution, masked_imputed, masked_events, masked_elements, masked_table
+]  # fmt: skip
+KEPT = {"all": np.ones(N, bool), "some": np.arange(N) % 3 > 0, "none": np.zeros(N, bool)}
+
+
+@pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of both sides alike
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("observe", MASKED)
+def test_masked_observations_are_no_data(observe, kept, data):
+    """LOO of the observations that a mask leaves is that of a model that holds nothing else."""
+
+    def model(x, y, mask):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        observe(w * x[:, 0], y, mask)
+        with numpyro.plate("data", N):  # a complete site beside it
+            numpyro.sample("v", dist.Normal(w, 1.0), obs=x[:, 1])
+
+    mask, name = KEPT[kept], "y_observed" if observe is masked_imputed else "y"
+    guide, params = AutoNormal(model), {"w_auto_loc": 0.7, "w_auto_scale": 0.02}
+    params |= {"y_unobserved_auto_loc": jnp.zeros(N), "y_unobserved_auto_scale": jnp.ones(N)}
+    idata = bnn.to_inference_data(
+        SimpleNamespace(params=params),
+        guide=guide,
+        args=(data["x"], data["y"], jnp.asarray(mask)),
+        num_samples=60,
+        posterior_predictive=False,
+        coords={"data": range(100, 100 + N)},
     )
+    found = _arviz.group(idata, "log_likelihood")
+    assert found["v"].shape == (1, 60, N)
+    if kept == "none":
+        assert name not in found
+        return
+    w = _arviz.group(idata, "posterior")["w"].to_numpy()
+    x, y = np.asarray(data["x"])[mask, 0], np.asarray(data["y"])[mask]
+    density = scipy.stats.norm.logpdf(y, w[..., None] * x, 0.5)
+    if observe is masked_events:
+        density = 2 * scipy.stats.norm.logpdf(y, w[..., None] * x, np.sqrt(0.5))
+    by_hand = _arviz.inference_data(
+        {
+            "posterior": _arviz.group(idata, "posterior"),
+            "log_likelihood": _arviz.dataset({"y": (("chain", "draw", "row"), density)}),
+        }
+    )
+    one, other = az.loo(idata, var_name=name), az.loo(by_hand, var_name="y")
+    assert one.n_data_points == other.n_data_points == mask.sum()
+    np.testing.assert_allclose(one.se, other.se, rtol=1e-4)
+    np.testing.assert_allclose(found[name].to_numpy().reshape(density.shape), density, rtol=1e-4, atol=1e-5)
+    if kept == "some" and observe in (masked_handler, masked_events):
+        assert found[f"{name}_observed"].to_numpy().tolist() == (100 + np.flatnonzero(mask)).tolist()
+
+
+def test_masked_new_observations_are_not_scored(data):
+    def model(x, y, mask):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(x)), handlers.mask(mask=mask):
+            numpyro.sample("y", dist.Normal(w * x[:, 0], 0.5), obs=y)
+
+    run = sample(model, data["x"], data["y"], jnp.ones(N, bool))
+    mask = np.arange(M) != 2
+    new = {"x": data["x_test"], "y": data["y_test"], "mask": jnp.asarray(mask)}
+    found = _arviz.group(bnn.to_inference_data(run, new, log_likelihood=False), "predictions")
+    w = np.asarray(run.get_samples(group_by_chain=True)["w"])[..., None]
+    x, y = np.asarray(data["x_test"])[mask, 0], np.asarray(data["y_test"])[mask]
+    score = bnn.metrics.lppd(found["y_log_likelihood"])
+    assert score.value == pytest.approx(
+        bnn.metrics.lppd(scipy.stats.norm.logpdf(y, w * x, 0.5)).value, rel=1e-5
+    )
+    assert found["y_mean"].shape == (CHAINS, DRAWS, M)
 
 
 def test_classification_exports_probabilities(data):

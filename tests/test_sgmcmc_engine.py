@@ -13,6 +13,7 @@ from numpyro_bnn.sgmcmc import (
     OBABO,
     SVRG,
     ControlVariates,
+    Dense,
     Diagonal,
     Epochs,
     Full,
@@ -25,6 +26,7 @@ from numpyro_bnn.sgmcmc import (
     build,
 )
 from numpyro_bnn.sgmcmc.engine import fresh_seeds, reset_statistics
+from numpyro_bnn.sgmcmc.preconditioners import Blocks
 from numpyro_bnn.sgmcmc.streams import Keys, ProductStream
 
 N = 40
@@ -426,3 +428,46 @@ def test_bad_arguments_are_refused(make, argument):
 def test_wrong_types_are_refused(make):
     with pytest.raises(TypeError):
         make()
+
+
+# -- parts by themselves ------------------------------------------------------------------------------
+
+PRECONDITIONERS = {
+    "Diagonal": Diagonal(jnp.array([1.0, 2.0, 0.5])),
+    "Dense": Dense(jnp.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 4.0]])),
+    "RMSProp": RMSProp(decay=0.5, damping=0.1, num_data=N),
+    "Blocks": Blocks([(1, RMSProp(damping=0.1)), (2, Dense(jnp.array([[2.0, 0.5], [0.5, 1.0]])))]),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
+def test_whitening_is_the_inverse_of_the_root(preconditioner):
+    """root(whiten(v)) = whiten(root(v)) = v, and root and transpose give G, after gradients of other sizes."""
+    state, v = preconditioner.init(jnp.zeros(3)), jnp.array([1.0, -2.0, 3.0])
+    for gradient in (jnp.array([4.0, 30.0, -7.0]), jnp.array([1.0, 3.0, 500.0])):
+        state = preconditioner.update(state, gradient, jnp.bool_(True))
+    np.testing.assert_allclose(preconditioner.root(state, preconditioner.whiten(state, v)), v, rtol=1e-12)
+    np.testing.assert_allclose(preconditioner.whiten(state, preconditioner.root(state, v)), v, rtol=1e-12)
+    root = jax.vmap(lambda column: preconditioner.root(state, column), out_axes=1)(jnp.eye(3))
+    np.testing.assert_allclose(preconditioner.transpose(state, v), root.T @ v, rtol=1e-12)
+    if isinstance(preconditioner, RMSProp):
+        mean_square = (np.array([4.0, 30.0, -7.0]) ** 2 + np.array([1.0, 3.0, 500.0]) ** 2) / 2 / N**2
+        np.testing.assert_allclose(root @ root.T, np.diag(1 / (0.1 + np.sqrt(mean_square))), rtol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("size", [2, 8192])
+def test_thermostat_compares_the_temperature_of_all_coordinates(size):
+    """Without forces and noise: half of dxi = h (r'r / P - T) / Q, r <- exp(-xi h) r, and the other half."""
+    eps, mass, temperature = 0.04, 2.0, 0.7
+    flat = Full(lambda q: jnp.zeros(()))
+    sampler = build(flat, NoseHoover(0.0, mass=mass), schedule=eps, temperature=temperature)
+    state = sampler.init(jnp.zeros(size), jax.random.key(0))
+    r, half = np.asarray(state.memory.momentum), 0.5 * eps**0.5
+    xi = half / mass * (r @ r / size - temperature)
+    after = np.exp(-2 * half * xi) * r
+    xi += half / mass * (after @ after / size - temperature)
+    moved = sampler.run(state, 1).memory
+    np.testing.assert_allclose(moved.momentum, after, rtol=1e-12)
+    np.testing.assert_allclose(moved.friction, xi, rtol=1e-9)

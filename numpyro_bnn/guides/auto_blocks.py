@@ -268,17 +268,17 @@ class AutoBlocks(AutoNormal):
         return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
 
     def median(self, params: Mapping[str, Any]) -> Values:
-        """Medians of the latent sites, and deterministic sites at these.
+        """Medians of the latent sites in unconstrained space, mapped to their supports; deterministic sites at these.
 
         In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
-        their scales) from 4096 draws with a fixed key.
+        their scales) from 4096 draws with a fixed key. Of a simplex, only :meth:`quantiles` has marginal medians.
         """
         self._check_called("median")
         middle = self._unconstrained_quantiles(params, jnp.array([0.5]))
         return self._constrain({name: value[0] for name, value in middle.items()}, ())
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
-        """Quantiles of the latent sites, computed like :meth:`median`.
+        """Marginal quantiles of the latent sites, computed like :meth:`median`; of a simplex from 4096 draws.
 
         For quantiles of deterministic sites, take quantiles of draws from ``sample_posterior``.
 

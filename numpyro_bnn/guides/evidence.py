@@ -27,7 +27,7 @@ class Evidence(NamedTuple):
     :param iw_bias: L_S minus log p(D) to first order, -iw_se^2 / 2: the bound is too low. As valid as ``iw_se``.
     :param pareto_k: k-hat, the shape of the tail of the weights after Pareto smoothing.
     :param ess: effective sample size of the weights, (sum w)^2 / sum w^2.
-    :param num_observations: observed numbers in D, over all observed sites.
+    :param num_observations: observed numbers in D, over all observed sites, without those that a mask leaves out.
     :param log_weights: log w, (S,).
     """
 

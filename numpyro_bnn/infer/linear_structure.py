@@ -13,7 +13,7 @@ from numpyro.infer.gibbs import latent_sample_sites
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
 from numpyro_bnn._plates import full_trace
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
@@ -144,12 +144,8 @@ def read(
     _check_linear(call, linear)
     for name in linear.structure.data:
         if not traced[name]["is_observed"]:
-            raise argument_error(
-                call,
-                "sites",
-                f"{sites}, on which the latent site {name!r} depends",
-                f"Only data may depend on them: name {name!r} as well.",
-            )
+            came = f"{sites}, on which the latent site {name!r} depends"
+            raise argument_error(call, "sites", came, f"Only data may depend on them: name {name!r} as well.")
     return linear.structure
 
 
@@ -211,12 +207,8 @@ def _check_linear(call: str, linear: LinearModel) -> None:
         u = size * random.normal(random.key(i), linear.zeros().shape)
         error = linear.mean(u) - (start + jacobian @ u)
         if isinstance(error, jax.core.Tracer):
-            raise argument_error(
-                call,
-                "model_args",
-                "arrays that are traced by a transformation",
-                "Linearity is measured: call it once outside of `jit` or `vmap`.",
-            )
+            instead = "Linearity is measured: call it once outside of `jit` or `vmap`."
+            raise argument_error(call, "model_args", "arrays that are traced by a transformation", instead)
         close = jnp.abs(error) <= TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
         if not bool(jnp.all(close)):
             worst = float(jnp.max(jnp.abs(error)))
@@ -254,19 +246,8 @@ def weights(site: Mapping[str, Any]) -> jax.Array:
     [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]
     """
     fn = site["fn"]
-    shape = fn.shape()
-    weight = _over_events(1.0 if site["scale"] is None else site["scale"], fn)
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
-        if isinstance(fn, dist.MaskedDistribution):
-            weight = weight * jnp.broadcast_to(_over_events(fn._mask, fn), shape)
-        fn = fn.base_dist
-    return jnp.broadcast_to(weight, shape)
-
-
-def _over_events(factor: Any, fn: dist.Distribution) -> jax.Array:
-    """Broadcast a factor of the batch shape over elements of events."""
-    batch = jnp.broadcast_to(jnp.asarray(factor), fn.batch_shape)
-    return batch.reshape(fn.batch_shape + (1,) * fn.event_dim)
+    scale = jnp.broadcast_to(1.0 if site["scale"] is None else site["scale"], fn.batch_shape)
+    return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
 def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:

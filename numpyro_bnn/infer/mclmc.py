@@ -158,12 +158,8 @@ class MCLMC(SGMCMCKernel):
         policy = super().make_policy(target, num_warmup)
         evens_noise = is_named(self._preconditioner, "gradient_noise")
         if evens_noise and not target.subsampled:
-            raise argument_error(
-                self._call,
-                "preconditioner",
-                "'gradient_noise'",
-                "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'variance'.",
-            )
+            instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'variance'."
+            raise argument_error(self._call, "preconditioner", "'gradient_noise'", instead)
         tuner = EnergyTuner(
             stages=Stages.of(policy.warm_start_length, num_warmup),
             num_warmup=num_warmup,

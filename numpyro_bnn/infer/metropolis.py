@@ -20,12 +20,8 @@ class _AllDataKernel(SGMCMCKernel):
 
     def _check_arguments(self) -> None:
         if self._gradient != "minibatch":
-            raise argument_error(
-                self._call,
-                "gradient",
-                self._gradient,
-                "Leave it out: this kernel uses the gradient of all the data.",
-            )
+            instead = "Leave it out: this kernel uses the gradient of all the data."
+            raise argument_error(self._call, "gradient", self._gradient, instead)
         super()._check_arguments()
 
     def estimator(
@@ -157,12 +153,11 @@ class GGMC(SGMCMCKernel):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         if self._minibatches != "with_replacement" or self._gradient == "svrg":
-            raise argument_error(
-                self._call,
-                "minibatches or gradient",
-                (self._minibatches, self._gradient),
-                "It is exact with independent minibatches only: draw them with replacement, and not by SVRG.",
+            came = (self._minibatches, self._gradient)
+            instead = (
+                "It is exact with independent minibatches only: draw them with replacement, and not by SVRG."
             )
+            raise argument_error(self._call, "minibatches or gradient", came, instead)
         check_momentum_decay(self._call, self._momentum_decay)
         self.dynamics(lambda z: z, 1.0)  # checks the number of steps
 

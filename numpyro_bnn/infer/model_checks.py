@@ -20,6 +20,8 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
+# Changes of log densities that rounding explains if rows change places, relative to the largest log density.
+REORDERED = 0.01
 
 
 class Plate(NamedTuple):
@@ -157,8 +159,8 @@ def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
     plates = {name: Plate(*args) for name, args in sites.items() if args[1] not in (None, args[0])}
     for name, plate in plates.items():
         if plate.batch_size > plate.size:
-            got = f"plate {name!r} with subsample_size {plate.batch_size}"
-            raise argument_error(call, "model", got, f"Take at most its size, {plate.size}.")
+            came = f"plate {name!r} with subsample_size {plate.batch_size}"
+            raise argument_error(call, "model", came, f"Take at most its size, {plate.size}.")
     return plates
 
 
@@ -184,37 +186,111 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
 
 
 def check_indices(
-    call: str, model: Callable, traced: dict, plates: Mapping[str, Plate], args: tuple, kwargs: dict
-) -> None:
-    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points."""
-    refused = partial(argument_error, call, "model")
-    values = {
-        name: site["value"]
-        for name, site in traced.items()
-        if site["type"] == "sample" and not site["is_observed"]
-    }
+    call: str,
+    model: Callable,
+    traced: Mapping[str, Any],
+    plates: Mapping[str, Plate],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    stochastic: bool,
+) -> frozenset[str]:
+    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
 
-    def likelihood(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    :return: names of deterministic sites that belong to one minibatch.
+    """
+    refused = partial(argument_error, call, "model")
+    sites = {name: site for name, site in traced.items() if site["type"] == "sample"}
+    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+
+    def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
         fixed = handlers.substitute(on_batch(model, plates), data=values)
-        sites = handlers.trace(handlers.seed(fixed, 0)).get_trace(*args, _batch=batch, **kwargs)
-        return {"total": observed_log_density(sites)}
+        return _parts(handlers.trace(handlers.seed(fixed, 0)).get_trace(*args, _batch=batch, **kwargs))
 
     fresh = first_batch(plates)
-    used = dependence(likelihood, fresh)["total"]
+    used = dependence(parts, fresh)
+    observed = set().union(*(used["density", name] for name in sites if name not in values))
     for name, plate in plates.items():
-        if name not in used:
+        if name not in observed:
             raise refused(
                 f"plate {name!r}, whose indices the likelihood does not use",
                 f"Its data would be scaled by {plate.size}/{plate.batch_size} as if they were a fresh minibatch each"
                 f" step. Pass all {plate.size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(partial(lambda name, i: likelihood({**fresh, name: i}), name), fresh[name])
+        reached = indexed_lengths(partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name])
         if reached and min(reached) < plate.size:
             raise refused(
                 f"plate {name!r} of size {plate.size} that indexes an array with {min(reached)} rows",
                 "JAX would silently repeat the last row. Make the plate as large as the data: `x.shape[0]`.",
             )
-    _check_seeds(call, model, plates, args, kwargs)
+    shapes = jax.eval_shape(parts, fresh)
+    for site in sites.values():
+        _check_site(refused, site, plates, used, shapes)
+    with jax.ensure_compile_time_eval():
+        _check_seeds(refused, plates, traced, trace_of(model, 1, args, kwargs)[0])
+    if not stochastic:  # random numbers belong to places of the minibatch, not to its rows
+        _check_order(refused, sites, parts, fresh)
+    local = [name for name, site in traced.items() if any(f.name in plates for f in site["cond_indep_stack"])]
+    return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
+
+
+def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """What may depend on the minibatch: scaled log densities, values, and deterministic sites."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, site in traced.items():
+        if site["type"] == "deterministic":
+            found["deterministic", name] = site["value"]
+        elif site["type"] == "sample":
+            factor = unwrapped(site["fn"], masked=True)
+            scale = 1.0 if site["scale"] is None else site["scale"]
+            found["density", name] = scale * site["fn"].log_prob(site["value"])
+            found["value", name] = factor.log_factor if isinstance(factor, dist.Unit) else site["value"]
+    return found
+
+
+def _check_site(
+    refused: Callable, site: Mapping[str, Any], plates: Mapping[str, Plate], used: Mapping, shapes: Mapping
+) -> None:
+    """Check that a site stands in the plates whose indices it uses, and has one row for each of their indices."""
+    name, frames = site["name"], [f for f in site["cond_indep_stack"] if f.name in plates]
+    for plate in sorted(used["density", name] - {frame.name for frame in frames}):
+        raise refused(
+            f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
+            f"It would not be scaled to {plates[plate].size} rows: move it inside, `with plate(...) as i: ...`.",
+        )
+    is_factor = isinstance(unwrapped(site["fn"], masked=True), dist.Unit)  # its rows are log densities
+    shape = shapes["value", name].shape
+    rows = shape if is_factor else shape[: max(len(shape) - site["fn"].event_dim, 0)]
+    for frame in frames:
+        length = rows[frame.dim] if len(rows) >= -frame.dim else None
+        indexed = frame.name in used["value", name]
+        unused = not indexed and frame.name not in used["density", name]
+        if unused or indexed != (length == frame.size) or length not in (None, 1, frame.size):
+            raise refused(
+                f"the site {name!r} in plate {frame.name!r}, whose value is not one row for each of its indices",
+                f"Pass all {plates[frame.name].size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
+            )
+
+
+def _check_order(
+    refused: Callable, sites: Mapping[str, Any], parts: Callable, fresh: Mapping[str, jax.Array]
+) -> None:
+    """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse their log densities."""
+    with jax.ensure_compile_time_eval():
+        before = parts(fresh)
+        for plate, indices in fresh.items():
+            after = parts({**fresh, plate: indices[::-1]})
+            for name, site in sites.items():
+                axes = [frame.dim for frame in site["cond_indep_stack"] if frame.name == plate]
+                expected = jnp.flip(before["density", name], axes)
+                if isinstance(expected, jax.core.Tracer):
+                    continue  # the data are arguments of a compiled program
+                largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
+                if not np.allclose(expected, after["density", name], 0, REORDERED * largest, equal_nan=True):
+                    raise refused(
+                        f"the site {name!r} in plate {plate!r}, of which some rows stay when the indices change",
+                        "Index every array that has one row per data point, also for masks and scales: `x[i]`.",
+                    )
 
 
 def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
@@ -223,14 +299,12 @@ def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
     return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
 
 
-def _check_seeds(call: str, model: Callable, plates: Mapping[str, Plate], args: tuple, kwargs: dict) -> None:
-    """Check that two seeds give a plate two different keys; a model that is already seeded fails this."""
-    with jax.ensure_compile_time_eval():
-        traces = [trace_of(model, seed, args, kwargs)[0] for seed in (1, 2)]
-        keys = [
-            {name: random.key_data(traced[name]["kwargs"]["rng_key"]) for name in plates} for traced in traces
-        ]
+def _check_seeds(refused: Callable, plates: Mapping[str, Plate], *traces: Mapping[str, Any]) -> None:
+    """Check that the seeds of two traces give a plate two keys; a model that is already seeded fails this."""
     for name in plates:
-        if np.array_equal(keys[0][name], keys[1][name]):
-            instead = "Its minibatch and random numbers would never change. Pass it without `handlers.seed`."
-            raise argument_error(call, "model", "a model that is already seeded", instead)
+        keys = [random.key_data(traced[name]["kwargs"]["rng_key"]) for traced in traces]
+        if np.array_equal(keys[0], keys[1]):
+            raise refused(
+                "a model that is already seeded",
+                "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
+            )

@@ -116,12 +116,8 @@ class SGNHT(_WithMomentum):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         if self._momentum_decay == 1:
-            raise argument_error(
-                self._call,
-                "momentum_decay",
-                1,
-                "Pass a value below 1: a thermostat needs a momentum to measure.",
-            )
+            instead = "Pass a value below 1: a thermostat needs a momentum to measure."
+            raise argument_error(self._call, "momentum_decay", 1, instead)
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)

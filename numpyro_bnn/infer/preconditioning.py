@@ -57,9 +57,5 @@ def _fixed(call: str, value: Any, size: int) -> Preconditioner:
         return Dense(value)
     if shape in ((), (size,)):
         return Diagonal(value)
-    raise argument_error(
-        call,
-        "preconditioner",
-        f"shape {shape}",
-        f"Pass a number, a diagonal ({size},) or a matrix ({size}, {size}).",
-    )
+    instead = f"Pass a number, a diagonal ({size},) or a matrix ({size}, {size})."
+    raise argument_error(call, "preconditioner", f"shape {shape}", instead)

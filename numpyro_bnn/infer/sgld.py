@@ -108,23 +108,16 @@ class CyclicalSGLD(SGLD):
         call = "infer.CyclicalSGLD"
         check_number(call, "step_size", step_size, strict=True)
         if "steps_per_draw" in options or options.get("warm_start"):
-            raise argument_error(
-                call,
-                "steps_per_draw or warm_start",
-                "a value",
-                "Set `cycle_length`, `draws_per_cycle` and `explore`.",
-            )
+            instead = "Set `cycle_length`, `draws_per_cycle` and `explore`."
+            raise argument_error(call, "steps_per_draw or warm_start", "a value", instead)
         cycle_length = check_count(call, "cycle_length", cycle_length)
         draws_per_cycle = check_count(call, "draws_per_cycle", draws_per_cycle)
         check_number(call, "explore", explore, below=1)
         self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle
         if self.steps_per_draw < 1:
-            raise argument_error(
-                call,
-                "cycle_length, draws_per_cycle, explore",
-                (cycle_length, draws_per_cycle, explore),
-                "The sampling part of a cycle must contain at least one step per draw.",
-            )
+            came = (cycle_length, draws_per_cycle, explore)
+            instead = "The sampling part of a cycle must contain at least one step per draw."
+            raise argument_error(call, "cycle_length, draws_per_cycle, explore", came, instead)
         self.cycle_length = cycle_length
         self.draws_per_cycle = draws_per_cycle
         self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle

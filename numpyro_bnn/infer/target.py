@@ -45,7 +45,7 @@ class Target:
     :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
     :param rows: sizes of the plates that contain observations and no latent site.
     :param supports: supports of the latent sites.
-    :param of_one_minibatch: names of deterministic sites inside subsampled plates.
+    :param of_one_minibatch: names of deterministic sites inside subsampled plates, or that depend on their indices.
     :param potential_fn: NumPyro's potential of the model with the keyword ``_batch``.
     :param postprocess_fn: NumPyro's postprocessing of that model.
     """
@@ -120,8 +120,9 @@ def bind(
             traced, stochastic = trace_of(model, 0, args, kwargs)
     plates = subsampled(call, traced)
     check_latent_sites(call, traced, plates)
+    of_one_minibatch: frozenset[str] = frozenset()
     if plates:
-        check_indices(call, model, traced, plates, args, kwargs)
+        of_one_minibatch = check_indices(call, model, traced, plates, args, kwargs, stochastic=stochastic)
     with jax.debug_key_reuse(False):  # NumPyro's search for initial values draws twice with one key
         info = initialize_model(
             rng_key,
@@ -131,11 +132,6 @@ def bind(
             model_args=args,
             model_kwargs=kwargs,
         )
-    of_one_minibatch = {
-        name
-        for name, site in traced.items()
-        if site["type"] == "deterministic" and any(f.name in plates for f in site["cond_indep_stack"])
-    }
     all_sizes = [site["args"][0] for site in traced.values() if site["type"] == "plate"]
     target = Target(
         model=model,
@@ -144,7 +140,7 @@ def bind(
         num_data=max([plate.size for plate in plates.values()] or all_sizes, default=1),
         rows=_rows(traced),
         supports={name: traced[name]["fn"].support for name in info.param_info.z},
-        of_one_minibatch=frozenset(of_one_minibatch),
+        of_one_minibatch=of_one_minibatch,
         potential_fn=info.potential_fn,
         postprocess_fn=info.postprocess_fn,
     )

@@ -86,13 +86,10 @@ class UnitMoves(Wrapper):
         super().__init__(kernel)
         good = isinstance(units, Mapping) and units and all(isinstance(axis, int) for axis in units.values())
         if not good:
-            raise argument_error(
-                self._call,
-                "units",
-                units,
-                "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`.",
-                TypeError,
+            instead = (
+                "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`."
             )
+            raise argument_error(self._call, "units", units, instead, TypeError)
         self._units = dict(units)
         self._num_moves = check_count(self._call, "num_moves", num_moves)
         self._num_units = 0
@@ -119,12 +116,9 @@ class UnitMoves(Wrapper):
         used = dependence(log_priors, {name: values[name] for name in self._units})
         for name, others in used.items():
             if others:
-                raise argument_error(
-                    self._call,
-                    "units",
-                    f"{name!r}, whose prior depends on {sorted(others)}",
-                    "Name sites whose priors do not depend on each other.",
-                )
+                came = f"{name!r}, whose prior depends on {sorted(others)}"
+                instead = "Name sites whose priors do not depend on each other."
+                raise argument_error(self._call, "units", came, instead)
 
     def _size(self, traced: Mapping[str, Any], name: str, axis: int) -> int:
         latent = latent_sample_sites(traced)
@@ -132,22 +126,15 @@ class UnitMoves(Wrapper):
             raise unknown_name(self._call, "units", name, latent)
         fn, shape = traced[name]["fn"], jnp.shape(traced[name]["value"])
         if not -len(shape) <= axis < len(shape):
-            raise argument_error(
-                self._call,
-                "units",
-                f"axis {axis} of {name!r}, shaped {shape}",
-                "Name the axis that runs over the units.",
-            )
+            instead = "Name the axis that runs over the units."
+            raise argument_error(self._call, "units", f"axis {axis} of {name!r}, shaped {shape}", instead)
         base = unwrapped(fn)
         if not isinstance(base, GroupStudentT) and (
             base.event_dim or isinstance(base, dist.MaskedDistribution)
         ):
-            raise argument_error(
-                self._call,
-                "units",
-                f"{name!r}, a site with a {type(base).__name__} prior",
-                "Its elements must be independent, or a `priors.GroupStudentT`.",
-            )
+            came = f"{name!r}, a site with a {type(base).__name__} prior"
+            instead = "Its elements must be independent, or a `priors.GroupStudentT`."
+            raise argument_error(self._call, "units", came, instead)
         return shape[axis]
 
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> UnitState:

@@ -99,12 +99,11 @@ class Wrapper(MCMCKernel):
     ) -> Any:
         model_kwargs = dict(model_kwargs or {})
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model_args, model_kwargs))):
-            raise argument_error(
-                self._call,
-                "model_args",
-                "arrays that are traced by a transformation",
-                "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside.",
+            came = "arrays that are traced by a transformation"
+            instead = (
+                "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
             )
+            raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
             self._prepare(model_args, model_kwargs)
@@ -171,12 +170,9 @@ class Wrapper(MCMCKernel):
     ) -> dict[str, jax.Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
-            raise argument_error(
-                "to_inference_data",
-                "members",
-                f"moves around {type(self._kernel).__name__}, which has no warm start",
-                "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members.",
-            )
+            came = f"moves around {type(self._kernel).__name__}, which has no warm start"
+            instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
+            raise argument_error("to_inference_data", "members", came, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
 
     def divergence_report(self, state: Any) -> str | None:

@@ -207,7 +207,9 @@ def role(name: str, shape: Shape) -> Role:
 
 def input_axis(name: str, shape: Shape) -> int:
     """Axis of a kernel that runs over its inputs (units or channels): Flax (..., in, out), Equinox (out, in, ...)."""
-    return len(shape) - 2 if inputs_first(name) else 1
+    if not inputs_first(name):
+        return 1
+    return 0 if _makes_heads(name, shape) else len(shape) - 2
 
 
 def output_axis(name: str, shape: Shape) -> int:
@@ -223,14 +225,23 @@ def inputs_first(name: str) -> bool:
 def fan_in(name: str, shape: Shape) -> int:
     """Number of terms summed into one pre-activation: D for a dense kernel, h*w*in for a convolution.
 
-    An embedding looks up one row, so its fan-in is 1.
+    An embedding looks up one row, so its fan-in is 1. Flax's attention kernels ``query``, ``key`` and ``value`` are
+    (in, heads, features). Of any other kernel the last axis is taken for the only one of outputs.
 
-    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("convolution.weight", (16, 2, 5, 5))
-    (3, 50)
+    >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("conv.weight", (16, 2, 5, 5)), fan_in("query.kernel", (6, 4, 3))
+    (3, 50, 6)
     """
     if len(shape) < 2 or _leaf(name) == "embedding":
         return 1
+    if _makes_heads(name, shape):
+        return shape[0]
     return prod(shape[:-1]) if inputs_first(name) else prod(shape[1:])
+
+
+def _makes_heads(name: str, shape: Shape) -> bool:
+    """Whether a kernel (in, heads, features) of an attention layer makes queries, keys or values of its inputs."""
+    path = name.replace("/", ".").split(".")
+    return len(shape) == 3 and path[-1] == "kernel" and path[-2:-1] in (["query"], ["key"], ["value"])
 
 
 def _leaf(name: str) -> str:

@@ -204,12 +204,11 @@ class BySite:
         matching = (prior for pattern, prior in self.patterns.items() if fnmatchcase(name, pattern))
         prior = next(matching, self.default)
         if prior is None:
-            raise argument_error(
-                "priors.BySite",
-                "patterns",
-                f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})",
-                'Add one, or a `default=`; in a dictionary the last entry may be `"*": priors.Normal()`.',
+            came = f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})"
+            instead = (
+                'Add one, or a `default=`; in a dictionary the last entry may be `"*": priors.Normal()`.'
             )
+            raise argument_error("priors.BySite", "patterns", came, instead)
         return prior if isinstance(prior, dist.Distribution) else prior(name, shape)
 
     def check(self, names: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
 """``to_inference_data``: any inference result as one ArviZ object with one layout."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -24,6 +25,7 @@ from numpyro_bnn.results.replay import (
     for_prediction,
     map_draws,
     observation_mean,
+    observed_elements,
     site_trace,
     training_statistics,
 )
@@ -45,6 +47,7 @@ def to_inference_data(
     posterior_predictive: bool = True,
     draws_per_chunk: int | None = None,
     coords: Mapping[str, Sequence] | None = None,
+    prediction_coords: Mapping[str, Sequence] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
     attrs: Mapping[str, str | int | float] | None = None,
 ) -> Any:
@@ -61,7 +64,8 @@ def to_inference_data(
     - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the mean of the observation;
       for a categorical one ``y_probs``, class probabilities) at the training inputs, and the deterministic sites
       that are functions of the inputs (they are not in ``posterior``, which is about parameters).
-    - ``log_likelihood``: pointwise, at the training data.
+    - ``log_likelihood``: pointwise, at the training data. If a mask leaves out elements of ``y``, the others have
+      one axis, ``y_observed``, with their coordinates or positions.
     - ``predictions``: the same as ``posterior_predictive`` at new inputs, and ``y_log_likelihood`` if new
       targets are given. Batch normalizations use the statistics of the training data under each draw.
     - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
@@ -79,7 +83,8 @@ def to_inference_data(
     :param log_likelihood: whether to compute that group, and the ``sample_stats`` of a guide.
     :param posterior_predictive: whether to compute that group.
     :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
-    :param coords: coordinate values by dimension, e.g. ``{"data": dates}``.
+    :param coords: coordinate values by dimension, e.g. ``{"data": dates}``; those of rows are for the training data.
+    :param prediction_coords: those of the rows of ``predictions``.
     :param dims: dimension names by variable, for axes that are not plates.
     :param attrs: additional text or numbers to store.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
@@ -104,7 +109,9 @@ def to_inference_data(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     chosen = (log_likelihood, posterior_predictive)
     if isinstance(result, GPRegression):
-        groups = process_groups(result, predictions, rng_key, num_samples, *chosen, coords or {})
+        groups = process_groups(
+            result, predictions, rng_key, num_samples, *chosen, coords or {}, prediction_coords or {}
+        )
         return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
@@ -117,7 +124,7 @@ def to_inference_data(
     new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
     groups = exporter.training_groups(train_key, *chosen)
     if new is not None:
-        groups |= exporter.prediction_groups(new_key, new, set(predictions or {}))
+        groups |= exporter.prediction_groups(new_key, new, set(predictions or {}), prediction_coords or {})
     return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
 
 
@@ -205,7 +212,7 @@ class _Exporter:
         if wanted or (predictive and (self.observed_sites or self.dependent)):
             values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
             density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
-            groups["log_likelihood"] = self._sampled(density, self.sites)
+            groups["log_likelihood"] = self._sampled(density, self.sites, density)
             predicted = {k: v for k, v in values.items() if "/" not in k}
             groups["posterior_predictive"] = self._sampled(predicted, self.sites)
         observed = {}
@@ -216,7 +223,9 @@ class _Exporter:
         groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
         return groups
 
-    def prediction_groups(self, rng_key: jax.Array, new: Arguments, given: set[str]) -> dict[str, Any]:
+    def prediction_groups(
+        self, rng_key: jax.Array, new: Arguments, given: set[str], new_coords: Mapping[str, Sequence]
+    ) -> dict[str, Any]:
         model, training, call = self.fit.model, self.fit.arguments.call(), new.call()
         scored = bool(self.observed) and self.observed <= given
 
@@ -234,9 +243,16 @@ class _Exporter:
             sites = self._trace(new, predict=True)
         values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
         arrays = {name: value for name, value in new.arrays.items() if name in given}
+        lengths = {len(value) for value in arrays.values()}
+        plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+        rows = {safe(name) for name, size in plates.items() if size in lengths}
+        shared = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
+        exporter = copy(self)
+        exporter.coords = {**shared, **new_coords}
+        densities = [f"{safe(name)}_log_likelihood" for name in self.observed_sites]
         return {
-            "predictions": self._sampled(values, sites),
-            "predictions_constant_data": self._constants(arrays, set(), sites),
+            "predictions": exporter._sampled(values, sites, densities),
+            "predictions_constant_data": exporter._constants(arrays, set(), sites),
         }
 
     # -- values at one draw ----------------------------------------------------------------------------
@@ -270,15 +286,29 @@ class _Exporter:
             {name: (SAMPLE_DIMS + self._dims(name, v.shape[2:]), v) for name, v in values.items()}
         )
 
-    def _sampled(self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict]) -> Any:
-        """Dataset of draws of observed or deterministic sites, dimensions by plate."""
+    def _sampled(
+        self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
+    ) -> Any:
+        """Dataset of draws of observed or deterministic sites, dimensions by plate.
+
+        :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
+        """
         by_name = {safe(name): site for name, site in sites.items()}
         variables = {}
         for name, value in values.items():
             # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.
             stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
             site = by_name[max(stems, key=len)]
-            variables[name] = (SAMPLE_DIMS + site_dims(site, name, value.shape[2:]), value)
+            dims = site_dims(site, name, value.shape[2:])
+            kept = observed_elements(site["fn"], value) if name in densities else np.array(True)
+            if not kept.all():
+                dim = f"{safe(site['name'])}_observed"
+                labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())
+                places = np.flatnonzero(kept)
+                self.coords[dim] = labels[places] if labels.size == kept.size else places
+                dims, value = (dim,), value[..., kept]
+            if kept.any():
+                variables[name] = (SAMPLE_DIMS + dims, value)
         return self._dataset(variables)
 
     def _constants(self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]) -> Any:

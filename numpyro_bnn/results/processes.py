@@ -24,6 +24,7 @@ def process_groups(
     log_likelihood: bool,
     posterior_predictive: bool,
     coords: Mapping[str, Any],
+    prediction_coords: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Groups of a :class:`~numpyro_bnn.infinite.GPRegression`: independent draws of the function, one chain.
 
@@ -33,11 +34,11 @@ def process_groups(
     >>> from numpyro_bnn import infinite, nn
     >>> x = np.linspace(-1, 1, 4)[:, None]
     >>> gp = infinite.gp_regression(nn.Dense(1), x, x[:, 0], noise_sd=0.1)
-    >>> list(process_groups(gp, None, jax.random.key(0), 10, True, False, {}))
+    >>> list(process_groups(gp, None, jax.random.key(0), 10, True, False, {}, {}))
     ['posterior', 'log_likelihood', 'observed_data', 'constant_data']
     """
 
-    def group(values: Mapping[str, np.ndarray], *sample: str) -> Any:
+    def group(values: Mapping[str, np.ndarray], *sample: str, coords: Mapping[str, Any] = coords) -> Any:
         def dims(name: str, rank: int) -> tuple[str, ...]:
             return (*sample, "data", *(f"{name}_dim_{i}" for i in range(1, rank - len(sample))))
 
@@ -58,8 +59,8 @@ def process_groups(
         values = _draws(gp, new["x"], new_key, num_samples)
         if "y" in new:
             values["y_log_likelihood"] = norm.logpdf(new["y"], values["y_mean"], gp.noise_sd)
-        groups["predictions"] = group(values, "chain", "draw")
-        groups["predictions_constant_data"] = group(new)
+        groups["predictions"] = group(values, "chain", "draw", coords=prediction_coords)
+        groups["predictions_constant_data"] = group(new, coords=prediction_coords)
     return groups
 
 

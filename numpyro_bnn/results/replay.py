@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 
 from numpyro_bnn import _programs
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._plates import full_trace, unobserved
 from numpyro_bnn.networks import record_statistics, use_statistics
 
@@ -155,6 +155,12 @@ def observation_mean(fn: dist.Distribution) -> Summary | None:
     except NotImplementedError:
         return None
     return Summary("mean", jnp.broadcast_to(mean, shape))
+
+
+def observed_elements(fn: dist.Distribution, log_likelihood: np.ndarray) -> np.ndarray:
+    """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out by a mask in every draw."""
+    events = tuple(range(-fn.event_dim, 0))
+    return np.asarray(unmasked_elements(fn)).any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
 
 
 def map_draws(

@@ -319,12 +319,8 @@ class Microcanonical(Dynamics):
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Direction:
         if position.shape[0] < 2:
-            raise argument_error(
-                "sgmcmc.Microcanonical",
-                "position",
-                f"shape {position.shape}",
-                "On a line there are only two directions: it needs at least two parameters.",
-            )
+            instead = "On a line there are only two directions: it needs at least two parameters."
+            raise argument_error("sgmcmc.Microcanonical", "position", f"shape {position.shape}", instead)
         seen = context.evaluate(position, draw.batch)
         length = jnp.asarray(position.size**0.5 if self.length is None else self.length, position.dtype)
         return Direction(normalized(draw.noise[0]), seen.potential, seen.gradient, length)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._dependence import needed_equations
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
@@ -186,7 +187,7 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
         position, *leaves
     )
     jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    needed = _needed(jaxpr)
+    needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     # Python callbacks stay in the step: they may not support batches of steps.
     calls = [v for equation in needed if "callback" in equation.primitive.name for v in equation.outvars]
     moving = _reached(needed, [jaxpr.invars[0], *calls])
@@ -209,16 +210,6 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _needed(jaxpr: Any) -> list[Any]:
-    """Equations that the output needs: a traced model holds many others."""
-    wanted, kept = set(_variables(jaxpr.outvars)), []
-    for equation in reversed(jaxpr.eqns):
-        if wanted.intersection(equation.outvars):
-            kept.append(equation)
-            wanted.update(_variables(equation.invars))
-    return kept[::-1]
 
 
 def _reached(equations: Iterable[Any], start: Iterable[Any]) -> set:

@@ -36,13 +36,9 @@ def seeds(rng_key: Array, count: int) -> Array:
     typed = hasattr(rng_key, "dtype") and jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     legacy = not typed and getattr(rng_key, "dtype", None) == jnp.uint32
     if not (typed and rng_key.ndim == 0) and not (legacy and rng_key.ndim == 1):
-        raise argument_error(
-            "sgmcmc.seeds",
-            "rng_key",
-            f"{type(rng_key).__name__} of shape {getattr(rng_key, 'shape', ())}",
-            "Pass one key, e.g. `jax.random.key(0)`; for several chains use `jax.vmap`.",
-            TypeError,
-        )
+        came = f"{type(rng_key).__name__} of shape {getattr(rng_key, 'shape', ())}"
+        instead = "Pass one key, e.g. `jax.random.key(0)`; for several chains use `jax.vmap`."
+        raise argument_error("sgmcmc.seeds", "rng_key", came, instead, TypeError)
     return jax.random.bits(rng_key, (count, 2), jnp.uint32)
 
 
