@@ -261,6 +261,131 @@ def test_two_classes_are_exact_and_many_classes_near():
         assert float(jnp.exp(score[0])) == pytest.approx(probs.mean(0)[1], abs=tolerance)
 
 
+# --------------------------------------------------------------------------------------------------- masks
+
+
+def masked_by_handler(fn, mask, y):
+    with numpyro.plate("data", len(y)), numpyro.handlers.mask(mask=mask):
+        numpyro.sample("y", fn, obs=y)
+
+
+def masked_around_the_plate(fn, mask, y):
+    with numpyro.handlers.mask(mask=mask), numpyro.plate("data", len(y)):
+        numpyro.sample("y", fn.mask(True), obs=y)
+
+
+def masked_distribution(fn, mask, y):
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", fn.mask(mask), obs=y)
+
+
+def masked_minibatch(fn, mask, y):
+    with numpyro.plate("data", len(y), subsample_size=2) as i, numpyro.handlers.mask(mask=mask[i]):
+        numpyro.sample("y", fn, obs=y[i])
+
+
+def masked_without_plate(fn, mask, y):
+    numpyro.sample("y", fn.expand(y.shape).mask(mask), obs=y)
+
+
+def learn_mean(y, mask, observe=masked_by_handler, likelihood=lambda w: dist.Normal(w, 1.0), orders=None):
+    def model(y, mask):
+        observe(likelihood(numpyro.sample("w", dist.Normal(0.0, 1.0))), mask, y)
+
+    pbp = guides.AutoADF(model)
+    fit = pbp.run(
+        jax.random.key(0), y, mask, num_epochs=1, orders=orders, init_means={"w": 0.0}, progress_bar=False
+    )
+    return pbp, fit
+
+
+MASKED = {
+    "handler": masked_by_handler,
+    "around the plate": masked_around_the_plate,
+    "distribution": masked_distribution,
+    "minibatch": masked_minibatch,
+    "without plate": masked_without_plate,
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(MASKED, "around the plate", "distribution"))
+def test_masked_rows_are_left_out(name):
+    """A conjugate mean: y = (1, 1, 50, 50) with the last two masked is N(2/3, 1/3); all masked is the prior."""
+    y = np.array([1.0, 1.0, 50.0, 50.0])
+    for mask, mean, var in (
+        ([True, True, False, False], 2 / 3, 1 / 3),
+        ([False] * 4, 0.0, 1.0),
+        ([True] * 4, 102 / 5, 1 / 5),
+    ):
+        pbp, fit = learn_mean(y, np.array(mask), MASKED[name])
+        np.testing.assert_allclose(fit.state.weights["w"].mean, mean, rtol=1e-12)
+        np.testing.assert_allclose(fit.state.weights["w"].var, var, rtol=1e-12)
+        seen = y[np.array(mask)]
+        evidence = stats.multivariate_normal(np.zeros(4), np.eye(4) + 1).logpdf(y) if len(seen) == 4 else None
+        evidence = (
+            stats.multivariate_normal([0, 0], np.eye(2) + 1).logpdf(seen) if len(seen) == 2 else evidence
+        )
+        assert -float(fit.losses[0]) == pytest.approx(evidence or 0.0, rel=1e-5)
+        score = pbp.log_predictive_density(fit.params, y, np.array(mask))
+        assert np.all((np.asarray(score) == 0) == ~np.array(mask))
+
+
+def gamma_noise(w):
+    return dist.Normal(w, numpyro.sample("tau", dist.Gamma(6.0, 6.0)) ** -0.5)
+
+
+def student_noise(w):
+    return dist.StudentT(4.0, w, numpyro.sample("sigma", dist.LogNormal(0.0, 0.25)))
+
+
+MASKED_LIKELIHOODS = {
+    "Gamma noise": (gamma_noise, 1.0, 50.0),
+    "Student t": (student_noise, 1.0, 50.0),
+    "Poisson, invalid where masked": (lambda w: dist.Poisson(jnp.exp(w)), 2, -7),
+    "Bernoulli": (lambda w: dist.Bernoulli(logits=w), 1, 0),
+    "Categorical, invalid where masked": (lambda w: dist.Categorical(logits=w * jnp.array([0.0, 1.0])), 1, 9),
+}
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(MASKED_LIKELIHOODS, "Gamma noise", "Poisson, invalid where masked")
+)
+def test_masked_rows_do_not_count_under_any_likelihood(name):
+    """Fitting with masked rows is fitting without them, whatever their values."""
+    likelihood, seen, hidden = MASKED_LIKELIHOODS[name]
+    mask = np.array([False, True, False, True])
+    one = learn_mean(np.where(mask, seen, hidden), mask, likelihood=likelihood, orders=np.arange(4)[None])[1]
+    two = learn_mean(np.full(2, seen), np.full(2, True), likelihood=likelihood, orders=np.arange(2)[None])[1]
+    for with_masked, without in zip(jax.tree.leaves(one.state), jax.tree.leaves(two.state), strict=True):
+        np.testing.assert_allclose(with_masked, without, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(one.losses, two.losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_masked_outputs_of_one_row(event):
+    """Two outputs per row with their own weights: a mask inside ``to_event`` hides outputs, outside whole rows."""
+    y = np.array([[1.0, 50.0], [2.0, 3.0]])
+    mask = np.array([True, False]) if event else np.array([[True, False], [True, True]])
+
+    def model(x, y, mask):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        fn = dist.Normal(x[:, None] * w, 1.0)
+        numpyro.sample("y", fn.to_event(1).mask(mask) if event else fn.mask(mask).to_event(1), obs=y)
+
+    fit = guides.AutoADF(model).run(
+        jax.random.key(0),
+        np.ones(2),
+        y,
+        mask,
+        num_epochs=1,
+        init_means={"w": np.zeros(2)},
+        progress_bar=False,
+    )
+    mean, var = ((0.5, 25.0), (1 / 2, 1 / 2)) if event else ((1.0, 1.5), (1 / 3, 1 / 2))
+    np.testing.assert_allclose(fit.state.weights["w"].mean, mean, rtol=1e-12)
+    np.testing.assert_allclose(fit.state.weights["w"].var, var, rtol=1e-12)
+
+
 # --------------------------------------------------------------------------------------- models and sites
 
 

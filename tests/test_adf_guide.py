@@ -443,6 +443,29 @@ def joint(w, x, y):
     sample_y(dist.MultivariateNormal((w * x)[:, None] * jnp.ones(2), jnp.eye(2)), jnp.zeros((x.shape[0], 2)))
 
 
+def imputed(w, x, y):
+    numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y, obs_mask=x > 0)
+
+
+def masked_prior():
+    return dist.Normal(0.0, 1.0).mask(False)
+
+
+def scaled_prior(x, y=None):
+    with numpyro.handlers.scale(scale=3.0):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+
+def outside_data(w, x, y):
+    sample_y(dist.Normal(w * x, 1.0), jnp.arange(4.0))
+
+
+def outside_mask(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(w * x, 1.0).mask(jnp.arange(4) < 2), obs=y)
+
+
 def simple(w, x, y):
     sample_y(dist.Normal(w * x, 1.0), y)
 
@@ -461,6 +484,11 @@ REFUSED = {
     "param": (one_weight(with_param), "site 'sigma', a `param` site"),
     "discrete": (one_weight(discrete), "site 'k', which is discrete"),
     "softmax": (one_weight(softmax), "not an elementwise function of a linear predictor"),
+    "imputed": (one_weight(imputed), "site 'y_unobserved', which imputes masked observations"),
+    "masked prior": (one_weight(simple, masked_prior), "site 'w', whose prior is masked"),
+    "scaled prior": (scaled_prior, "site 'w', whose prior is scaled"),
+    "targets that are no argument": (one_weight(outside_data), r"of shape \(4,\) for one row of the data"),
+    "mask that is no argument": (outside_mask, r"of shape \(4,\) for one row of the data"),
     "joint": (one_weight(joint), "site 'y', a MultivariateNormal"),
 }
 

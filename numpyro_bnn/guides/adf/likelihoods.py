@@ -17,6 +17,8 @@ from numpyro_bnn.moments import Gaussian
 
 # Gauss-Hermite points per dimension, for one and for two dimensions.
 POINTS = {1: 64, 2: 24}
+# The constant that `normal_log_density` leaves out.
+NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
 
 States = Mapping[str, Any]
 
@@ -39,24 +41,30 @@ class Likelihood:
     ) -> jax.Array:
         """log Z of one observation, elementwise, with ``order`` added to the shape of the noise precision.
 
-        A Normal likelihood is integrated over its mean in closed form, everything else by quadrature.
+        A Normal likelihood is integrated over its mean in closed form, everything else by quadrature. It is 0 for a
+        masked observation.
         """
+        known = self._parameters(_means(quantities), context)
+        mask = known.get("mask")
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
-            value = self.observation.cut.tail({"logits": logits.mean}, context)["value"]
-            return softmax_log_mean(logits, value)
+            value = known["value"] if mask is None else jnp.where(mask, known["value"], 0)
+            log_mean = softmax_log_mean(logits, value)
+            return log_mean if mask is None else jnp.where(mask, log_mean, 0.0)
         if self.observation.kind == "normal":
             loc, noise_variance, integrated = self._normal(quantities, states, context, order)
-            residual = self._parameters(_means(quantities), context)["value"] - loc.mean
+            residual = known["value"] - loc.mean
 
             def log_density(values: Mapping[str, Any]) -> jax.Array:
-                return normal_log_density(residual, loc.var + noise_variance(values))
+                value = normal_log_density(residual, loc.var + noise_variance(values)) + NORMAL_CONSTANT
+                return value if mask is None else jnp.where(mask, value, 0.0)
 
             return log_expectation(log_density, integrated) if integrated else log_density({})
 
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
-            return self.observation.build(parameters).log_prob(parameters["value"])
+            fn = self.observation.build(parameters)
+            return (fn if mask is None else fn.mask(mask)).log_prob(parameters["value"])
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 

@@ -19,7 +19,8 @@ from numpyro.distributions import constraints
 from numpyro_bnn import moments
 from numpyro_bnn._dependence import needed_equations
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.adf.reading import Arguments, Sites, refuse, run_model
+from numpyro_bnn.guides.adf.reading import Arguments, mask_of, refuse, run_model
+from numpyro_bnn.guides.adf.sites import Sites
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.moments.elementwise import ELEMENTWISE
 
@@ -36,7 +37,7 @@ class Observation:
 
     :param kind: "normal", "categorical" or "other".
     :param name: name of the site.
-    :param cut: the program of the distribution's parameters, and of the observed ``value``.
+    :param cut: the program of the distribution's parameters, the observed ``value`` and its ``mask``, if it has one.
     :param build: builds the distribution from these parameters, elementwise.
     :param shape: shape of one observation.
     """
@@ -83,7 +84,12 @@ def observe(
         shape = site["fn"].shape()
         kind, parameters, build = _parameters(base, shape)
         found.update(kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters))
-        return parameters | ({"value": site["value"]} if with_value else {})
+        if not with_value:
+            return parameters
+        _check_one_row(sites.observed, np.broadcast_shapes(shape, np.shape(site["value"])))
+        mask = mask_of(site["fn"])
+        given = {} if mask is True else {"mask": jnp.broadcast_to(mask, shape)}
+        return parameters | given | {"value": site["value"]}
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     observation = Observation(found["kind"], sites.observed, cut, found["build"], found["shape"])
@@ -98,13 +104,20 @@ def observe(
     return observation
 
 
+def _check_one_row(name: str, shape: tuple[int, ...]) -> None:
+    if shape[:1] != (1,):
+        why = f"of shape {shape} for one row of the data"
+        raise refuse(name, why, "Pass data, targets and masks as arguments of the model.")
+
+
 def _parameters(base: dist.Distribution, shape: tuple) -> tuple[str, dict[str, Any], Callable]:
     """Kind, parameters by name, and how to build the distribution from them."""
     if type(base) is dist.Normal:
         given = {"loc": jnp.broadcast_to(base.loc, shape), "scale": jnp.broadcast_to(base.scale, shape)}
         return "normal", given, lambda p: dist.Normal(p["loc"], p["scale"])
     if isinstance(base, dist.CategoricalLogits):
-        return "categorical", {"logits": base.logits}, lambda p: dist.Categorical(logits=p["logits"])
+        logits = jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
+        return "categorical", {"logits": logits}, lambda p: dist.Categorical(logits=p["logits"])
     if isinstance(base, dist.BernoulliLogits):
         return "other", {"logits": base.logits}, lambda p: dist.Bernoulli(logits=p["logits"])
     leaves, structure = jax.tree.flatten(base)
@@ -136,7 +149,7 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
     def parameters(rows: Any) -> list[jax.Array]:
         args, kwargs = arguments.call(rows, arrays)
         site = run_model(arguments.model, {**weights, **hyperparameters}, args, kwargs)[sites.observed]
-        return jax.tree.leaves(unwrapped(site["fn"], masked=True))
+        return jax.tree.leaves((unwrapped(site["fn"], masked=True), mask_of(site["fn"]), site["value"]))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         alone = [parameters({name: leaf[k : k + 1] for name, leaf in rows.items()}) for k in range(2)]
