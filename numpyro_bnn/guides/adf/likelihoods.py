@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
@@ -64,7 +65,11 @@ class Likelihood:
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
             fn = self.observation.build(parameters)
-            return (fn if mask is None else fn.mask(mask)).log_prob(parameters["value"])
+            density = (fn if mask is None else fn.mask(mask)).log_prob(parameters["value"])
+            return density.sum() if joint else density
+
+        # All elements of one observation that share their quantities are integrated together.
+        joint = all(quantity.mean.size == 1 for quantity in quantities.values())
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 
@@ -80,7 +85,9 @@ class Likelihood:
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
             fn = self.observation.build(self._parameters(values, context))
-            return fn.mean, fn.mean**2 + (fn.variance if noise else 0.0)
+            classes = isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits)
+            mean, variance = (fn.probs, fn.probs * (1 - fn.probs)) if classes else (fn.mean, fn.variance)
+            return mean, mean**2 + (variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
         return Gaussian(first, second - first**2)

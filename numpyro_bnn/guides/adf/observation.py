@@ -5,7 +5,7 @@ Moments are propagated up to quantities that can be treated as Gaussian; the lik
 the distribution's parameters is cut before the first nonlinear elementwise function of a single random operand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
-from numpyro_bnn._dependence import needed_equations
+from numpyro_bnn._dependence import dependence, needed_equations
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.adf.reading import Arguments, mask_of, refuse, run_model
 from numpyro_bnn.guides.adf.sites import Sites
@@ -29,6 +29,7 @@ Context = dict[str, Any]
 # Affine in a single random operand, or a mere change of shape: no reason to cut before them.
 AFFINE = {"add", "sub", "neg", "mul", "div", "convert_element_type", "copy"}
 SHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
+HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,11 @@ def observe(
         return parameters | given | {"value": site["value"]}
 
     cut = split(program, weights, context, keep=("loc", "logits"))
-    observation = Observation(found["kind"], sites.observed, cut, found["build"], found["shape"])
+    kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
+    observation = Observation(kind, sites.observed, cut, found["build"], found["shape"])
+    _check_predictor(observation, sites, weights, context)
     for name in cut.random & found["bounded"]:
-        if name in cut.cuts and name not in cut.nonlinear:
+        if name not in cut.nonlinear:
             why = f"whose {name.split(' (')[0]} is not an elementwise function of a linear predictor"
             instead = "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f straight from the network."
             raise refuse(sites.observed, why, instead)
@@ -102,6 +105,23 @@ def observe(
         why = f"with {len(cut.cuts)} parameters that depend on the weights"
         raise refuse(sites.observed, why, "At most two can be integrated.")
     return observation
+
+
+def _check_predictor(observation: Observation, sites: Sites, weights: Any, context: Context) -> None:
+    """Refuse hyperparameters on which a Gaussian quantity depends: they would not be learned."""
+
+    def quantities(hypers: Mapping[str, Any]) -> dict[str, Any]:
+        return observation.cut.head(weights, {**context, "hyperparameters": hypers})
+
+    found = dependence(quantities, context["hyperparameters"])
+    for name in sorted(set().union(*found.values())):
+        why = (
+            f"a {type(unwrapped(sites.hyperparameters[name])).__name__} from which the predictor is computed"
+        )
+        instead = (
+            "Scale weights in their prior, `Normal(0, scale)`; give other sites a prior on the real line."
+        )
+        raise refuse(name, why, instead)
 
 
 def _check_one_row(name: str, shape: tuple[int, ...]) -> None:
@@ -136,6 +156,44 @@ def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]
     """Parameters whose support is not the whole real line."""
     free = {"logits", *(name for name, kind in base.arg_constraints.items() if kind is constraints.real)}
     return {name for name in parameters if name.split(" (")[0] not in free}
+
+
+def check_quantities(observation: Observation, sites: Sites, context: Context) -> None:
+    """Refuse quantities of one row that are functions of fewer: they are integrated as if they were independent.
+
+    Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
+    """
+    random = np.random.default_rng(0)
+    at = {n: w.loc + w.scale * random.normal(size=w.loc.shape) for n, w in sites.weights.items()}
+    rows = {
+        n: random.uniform(0.5, 1.5, np.shape(v))
+        if jnp.issubdtype(v.dtype, jnp.floating)
+        else np.zeros_like(v)
+        for n, v in context["rows"].items()
+    }
+
+    def flat(weights: Any) -> jax.Array:
+        return jnp.concatenate(
+            [jnp.ravel(q) for q in observation.cut.head(weights, {**context, "rows": rows}).values()]
+        )
+
+    def slope(key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, len(at))
+        along = {n: jax.random.normal(k, v.shape) for k, (n, v) in zip(keys, at.items(), strict=True)}
+        return jax.jvp(flat, (at,), (along,))[1]
+
+    count = jax.eval_shape(flat, at).size
+    if count == 1:
+        return
+    slopes = jax.jit(lambda: jax.lax.map(slope, jax.random.split(jax.random.key(0), count)))()
+    if isinstance(slopes, jax.core.Tracer):
+        return
+    slopes = np.asarray(slopes)[:, np.any(slopes, axis=0)]
+    sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
+    if len(sizes) and np.min(sizes) < 1e-9:
+        why = f"whose {count} linear predictors for one row are functions of each other"
+        instead = "Give each its own weights, or write one observation per row of the data."
+        raise refuse(observation.name, why, instead)
 
 
 def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
@@ -198,6 +256,7 @@ class Split:
     :param cuts: the Gaussian quantities, named by the first output computed from each.
     :param random: outputs that depend on the weights, cut or not.
     :param nonlinear: outputs that are a nonlinear function of their quantity.
+    :param own: outputs that are a quantity of their own, or computed from neither weights nor hyperparameters.
     """
 
     head: Callable[[Any, Any], dict[str, Any]]
@@ -205,6 +264,7 @@ class Split:
     cuts: tuple[str, ...]
     random: set[str]
     nonlinear: set[str]
+    own: set[str]
 
 
 def split(
@@ -212,9 +272,12 @@ def split(
 ) -> Split:
     """Cut ``fn(weights, context)``, a dictionary of arrays.
 
+    Outputs computed from one quantity share it. No cut lies behind a use of ``context["hyperparameters"]`` that could
+    come after it: then the hyperparameter belongs to the tail, where it is integrated.
+
     :param weights: example of the random argument.
     :param context: example of the other argument.
-    :param keep: outputs that are Gaussian quantities themselves.
+    :param keep: outputs that may be Gaussian quantities themselves.
     """
     closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(weights, context)
     jaxpr = closed.jaxpr
@@ -223,17 +286,25 @@ def split(
         for (path, _), var in zip(jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True)
     }
     count = len(jax.tree.leaves(weights))
-    depends = set(jaxpr.invars[:count])
-    for equation in jaxpr.eqns:
-        if depends.intersection(var for var in equation.invars if not isinstance(var, Literal)):
-            depends.update(equation.outvars)
+    paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
+    held = {v for v, p in zip(jaxpr.invars[count:], paths, strict=True) if p[:1] == HYPERPARAMETERS}
+    depends, held = (_descendants(jaxpr, start) for start in (jaxpr.invars[:count], held))
     random = {name for name, var in outputs.items() if not isinstance(var, Literal) and var in depends}
+    sources = _sources(jaxpr, depends)
+    ends = {name: sources.get(outputs[name], outputs[name]) for name in outputs if name in random}
+    chosen = {}
+    for name, end in ends.items():
+        var = outputs[name]
+        if list(ends.values()).count(end) > 1 or end.aval.size < var.aval.size:
+            chosen[name] = end
+        elif name in keep and var not in held:
+            chosen[name] = var
+        else:
+            chosen[name] = _before_nonlinear(jaxpr, end, var, depends, held)
     cuts: dict[str, Any] = {}
-    for name in outputs:
-        if name in random:
-            found = outputs[name] if name in keep else _cut(jaxpr, outputs[name], depends)
-            if found not in cuts.values():
-                cuts[name] = found
+    for name, var in chosen.items():
+        if var not in cuts.values():
+            cuts[name] = var
 
     def evaluate(inputs: list[Any], wanted: list[Any], values: list[Any]) -> list[Any]:
         equations = [equation for equation, _ in needed_equations(jaxpr, wanted, frozenset(inputs))]
@@ -249,41 +320,57 @@ def split(
         found = evaluate(inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)])
         return dict(zip(outputs, found, strict=True))
 
-    nonlinear = {name for name in cuts if cuts[name] is not outputs[name]}
-    return Split(head, tail, tuple(cuts), random, nonlinear)
+    nonlinear, own = set(), set()
+    for name, var in outputs.items():
+        if name not in random:
+            own |= {name} if isinstance(var, Literal) or var not in held else set()
+            continue
+        nonlinear |= {name} if _before_nonlinear(jaxpr, ends[name], var, depends) is not var else set()
+        own |= {name} if var is chosen[name] and list(chosen.values()).count(var) == 1 else set()
+    return Split(head, tail, tuple(cuts), random, nonlinear, own)
 
 
-def _cut(jaxpr: Any, var: Any, random: set) -> Any:
-    """The variable before the first elementwise nonlinear function on the way to ``var``; itself if none."""
-    made_by = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
-    ends: dict[Any, Any] = {}
+def _descendants(jaxpr: Any, sources: Iterable[Any]) -> set:
+    """The variables that are computed from some of a jaxpr, and these themselves."""
+    found = set(sources)
+    for equation in jaxpr.eqns:
+        if found.intersection(var for var in equation.invars if not isinstance(var, Literal)):
+            found.update(equation.outvars)
+    return found
 
-    def passed(equation: Any) -> list[Any]:
-        """The random operands of an elementwise equation; none for any other."""
+
+def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
+    """For every random variable, the most distant one of which it is an elementwise function, if there is one.
+
+    Of a single number everything is such a function.
+    """
+    found: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        operands = {v for v in equation.invars if not isinstance(v, Literal) and v in random}
+        ends = {found.get(var, var) for var in operands}
+        if len(ends) != 1:
+            continue
+        (end,) = ends
         name = equation.primitive.name
         shaping = name in SHAPING and equation.invars[0].aval.size == equation.outvars[0].aval.size
-        if not (name in ELEMENTWISE or shaping):
-            return []
-        return [v for v in equation.invars if not isinstance(v, Literal) and v in random]
+        if name in ELEMENTWISE or shaping or end.aval.size == 1:
+            found.update(dict.fromkeys(equation.outvars, end))
+    return found
 
-    def end(var: Any) -> Any:
-        """The most distant variable of which ``var`` is an elementwise function."""
-        if var not in ends:
-            sources = {end(v) for v in passed(made_by[var])} if var in made_by else set()
-            ends[var] = sources.pop() if len(sources) == 1 else var
-        return ends[var]
 
-    # From there, go back towards ``var`` over the affine steps that lie on the only path.
+def _before_nonlinear(jaxpr: Any, source: Any, var: Any, random: set, held: Container = frozenset()) -> Any:
+    """From the source of ``var``, the end of the affine steps that lie on the only path and use nothing ``held``."""
     users: dict[Any, list] = {}
     for equation, _ in needed_equations(jaxpr, [var]):
         for used in equation.invars:
             if not isinstance(used, Literal) and used in random:
                 users.setdefault(used, []).append(equation)
-    source = end(var)
     while source is not var:
         (step, *others) = users[source]
         divides_by_it = step.primitive.name == "div" and step.invars[1] is source
         if others or step.primitive.name not in AFFINE | SHAPING or divides_by_it:
+            break
+        if step.outvars[0] in held and source not in held:
             break
         source = step.outvars[0]
     return source

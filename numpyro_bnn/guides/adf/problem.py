@@ -14,7 +14,7 @@ from jax import lax
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers
 from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
-from numpyro_bnn.guides.adf.observation import Context, check_rows, observe, rewritten
+from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
 from numpyro_bnn.guides.adf.reading import Arguments
 from numpyro_bnn.guides.adf.sites import Sites, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
@@ -77,6 +77,7 @@ class Problem:
         normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
         problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
         check_rows(arguments, sites, ones)
+        check_quantities(observation, sites, context)
 
         def check() -> None:
             state = problem.start({name: weight.loc for name, weight in sites.weights.items()})

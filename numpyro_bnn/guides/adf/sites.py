@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._distributions import affine_normal, is_affine_normal
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 from numpyro_bnn.guides.adf.reading import (
     CALL,
     Trace,
     check_prior_density,
+    mask_of,
     observed_site,
     outline,
     refuse,
@@ -28,7 +30,9 @@ REPARAMETERIZED = ("_base", "_decentered")
 
 @dataclass(frozen=True)
 class Weight:
-    """A Gaussian weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
+    """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
+
+    Any other prior on the real line is represented by its mean and sd.
 
     :param latent: the site that the model samples: ``w`` itself, or its non-centered ``w_base``.
     :param loc: prior mean, shaped like the site.
@@ -54,7 +58,7 @@ class Weight:
 class Sites:
     """Roles of the sites of a model.
 
-    :param weights: Gaussian weights, by the name of the site whose value enters the network.
+    :param weights: sites on the whole real line, by the name of the site whose value enters the network.
     :param hyperparameters: distributions of the other latent sites: scales of weights, noise, and sites that the
         data do not inform.
     :param noise: the hyperparameters that the observation depends on.
@@ -74,10 +78,10 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites
     observed = observed_site(trace)
     _check_latent(trace, latent, observed)
     bases = _reparameterized(trace, latent)
-    hypers = [name for name, site in latent.items() if not is_affine_normal(site["fn"], masked=True)]
+    hypers = [name for name, site in latent.items() if not _is_weight(site["fn"])]
     weights = {bases.get(name, name): name for name in latent if name not in hypers}
     if not weights:
-        raise argument_error(CALL, "model", "no Gaussian latent site", "Give the weights a Normal prior.")
+        raise argument_error(CALL, "model", "no weights", "Give the weights a Normal prior.")
     run = _Runs(model, args, kwargs, trace, weights, hypers)
     reached = run.reached(observed)
     at, distributions = run.priors()
@@ -120,9 +124,20 @@ def _reparameterized(trace: Trace, latent: Trace) -> dict[str, str]:
     return found
 
 
-def _gaussian(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
-    """Mean and sd of a weight site, which is known to be normal."""
-    return cast(tuple[jax.Array, jax.Array], affine_normal(fn, masked=True))
+def _is_weight(fn: dist.Distribution) -> bool:
+    """Whether a site is normal, or elementwise on the whole real line, so that a normal can stand for its prior."""
+    base = unwrapped(fn)
+    return is_affine_normal(fn) or (
+        not base.event_dim
+        and not isinstance(base, dist.TransformedDistribution | dist.ImproperUniform)
+        and base.support == constraints.real
+    )
+
+
+def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
+    """Mean and sd of the prior of a weight site."""
+    loc, scale = affine_normal(fn) or (fn.mean, jnp.sqrt(fn.variance))
+    return jnp.asarray(loc, float), jnp.asarray(scale, float)
 
 
 @dataclass(frozen=True)
@@ -144,23 +159,35 @@ class _Runs:
 
     def reached(self, observed: str) -> dict[str, set[str]]:
         """The latent sites from which the prior of each weight, and the observation, are computed."""
-        values = {name: np.ones(self.shape(name)) for name in (*self.weights, *self.hypers)}
+        latents = {*self.weights.values(), *self.hypers}
+        values = {name: np.ones(self.shape(name)) for name in latents | set(self.weights)}
 
         def programs(values: Mapping[str, Any]) -> dict[str, Any]:
-            prior = self({k: v for k, v in values.items() if k in self.hypers})
+            prior = self({k: v for k, v in values.items() if k in latents})
             found = {
-                name: [_gaussian(prior[latent]["fn"]), prior[name]["value"] if name != latent else 0.0]
+                name: [_projected(prior[latent]["fn"]), prior[name]["value"] if name != latent else 0.0]
                 for name, latent in self.weights.items()
             }
             whole = self(values)
             hypers = {f"{name} ": jax.tree.leaves(whole[name]["fn"]) for name in self.hypers}
-            return {**found, **hypers, observed: jax.tree.leaves(whole[observed]["fn"])}
+            data = [whole[observed]["value"], mask_of(whole[observed]["fn"])]
+            likelihood = jax.tree.leaves(unwrapped(whole[observed]["fn"], masked=True))
+            return {**found, **hypers, observed: likelihood, f"{observed} ": data}
 
         reached = dependence(programs, values)
-        for name in self.hypers:
-            if parents := reached[f"{name} "]:
+        for name, latent in self.weights.items():
+            reached[name].discard(latent)
+        above = {name: reached[f"{name} "] for name in self.hypers}
+        above |= {name: reached[name] - set(self.hypers) for name in self.weights}
+        for name, parents in above.items():
+            if parents:
                 why = f"whose prior depends on {sorted(parents)[0]!r}"
-                raise refuse(name, why, "Only one level of hyperparameters is supported.")
+                raise refuse(
+                    name, why, "A weight may have one positive hyperparameter, its scale, and no more."
+                )
+        if parents := reached[f"{observed} "]:
+            why = f"whose observed values, or mask, depend on {sorted(parents)[0]!r}"
+            raise refuse(observed, why, "Pass them as data.")
         return reached
 
     def priors(self) -> tuple[list[dict], dict[str, dist.Distribution]]:
@@ -175,11 +202,11 @@ class _Runs:
 
         def prior(values: dict) -> dict[str, Any]:
             sites = self(values)
-            found = {w: _gaussian(sites[w]["fn"]) for w, latent in self.weights.items() if w == latent}
+            found = {w: _projected(sites[w]["fn"]) for w, latent in self.weights.items() if w == latent}
             at = [self(values | {bases[w]: p for w, p in point.items()}) for point in (*points, probes)]
             for w, latent in bases.items():
                 zero, one, checked = (sites[w]["value"] for sites in at)
-                mean, sd = _gaussian(at[0][latent]["fn"])
+                mean, sd = _projected(at[0][latent]["fn"])
                 plain = jnp.isclose(checked, zero + (one - zero) * probes[w]) & (mean == 0) & (sd == 1)
                 found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
             return found
@@ -201,6 +228,8 @@ class _Runs:
 def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
     """Read the prior of a weight site: its mean and sd, and how its hyperparameter scales it."""
     (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (values[name] for values in at)
+    if latent == name and not np.all(np.isfinite(scale)):
+        raise refuse(name, "whose prior has no finite variance", "Pass a prior with lighter tails.")
     if not np.all(scale > 0):
         why = f"which is not a multiple of a unit normal {latent!r}"
         raise refuse(name, why, "Use independent weights.")
