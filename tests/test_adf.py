@@ -300,6 +300,31 @@ def test_two_classes_are_exact_and_many_classes_near():
         assert float(jnp.exp(score[0])) == pytest.approx(probs.mean(0)[1], abs=tolerance)
 
 
+@pytest.mark.parametrize("classes", [3, 4])
+def test_variance_of_class_probabilities(classes):
+    """Logits of small variances: the linearization is off by their order, 0.02. By quadrature over all logits."""
+    draws = np.random.default_rng(classes)
+    mean, var = draws.normal(size=classes), draws.uniform(0.005, 0.02, classes)
+    node, weight = np.polynomial.hermite_e.hermegauss(12)
+    grids = np.stack(np.meshgrid(*[node] * classes, indexing="ij"), -1) * np.sqrt(var) + mean
+    share = np.prod(np.stack(np.meshgrid(*[weight / weight.sum()] * classes, indexing="ij"), -1), -1)
+    odds = np.exp(grids)
+    probs = odds / odds.sum(-1, keepdims=True)
+    axes = tuple(range(classes))
+    first, second = ((share[..., None] * probs**k).sum(axes) for k in (1, 2))
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(mean, var**0.5).to_event(1))
+        numpyro.sample("y", dist.Categorical(logits=x[:, None] * w), obs=y)
+
+    pbp = guides.AutoADF(model)
+    pbp.run(jax.random.key(0), np.ones(1), np.array([0]), num_epochs=1, progress_bar=False)
+    prior = {"w_auto_loc": mean, "w_auto_scale": var**0.5}
+    found = pbp.predictive_moments(prior, np.ones(1), noise=False)
+    np.testing.assert_allclose(found[0][0], first, rtol=0.02)
+    np.testing.assert_allclose(found[1][0], second - first**2, rtol=0.02)
+
+
 # ------------------------------------------------------------------------------- other priors in the predictor
 
 INTERCEPTS = {
@@ -646,6 +671,32 @@ def test_learned_scale_matches_the_exact_posterior(name):
     # 1.5e-2 of a posterior sd of 0.08 is the effect of three passes over data of sd 0.01 on the cavities.
     assert float(found.mean) == pytest.approx(mean, abs=2e-3)
     assert float(found.var) == pytest.approx((density * (u - mean) ** 2).sum(), rel=0.02)
+
+
+def test_weights_of_a_learned_scale_have_their_exact_moments():
+    """Four weights, each seen once with sd 1: after one epoch the cavities are exact, and so are the moments.
+
+    Averages over the posterior of the scale, on a grid of our own; a fifth of the last variance is that of the means.
+    """
+    y = np.array([0.5, -1.0, 2.0, 5.0])
+
+    def model(x, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(2.0))
+        w = numpyro.sample("w", dist.Normal(0.0, scale).expand([4]).to_event(1))
+        numpyro.sample("y", dist.Normal(w[x], 1.0), obs=y)
+
+    start = {"w": np.zeros(4)}
+    fit = guides.AutoADF(model).run(
+        jax.random.key(0), np.arange(4), y, num_epochs=1, init_means=start, progress_bar=False
+    )
+    scale = np.linspace(1e-3, 15, 8001)
+    density = stats.norm.pdf(scale, 0, 2) * stats.norm.pdf(y[:, None], 0, np.sqrt(1 + scale**2)).prod(0)
+    density /= density.sum()
+    var = 1 / (1 + 1 / scale**2)
+    mean = var * y[:, None]
+    first, second = (density * mean).sum(1), (density * (var + mean**2)).sum(1)
+    np.testing.assert_allclose(fit.state.weights["w"].mean, first, rtol=1e-3)
+    np.testing.assert_allclose(fit.state.weights["w"].var, second - first**2, rtol=1e-3)
 
 
 def test_noise_with_any_prior_is_near_its_posterior():
