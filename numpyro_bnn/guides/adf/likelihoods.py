@@ -46,30 +46,25 @@ class Likelihood:
         masked observation.
         """
         known = self._parameters(_means(quantities), context)
-        mask = known.get("mask")
+        mask = known["mask"]
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
-            value = known["value"] if mask is None else jnp.where(mask, known["value"], 0)
-            log_mean = softmax_log_mean(logits, value)
-            return log_mean if mask is None else jnp.where(mask, log_mean, 0.0)
+            return jnp.where(mask, softmax_log_mean(logits, jnp.where(mask, known["value"], 0)), 0.0)
         if self.observation.kind == "normal":
             loc, noise_variance, integrated = self._normal(quantities, states, context, order)
             residual = known["value"] - loc.mean
 
             def log_density(values: Mapping[str, Any]) -> jax.Array:
-                value = normal_log_density(residual, loc.var + noise_variance(values)) + NORMAL_CONSTANT
-                return value if mask is None else jnp.where(mask, value, 0.0)
+                density = normal_log_density(residual, loc.var + noise_variance(values)) + NORMAL_CONSTANT
+                return jnp.where(mask, density, 0.0)
 
             return log_expectation(log_density, integrated) if integrated else log_density({})
 
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
-            fn = self.observation.build(parameters)
-            density = (fn if mask is None else fn.mask(mask)).log_prob(parameters["value"])
-            return density.sum() if joint else density
-
-        # All elements of one observation that share their quantities are integrated together.
-        joint = all(quantity.mean.size == 1 for quantity in quantities.values())
+            density = self.observation.build(parameters).mask(mask).log_prob(parameters["value"])
+            # All elements of one observation that share their quantities are integrated together.
+            return density.sum() if all(part.mean.size == 1 for part in quantities.values()) else density
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 

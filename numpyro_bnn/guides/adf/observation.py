@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax.extend.core import Literal, jaxpr_as_fun
+from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
@@ -87,47 +88,27 @@ def observe(
         found.update(kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters))
         if not with_value:
             return parameters
-        _check_one_row(sites.observed, np.broadcast_shapes(shape, np.shape(site["value"])))
-        mask = mask_of(site["fn"])
-        given = {} if mask is True else {"mask": jnp.broadcast_to(mask, shape)}
-        return parameters | given | {"value": site["value"]}
+        whole = np.broadcast_shapes(shape, np.shape(site["value"]))
+        if whole[:1] != (1,):
+            instead = "Pass data, targets and masks as arguments of the model."
+            raise refuse(sites.observed, f"of shape {whole} for one row of the data", instead)
+        return parameters | {"value": site["value"], "mask": jnp.broadcast_to(mask_of(site["fn"]), shape)}
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
-    observation = Observation(kind, sites.observed, cut, found["build"], found["shape"])
-    _check_predictor(observation, sites, weights, context)
+    reached = dependence(
+        lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}), context["hyperparameters"]
+    )
+    for name in set().union(*reached.values()):  # they would not be learned
+        prior = type(unwrapped(sites.hyperparameters[name])).__name__
+        instead = "Scale weights in their prior, `Normal(0, tau)`; give other sites a prior on the real line."
+        raise refuse(name, f"a {prior} from which the predictor is computed", instead)
     for name in cut.random & found["bounded"]:
         if name not in cut.nonlinear:
             why = f"whose {name.split(' (')[0]} is not an elementwise function of a linear predictor"
             instead = "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f straight from the network."
             raise refuse(sites.observed, why, instead)
-    if observation.kind != "categorical" and len(observation.integrated) > 2:
-        why = f"with {len(cut.cuts)} parameters that depend on the weights"
-        raise refuse(sites.observed, why, "At most two can be integrated.")
-    return observation
-
-
-def _check_predictor(observation: Observation, sites: Sites, weights: Any, context: Context) -> None:
-    """Refuse hyperparameters on which a Gaussian quantity depends: they would not be learned."""
-
-    def quantities(hypers: Mapping[str, Any]) -> dict[str, Any]:
-        return observation.cut.head(weights, {**context, "hyperparameters": hypers})
-
-    found = dependence(quantities, context["hyperparameters"])
-    for name in sorted(set().union(*found.values())):
-        why = (
-            f"a {type(unwrapped(sites.hyperparameters[name])).__name__} from which the predictor is computed"
-        )
-        instead = (
-            "Scale weights in their prior, `Normal(0, scale)`; give other sites a prior on the real line."
-        )
-        raise refuse(name, why, instead)
-
-
-def _check_one_row(name: str, shape: tuple[int, ...]) -> None:
-    if shape[:1] != (1,):
-        why = f"of shape {shape} for one row of the data"
-        raise refuse(name, why, "Pass data, targets and masks as arguments of the model.")
+    return Observation(kind, sites.observed, cut, found["build"], found["shape"])
 
 
 def _parameters(base: dist.Distribution, shape: tuple) -> tuple[str, dict[str, Any], Callable]:
@@ -163,30 +144,19 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
 
     Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
     """
-    random = np.random.default_rng(0)
-    at = {n: w.loc + w.scale * random.normal(size=w.loc.shape) for n, w in sites.weights.items()}
-    rows = {
-        n: random.uniform(0.5, 1.5, np.shape(v))
-        if jnp.issubdtype(v.dtype, jnp.floating)
-        else np.zeros_like(v)
-        for n, v in context["rows"].items()
-    }
+    point, unflatten = ravel_pytree(_random_weights(sites))
 
     def flat(weights: Any) -> jax.Array:
-        return jnp.concatenate(
-            [jnp.ravel(q) for q in observation.cut.head(weights, {**context, "rows": rows}).values()]
-        )
+        return ravel_pytree(observation.cut.head(unflatten(weights), context))[0]
 
     def slope(key: jax.Array) -> jax.Array:
-        keys = jax.random.split(key, len(at))
-        along = {n: jax.random.normal(k, v.shape) for k, (n, v) in zip(keys, at.items(), strict=True)}
-        return jax.jvp(flat, (at,), (along,))[1]
+        return jax.jvp(flat, (point,), (jax.random.normal(key, point.shape),))[1]
 
-    count = jax.eval_shape(flat, at).size
+    count = jax.eval_shape(flat, point).size
     if count == 1:
         return
     slopes = jax.jit(lambda: jax.lax.map(slope, jax.random.split(jax.random.key(0), count)))()
-    if isinstance(slopes, jax.core.Tracer):
+    if isinstance(slopes, jax.core.Tracer) or not np.all(np.isfinite(slopes)):
         return
     slopes = np.asarray(slopes)[:, np.any(slopes, axis=0)]
     sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
@@ -196,12 +166,16 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
         raise refuse(observation.name, why, instead)
 
 
-def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
-    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
+def _random_weights(sites: Sites) -> dict[str, jax.Array]:
     random = np.random.default_rng(0)
-    weights = {
+    return {
         n: jnp.asarray(w.loc + w.scale * random.normal(size=w.loc.shape)) for n, w in sites.weights.items()
     }
+
+
+def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
+    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
+    weights = _random_weights(sites)
     arrays = arguments.part("array")
 
     def parameters(rows: Any) -> list[jax.Array]:
@@ -320,13 +294,11 @@ def split(
         found = evaluate(inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)])
         return dict(zip(outputs, found, strict=True))
 
-    nonlinear, own = set(), set()
-    for name, var in outputs.items():
-        if name not in random:
-            own |= {name} if isinstance(var, Literal) or var not in held else set()
-            continue
-        nonlinear |= {name} if _before_nonlinear(jaxpr, ends[name], var, depends) is not var else set()
-        own |= {name} if var is chosen[name] and list(chosen.values()).count(var) == 1 else set()
+    nonlinear = {n for n in ends if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]}
+    own = {n for n, var in chosen.items() if var is outputs[n] and list(chosen.values()).count(var) == 1}
+    own |= {
+        n for n, var in outputs.items() if n not in random and (isinstance(var, Literal) or var not in held)
+    }
     return Split(head, tail, tuple(cuts), random, nonlinear, own)
 
 

@@ -50,7 +50,7 @@ def observed_site(trace: Trace) -> str:
             raise refuse(name, "a `factor` statement", instead)
         if site["type"] == "sample" and site["is_observed"] and not site["infer"].get("is_auxiliary"):
             seen.append(name)
-            if _is_scaled(site):
+            if is_scaled(site):
                 raise refuse(name, "whose likelihood is scaled", "Remove `handlers.scale`.")
     if len(seen) != 1:
         listed = ", ".join(map(repr, seen)) or "none"
@@ -59,26 +59,14 @@ def observed_site(trace: Trace) -> str:
     return seen[0]
 
 
-def check_prior_density(name: str, site: Mapping[str, Any]) -> None:
-    """Refuse a latent site whose prior is masked or scaled."""
-    if mask_of(site["fn"]) is not True:
-        instead = "Remove the mask: a flat prior is improper. Pass a wide prior instead."
-        raise refuse(name, "whose prior is masked", instead)
-    if _is_scaled(site):
-        raise refuse(name, "whose prior is scaled", "Remove `handlers.scale`, and change the prior itself.")
-
-
-def _is_scaled(site: Mapping[str, Any]) -> bool:
+def is_scaled(site: Mapping[str, Any]) -> bool:
+    """Whether the log density of a site has a factor other than 1."""
     scale = site["scale"]
     return scale is not None and (isinstance(scale, jax.core.Tracer) or bool(np.any(np.asarray(scale) != 1)))
 
 
 def mask_of(fn: dist.Distribution) -> Any:
-    """The elements of a site whose density counts: all masks around and inside a distribution; True without any.
-
-    >>> mask_of(dist.Normal(0.0, 1.0).mask(jnp.array([True, False])).expand([3, 2]).to_event(1)).tolist()
-    [True, False]
-    """
+    """The elements of a site whose density counts: all masks around and inside a distribution; True without any."""
     mask: Any = True
     while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
         if isinstance(fn, dist.MaskedDistribution) and fn._mask is not True:

@@ -16,7 +16,7 @@ from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrappe
 from numpyro_bnn.guides.adf.reading import (
     CALL,
     Trace,
-    check_prior_density,
+    is_scaled,
     mask_of,
     observed_site,
     outline,
@@ -95,11 +95,11 @@ def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
     data_plates = {frame.name for frame in trace[observed]["cond_indep_stack"]}
     for name, site in latent.items():
         if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" == observed:
-            instead = (
-                "Leave rows out with `handlers.mask(mask=...)`, or `fn.mask(...)`, instead of `obs_mask`."
-            )
+            instead = "Leave rows out with `handlers.mask(mask=...)` instead of `obs_mask`."
             raise refuse(name, "which imputes masked observations", instead)
-        check_prior_density(name, site)
+        if mask_of(site["fn"]) is not True or is_scaled(site):
+            instead = "Change the prior itself; for a flat one pass a wide prior."
+            raise refuse(name, "whose prior is masked or scaled", instead)
         if site["fn"].support.is_discrete:
             raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
         local = [f.name for f in site["cond_indep_stack"] if f.size == 1 and f.name in data_plates]
@@ -181,13 +181,10 @@ class _Runs:
         above |= {name: reached[name] - set(self.hypers) for name in self.weights}
         for name, parents in above.items():
             if parents:
-                why = f"whose prior depends on {sorted(parents)[0]!r}"
-                raise refuse(
-                    name, why, "A weight may have one positive hyperparameter, its scale, and no more."
-                )
+                instead = "A weight may have one positive hyperparameter, its scale, and no more."
+                raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
         if parents := reached[f"{observed} "]:
-            why = f"whose observed values, or mask, depend on {sorted(parents)[0]!r}"
-            raise refuse(observed, why, "Pass them as data.")
+            raise refuse(observed, f"whose values, or mask, depend on {min(parents)!r}", "Pass them as data.")
         return reached
 
     def priors(self) -> tuple[list[dict], dict[str, dist.Distribution]]:
