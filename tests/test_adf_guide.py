@@ -435,12 +435,70 @@ def discrete(w, x, y):
     sample_y(dist.Normal(w * x + numpyro.sample("k", dist.Bernoulli(0.5)), 1.0), y)
 
 
-def softmax(w, x, y):
-    sample_y(dist.Categorical(probs=jax.nn.softmax(jnp.stack([w * x, x], -1))), jnp.zeros(x.shape, int))
+def softmax(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    sample_y(dist.Categorical(probs=jax.nn.softmax(x[:, None] * w)), jnp.zeros_like(x) * y)
+
+
+def dependent_classes(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    f, g = x * w[0], x * w[1]
+    sample_y(dist.Categorical(logits=jnp.stack([f, g, f + g], -1)), jnp.zeros_like(x) * y)
+
+
+def scaled_by_hand(x, y=None):
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    sample_y(dist.Normal(jnp.stack([x, x**2], -1) @ (tau * w), 1.0), y)
+
+
+def horseshoe(x, y=None):
+    local = numpyro.sample("local", dist.HalfCauchy(1.0).expand([2]).to_event(1))
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    sample_y(dist.Normal(jnp.stack([x, x**2], -1) @ (local * w), 1.0), y)
+
+
+def moved():
+    return dist.Normal(numpyro.sample("center", dist.Normal(0.0, 1.0)), 1.0)
+
+
+def log_scaled():
+    return dist.Normal(0.0, jnp.exp(numpyro.sample("log_scale", dist.Normal(0.0, 1.0))))
+
+
+def heavy_tailed():
+    return dist.StudentT(2.0, 0.0, 1.0)
+
+
+def moved_targets(w, x, y):
+    sample_y(dist.Normal(w * x, 1.0), y - w)
 
 
 def joint(w, x, y):
     sample_y(dist.MultivariateNormal((w * x)[:, None] * jnp.ones(2), jnp.eye(2)), jnp.zeros((x.shape[0], 2)))
+
+
+def imputed(w, x, y):
+    numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y, obs_mask=x > 0)
+
+
+def masked_prior():
+    return dist.Normal(0.0, 1.0).mask(False)
+
+
+def scaled_prior(x, y=None):
+    with numpyro.handlers.scale(scale=3.0):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+
+def outside_data(w, x, y):
+    sample_y(dist.Normal(w * x, 1.0), jnp.arange(4.0))
+
+
+def outside_mask(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(w * x, 1.0).mask(jnp.arange(4) < 2), obs=y)
 
 
 def simple(w, x, y):
@@ -454,13 +512,31 @@ REFUSED = {
     "vague precision": (one_weight(simple, vague), "site 'tau', a Gamma with concentration 0.5"),
     "exponential scale": (one_weight(simple, exponential), "not a constant times a power of 'scale'"),
     "noise that scales": (noise_and_scale, "site 'tau', which scales 'w' and also enters the likelihood"),
-    "no weights": (no_weights, "no Gaussian latent site"),
+    "no weights": (no_weights, "no weights"),
     "local latent": (local_latent, "site 'z', inside the plate 'data'"),
     "two observations": (two_observations, "2 observed sites \\('y', 'again'\\)"),
     "factor": (one_weight(factor), "site 'y', a `factor` statement"),
     "param": (one_weight(with_param), "site 'sigma', a `param` site"),
     "discrete": (one_weight(discrete), "site 'k', which is discrete"),
-    "softmax": (one_weight(softmax), "not an elementwise function of a linear predictor"),
+    "scaled by hand": (
+        scaled_by_hand,
+        "site 'tau', a HalfNormal from which the pred",
+    ),
+    "horseshoe by hand": (
+        horseshoe,
+        "site 'local', a HalfCauchy from which the pred",
+    ),
+    "random center": (one_weight(simple, moved), "site 'w', whose prior depends on 'center'"),
+    "log scale": (one_weight(simple, log_scaled), "site 'w', whose prior depends on 'log_scale'"),
+    "infinite variance": (one_weight(simple, heavy_tailed), "site 'w', whose prior has no finite variance"),
+    "random targets": (one_weight(moved_targets), "site 'y', whose values, or mask, depend on 'w'"),
+    "dependent classes": (dependent_classes, "3 linear predictors for one row are functions of each other"),
+    "softmax": (softmax, "not an elementwise function of a linear predictor"),
+    "imputed": (one_weight(imputed), "site 'y_unobserved', which imputes masked observations"),
+    "masked prior": (one_weight(simple, masked_prior), "site 'w', whose prior is masked or scaled"),
+    "scaled prior": (scaled_prior, "site 'w', whose prior is masked or scaled"),
+    "targets that are no argument": (one_weight(outside_data), r"of shape \(4,\) for one row of the data"),
+    "mask that is no argument": (outside_mask, r"of shape \(4,\) for one row of the data"),
     "joint": (one_weight(joint), "site 'y', a MultivariateNormal"),
 }
 

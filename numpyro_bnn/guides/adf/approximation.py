@@ -15,7 +15,8 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
-from numpyro_bnn.guides.adf.reading import CALL, Arguments, Weight, outline, run_model
+from numpyro_bnn.guides.adf.reading import CALL, Arguments, outline, run_model
+from numpyro_bnn.guides.adf.sites import Weight
 from numpyro_bnn.moments import Gaussian
 
 FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}

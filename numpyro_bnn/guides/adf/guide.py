@@ -46,11 +46,12 @@ class AutoADF(ADFPosterior):
 
     The model may be any NumPyro model in which
 
-    - weights have Normal priors with a fixed scale or one hyperparameter that scales them: a Gamma precision
-      (published update) or any positive site (by one-dimensional quadrature); centered or not (``w_base``);
+    - weights have Normal priors (others on the real line are represented by mean and sd) with a fixed scale or one
+      hyperparameter that scales them: a Gamma precision (published update) or any positive site (by one-dimensional
+      quadrature); centered or not (``w_base``);
     - one site is observed, one row at a time: Normal with noise that is fixed, has a Gamma precision (published
-      update) or any other prior; Categorical with logits (pairwise approximation); any other distribution of one
-      linear predictor, by quadrature;
+      update) or any other prior; Categorical with logits (pairwise approximation); any other distribution whose
+      parameters depend on one linear predictor, by quadrature; masked observations are left out;
     - arrays whose first axis is the number of data points are data; rows do not influence each other.
 
     It is a NumPyro guide: ``sample_posterior``, ``median``, ``quantiles``, ``Predictive(model, guide=...)`` and

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
@@ -17,6 +18,8 @@ from numpyro_bnn.moments import Gaussian
 
 # Gauss-Hermite points per dimension, for one and for two dimensions.
 POINTS = {1: 64, 2: 24}
+# The constant that `normal_log_density` leaves out.
+NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
 
 States = Mapping[str, Any]
 
@@ -39,24 +42,29 @@ class Likelihood:
     ) -> jax.Array:
         """log Z of one observation, elementwise, with ``order`` added to the shape of the noise precision.
 
-        A Normal likelihood is integrated over its mean in closed form, everything else by quadrature.
+        A Normal likelihood is integrated over its mean in closed form, everything else by quadrature. It is 0 for a
+        masked observation.
         """
+        known = self._parameters(_means(quantities), context)
+        mask = known["mask"]
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
-            value = self.observation.cut.tail({"logits": logits.mean}, context)["value"]
-            return softmax_log_mean(logits, value)
+            return jnp.where(mask, softmax_log_mean(logits, jnp.where(mask, known["value"], 0)), 0.0)
         if self.observation.kind == "normal":
             loc, noise_variance, integrated = self._normal(quantities, states, context, order)
-            residual = self._parameters(_means(quantities), context)["value"] - loc.mean
+            residual = known["value"] - loc.mean
 
             def log_density(values: Mapping[str, Any]) -> jax.Array:
-                return normal_log_density(residual, loc.var + noise_variance(values))
+                density = normal_log_density(residual, loc.var + noise_variance(values)) + NORMAL_CONSTANT
+                return jnp.where(mask, density, 0.0)
 
             return log_expectation(log_density, integrated) if integrated else log_density({})
 
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
-            return self.observation.build(parameters).log_prob(parameters["value"])
+            density = self.observation.build(parameters).mask(mask).log_prob(parameters["value"])
+            # All elements of one observation that share their quantities are integrated together.
+            return density.sum() if all(part.mean.size == 1 for part in quantities.values()) else density
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 
@@ -72,7 +80,9 @@ class Likelihood:
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
             fn = self.observation.build(self._parameters(values, context))
-            return fn.mean, fn.mean**2 + (fn.variance if noise else 0.0)
+            classes = isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits)
+            mean, variance = (fn.probs, fn.probs * (1 - fn.probs)) if classes else (fn.mean, fn.variance)
+            return mean, mean**2 + (variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
         return Gaussian(first, second - first**2)

@@ -16,7 +16,8 @@ from jax import lax
 from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.adf.reading import Sites, Weight, refuse
+from numpyro_bnn.guides.adf.reading import refuse
+from numpyro_bnn.guides.adf.sites import Sites, Weight
 from numpyro_bnn.moments import Gaussian
 
 # Grid on which a prior is matched by a Gaussian in unconstrained space.

@@ -5,7 +5,7 @@ Moments are propagated up to quantities that can be treated as Gaussian; the lik
 the distribution's parameters is cut before the first nonlinear elementwise function of a single random operand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax.extend.core import Literal, jaxpr_as_fun
+from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
-from numpyro_bnn._dependence import needed_equations
+from numpyro_bnn._dependence import dependence, needed_equations
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.adf.reading import Arguments, Sites, refuse, run_model
+from numpyro_bnn.guides.adf.reading import Arguments, mask_of, refuse, run_model
+from numpyro_bnn.guides.adf.sites import Sites
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.moments.elementwise import ELEMENTWISE
 
@@ -28,6 +30,7 @@ Context = dict[str, Any]
 # Affine in a single random operand, or a mere change of shape: no reason to cut before them.
 AFFINE = {"add", "sub", "neg", "mul", "div", "convert_element_type", "copy"}
 SHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
+HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Observation:
 
     :param kind: "normal", "categorical" or "other".
     :param name: name of the site.
-    :param cut: the program of the distribution's parameters, and of the observed ``value``.
+    :param cut: the program of the distribution's parameters, the observed ``value`` and its ``mask``, if it has one.
     :param build: builds the distribution from these parameters, elementwise.
     :param shape: shape of one observation.
     """
@@ -83,19 +86,29 @@ def observe(
         shape = site["fn"].shape()
         kind, parameters, build = _parameters(base, shape)
         found.update(kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters))
-        return parameters | ({"value": site["value"]} if with_value else {})
+        if not with_value:
+            return parameters
+        whole = np.broadcast_shapes(shape, np.shape(site["value"]))
+        if whole[:1] != (1,):
+            instead = "Pass data, targets and masks as arguments of the model."
+            raise refuse(sites.observed, f"of shape {whole} for one row of the data", instead)
+        return parameters | {"value": site["value"], "mask": jnp.broadcast_to(mask_of(site["fn"]), shape)}
 
     cut = split(program, weights, context, keep=("loc", "logits"))
-    observation = Observation(found["kind"], sites.observed, cut, found["build"], found["shape"])
+    kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
+    reached = dependence(
+        lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}), context["hyperparameters"]
+    )
+    for name in set().union(*reached.values()):  # they would not be learned
+        prior = type(unwrapped(sites.hyperparameters[name])).__name__
+        instead = "Scale weights in their prior, `Normal(0, tau)`; give other sites a prior on the real line."
+        raise refuse(name, f"a {prior} from which the predictor is computed", instead)
     for name in cut.random & found["bounded"]:
-        if name in cut.cuts and name not in cut.nonlinear:
+        if name not in cut.nonlinear:
             why = f"whose {name.split(' (')[0]} is not an elementwise function of a linear predictor"
             instead = "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f straight from the network."
             raise refuse(sites.observed, why, instead)
-    if observation.kind != "categorical" and len(observation.integrated) > 2:
-        why = f"with {len(cut.cuts)} parameters that depend on the weights"
-        raise refuse(sites.observed, why, "At most two can be integrated.")
-    return observation
+    return Observation(kind, sites.observed, cut, found["build"], found["shape"])
 
 
 def _parameters(base: dist.Distribution, shape: tuple) -> tuple[str, dict[str, Any], Callable]:
@@ -104,7 +117,8 @@ def _parameters(base: dist.Distribution, shape: tuple) -> tuple[str, dict[str, A
         given = {"loc": jnp.broadcast_to(base.loc, shape), "scale": jnp.broadcast_to(base.scale, shape)}
         return "normal", given, lambda p: dist.Normal(p["loc"], p["scale"])
     if isinstance(base, dist.CategoricalLogits):
-        return "categorical", {"logits": base.logits}, lambda p: dist.Categorical(logits=p["logits"])
+        logits = jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
+        return "categorical", {"logits": logits}, lambda p: dist.Categorical(logits=p["logits"])
     if isinstance(base, dist.BernoulliLogits):
         return "other", {"logits": base.logits}, lambda p: dist.Bernoulli(logits=p["logits"])
     leaves, structure = jax.tree.flatten(base)
@@ -125,18 +139,49 @@ def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]
     return {name for name in parameters if name.split(" (")[0] not in free}
 
 
-def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
-    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
+def check_quantities(observation: Observation, sites: Sites, context: Context) -> None:
+    """Refuse quantities of one row that are functions of fewer: they are integrated as if they were independent.
+
+    Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
+    """
+    point, unflatten = ravel_pytree(_random_weights(sites))
+
+    def flat(weights: Any) -> jax.Array:
+        return ravel_pytree(observation.cut.head(unflatten(weights), context))[0]
+
+    def slope(key: jax.Array) -> jax.Array:
+        return jax.jvp(flat, (point,), (jax.random.normal(key, point.shape),))[1]
+
+    count = jax.eval_shape(flat, point).size
+    if count == 1:
+        return
+    slopes = jax.jit(lambda: jax.lax.map(slope, jax.random.split(jax.random.key(0), count)))()
+    if isinstance(slopes, jax.core.Tracer) or not np.all(np.isfinite(slopes)):
+        return
+    slopes = np.asarray(slopes)[:, np.any(slopes, axis=0)]
+    sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
+    if len(sizes) and np.min(sizes) < 1e-9:
+        why = f"whose {count} linear predictors for one row are functions of each other"
+        instead = "Give each its own weights, or write one observation per row of the data."
+        raise refuse(observation.name, why, instead)
+
+
+def _random_weights(sites: Sites) -> dict[str, jax.Array]:
     random = np.random.default_rng(0)
-    weights = {
+    return {
         n: jnp.asarray(w.loc + w.scale * random.normal(size=w.loc.shape)) for n, w in sites.weights.items()
     }
+
+
+def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
+    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
+    weights = _random_weights(sites)
     arrays = arguments.part("array")
 
     def parameters(rows: Any) -> list[jax.Array]:
         args, kwargs = arguments.call(rows, arrays)
         site = run_model(arguments.model, {**weights, **hyperparameters}, args, kwargs)[sites.observed]
-        return jax.tree.leaves(unwrapped(site["fn"], masked=True))
+        return jax.tree.leaves((unwrapped(site["fn"], masked=True), mask_of(site["fn"]), site["value"]))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         alone = [parameters({name: leaf[k : k + 1] for name, leaf in rows.items()}) for k in range(2)]
@@ -185,6 +230,7 @@ class Split:
     :param cuts: the Gaussian quantities, named by the first output computed from each.
     :param random: outputs that depend on the weights, cut or not.
     :param nonlinear: outputs that are a nonlinear function of their quantity.
+    :param own: outputs that are a quantity of their own, or computed from neither weights nor hyperparameters.
     """
 
     head: Callable[[Any, Any], dict[str, Any]]
@@ -192,6 +238,7 @@ class Split:
     cuts: tuple[str, ...]
     random: set[str]
     nonlinear: set[str]
+    own: set[str]
 
 
 def split(
@@ -199,9 +246,12 @@ def split(
 ) -> Split:
     """Cut ``fn(weights, context)``, a dictionary of arrays.
 
+    Outputs computed from one quantity share it. No cut lies behind a use of ``context["hyperparameters"]`` that could
+    come after it: then the hyperparameter belongs to the tail, where it is integrated.
+
     :param weights: example of the random argument.
     :param context: example of the other argument.
-    :param keep: outputs that are Gaussian quantities themselves.
+    :param keep: outputs that may be Gaussian quantities themselves.
     """
     closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(weights, context)
     jaxpr = closed.jaxpr
@@ -210,17 +260,25 @@ def split(
         for (path, _), var in zip(jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True)
     }
     count = len(jax.tree.leaves(weights))
-    depends = set(jaxpr.invars[:count])
-    for equation in jaxpr.eqns:
-        if depends.intersection(var for var in equation.invars if not isinstance(var, Literal)):
-            depends.update(equation.outvars)
+    paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
+    held = {v for v, p in zip(jaxpr.invars[count:], paths, strict=True) if p[:1] == HYPERPARAMETERS}
+    depends, held = (_descendants(jaxpr, start) for start in (jaxpr.invars[:count], held))
     random = {name for name, var in outputs.items() if not isinstance(var, Literal) and var in depends}
+    sources = _sources(jaxpr, depends)
+    ends = {name: sources.get(outputs[name], outputs[name]) for name in outputs if name in random}
+    chosen = {}
+    for name, end in ends.items():
+        var = outputs[name]
+        if list(ends.values()).count(end) > 1 or end.aval.size < var.aval.size:
+            chosen[name] = end
+        elif name in keep and var not in held:
+            chosen[name] = var
+        else:
+            chosen[name] = _before_nonlinear(jaxpr, end, var, depends, held)
     cuts: dict[str, Any] = {}
-    for name in outputs:
-        if name in random:
-            found = outputs[name] if name in keep else _cut(jaxpr, outputs[name], depends)
-            if found not in cuts.values():
-                cuts[name] = found
+    for name, var in chosen.items():
+        if var not in cuts.values():
+            cuts[name] = var
 
     def evaluate(inputs: list[Any], wanted: list[Any], values: list[Any]) -> list[Any]:
         equations = [equation for equation, _ in needed_equations(jaxpr, wanted, frozenset(inputs))]
@@ -236,41 +294,55 @@ def split(
         found = evaluate(inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)])
         return dict(zip(outputs, found, strict=True))
 
-    nonlinear = {name for name in cuts if cuts[name] is not outputs[name]}
-    return Split(head, tail, tuple(cuts), random, nonlinear)
+    nonlinear = {n for n in ends if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]}
+    own = {n for n, var in chosen.items() if var is outputs[n] and list(chosen.values()).count(var) == 1}
+    own |= {
+        n for n, var in outputs.items() if n not in random and (isinstance(var, Literal) or var not in held)
+    }
+    return Split(head, tail, tuple(cuts), random, nonlinear, own)
 
 
-def _cut(jaxpr: Any, var: Any, random: set) -> Any:
-    """The variable before the first elementwise nonlinear function on the way to ``var``; itself if none."""
-    made_by = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
-    ends: dict[Any, Any] = {}
+def _descendants(jaxpr: Any, sources: Iterable[Any]) -> set:
+    """The variables that are computed from some of a jaxpr, and these themselves."""
+    found = set(sources)
+    for equation in jaxpr.eqns:
+        if found.intersection(var for var in equation.invars if not isinstance(var, Literal)):
+            found.update(equation.outvars)
+    return found
 
-    def passed(equation: Any) -> list[Any]:
-        """The random operands of an elementwise equation; none for any other."""
+
+def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
+    """For every random variable, the most distant one of which it is an elementwise function, if there is one.
+
+    Of a single number everything is such a function.
+    """
+    found: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        operands = {v for v in equation.invars if not isinstance(v, Literal) and v in random}
+        ends = {found.get(var, var) for var in operands}
+        if len(ends) != 1:
+            continue
+        (end,) = ends
         name = equation.primitive.name
         shaping = name in SHAPING and equation.invars[0].aval.size == equation.outvars[0].aval.size
-        if not (name in ELEMENTWISE or shaping):
-            return []
-        return [v for v in equation.invars if not isinstance(v, Literal) and v in random]
+        if name in ELEMENTWISE or shaping or end.aval.size == 1:
+            found.update(dict.fromkeys(equation.outvars, end))
+    return found
 
-    def end(var: Any) -> Any:
-        """The most distant variable of which ``var`` is an elementwise function."""
-        if var not in ends:
-            sources = {end(v) for v in passed(made_by[var])} if var in made_by else set()
-            ends[var] = sources.pop() if len(sources) == 1 else var
-        return ends[var]
 
-    # From there, go back towards ``var`` over the affine steps that lie on the only path.
+def _before_nonlinear(jaxpr: Any, source: Any, var: Any, random: set, held: Container = frozenset()) -> Any:
+    """From the source of ``var``, the end of the affine steps that lie on the only path and use nothing ``held``."""
     users: dict[Any, list] = {}
     for equation, _ in needed_equations(jaxpr, [var]):
         for used in equation.invars:
             if not isinstance(used, Literal) and used in random:
                 users.setdefault(used, []).append(equation)
-    source = end(var)
     while source is not var:
         (step, *others) = users[source]
         divides_by_it = step.primitive.name == "div" and step.invars[1] is source
         if others or step.primitive.name not in AFFINE | SHAPING or divides_by_it:
+            break
+        if step.outvars[0] in held and source not in held:
             break
         source = step.outvars[0]
     return source

@@ -14,8 +14,9 @@ from jax import lax
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers
 from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
-from numpyro_bnn.guides.adf.observation import Context, check_rows, observe, rewritten
-from numpyro_bnn.guides.adf.reading import Arguments, Sites, find_sites
+from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
+from numpyro_bnn.guides.adf.reading import Arguments
+from numpyro_bnn.guides.adf.sites import Sites, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
 
 # Refused updates are counted on about this many weights of each site.
@@ -76,6 +77,7 @@ class Problem:
         normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
         problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
         check_rows(arguments, sites, ones)
+        check_quantities(observation, sites, context)
 
         def check() -> None:
             state = problem.start({name: weight.loc for name, weight in sites.weights.items()})
@@ -165,21 +167,14 @@ class Problem:
 
         carry, (log_z, refused) = lax.scan(body, (state.weights, state.hyperparameters), rows)
         size = sum(weight.loc.size for weight in self.sites.weights.values())
-        record = Records(log_z.sum() + self._constant(log_z), refused.mean() / size)
+        record = Records(log_z.sum(), refused.mean() / size)
         return ADFState(*carry, state.factors), record
 
-    def _constant(self, log_z: jax.Array) -> float:
-        """The constant that ``normal_log_density`` leaves out."""
-        if self.likelihood.observation.kind != "normal":
-            return 0.0
-        return -0.5 * np.log(2 * np.pi) * log_z.size * max(1, int(np.prod(self.likelihood.observation.shape)))
-
     def log_density(self, state: ADFState, row: Any, arrays: Any) -> jax.Array:
-        """log Z of one data point, constants included."""
+        """log Z of one data point."""
         context = self.context(state, row, arrays)
         quantities = self.likelihood.observation.quantities(state.weights, context)
-        log_z = self.likelihood.log_z(quantities, state.hyperparameters, context).sum()
-        return log_z + self._constant(log_z)
+        return self.likelihood.log_z(quantities, state.hyperparameters, context).sum()
 
     def predictive(self, state: ADFState, row: Any, arrays: Any, noise: bool) -> Gaussian:
         """Mean and variance of the observation of one data point."""

@@ -1,0 +1,266 @@
+"""The role of every site of a model: weights, hyperparameters, noise, the observation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import dependence
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn.guides.adf.reading import (
+    CALL,
+    Trace,
+    is_scaled,
+    mask_of,
+    observed_site,
+    outline,
+    refuse,
+    run_model,
+)
+
+# Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
+REPARAMETERIZED = ("_base", "_decentered")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
+
+    Any other prior on the real line is represented by its mean and sd.
+
+    :param latent: the site that the model samples: ``w`` itself, or its non-centered ``w_base``.
+    :param loc: prior mean, shaped like the site.
+    :param scale: prior sd without its hyperparameter.
+    :param hyper: name of the hyperparameter.
+    :param power: -1/2 for a precision, 1 for a scale, 1/2 for a variance.
+    :param element: for every weight, the index of its element in the flattened hyperparameter.
+    """
+
+    latent: str
+    loc: np.ndarray
+    scale: np.ndarray
+    hyper: str | None = None
+    power: float = 0.0
+    element: np.ndarray | None = None
+
+    @property
+    def centered(self) -> bool:
+        return not self.latent.endswith(REPARAMETERIZED)
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Roles of the sites of a model.
+
+    :param weights: sites on the whole real line, by the name of the site whose value enters the network.
+    :param hyperparameters: distributions of the other latent sites: scales of weights, noise, and sites that the
+        data do not inform.
+    :param noise: the hyperparameters that the observation depends on.
+    :param observed: name of the observed site.
+    """
+
+    weights: Mapping[str, Weight]
+    hyperparameters: Mapping[str, dist.Distribution]
+    noise: tuple[str, ...]
+    observed: str
+
+
+def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites:
+    """The role of every site of ``model``, called with the arguments of one data point; refuse other models."""
+    trace = outline(model, args, kwargs)
+    latent = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+    observed = observed_site(trace)
+    _check_latent(trace, latent, observed)
+    bases = _reparameterized(trace, latent)
+    hypers = [name for name, site in latent.items() if not _is_weight(site["fn"])]
+    weights = {bases.get(name, name): name for name in latent if name not in hypers}
+    if not weights:
+        raise argument_error(CALL, "model", "no weights", "Give the weights a Normal prior.")
+    run = _Runs(model, args, kwargs, trace, weights, hypers)
+    reached = run.reached(observed)
+    at, distributions = run.priors()
+    found = {name: _weight(name, base, reached[name], at) for name, base in weights.items()}
+    noise = tuple(name for name in hypers if name in reached[observed])
+    _check_roles(found, reached[observed], noise)
+    return Sites(found, distributions, noise, observed)
+
+
+def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
+    data_plates = {frame.name for frame in trace[observed]["cond_indep_stack"]}
+    for name, site in latent.items():
+        if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" == observed:
+            instead = "Leave rows out with `handlers.mask(mask=...)` instead of `obs_mask`."
+            raise refuse(name, "which imputes masked observations", instead)
+        if mask_of(site["fn"]) is not True or is_scaled(site):
+            instead = "Change the prior itself; for a flat one pass a wide prior."
+            raise refuse(name, "whose prior is masked or scaled", instead)
+        if site["fn"].support.is_discrete:
+            raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
+        local = [f.name for f in site["cond_indep_stack"] if f.size == 1 and f.name in data_plates]
+        if local:
+            why = f"inside the plate {local[0]!r} of the data"
+            raise refuse(name, why, "Each data point would have its own weight.")
+    for name, site in trace.items():
+        if site["type"] in ("param", "mutable"):
+            instead = "Give it a prior, or fix it with `handlers.substitute`."
+            raise refuse(name, f"a `{site['type']}` site", instead)
+
+
+def _reparameterized(trace: Trace, latent: Trace) -> dict[str, str]:
+    """``{w_base: w}`` for the sites that a reparameterizer samples in another space."""
+    found = {}
+    for name in latent:
+        for suffix in REPARAMETERIZED:
+            whole = name.removesuffix(suffix)
+            same = whole != name and trace.get(whole, {}).get("type") == "deterministic"
+            if same and jnp.shape(trace[whole]["value"]) == jnp.shape(trace[name]["value"]):
+                found[name] = whole
+    return found
+
+
+def _is_weight(fn: dist.Distribution) -> bool:
+    """Whether a site is normal, or elementwise on the whole real line, so that a normal can stand for its prior."""
+    base = unwrapped(fn)
+    return is_affine_normal(fn) or (
+        not base.event_dim
+        and not isinstance(base, dist.TransformedDistribution | dist.ImproperUniform)
+        and base.support == constraints.real
+    )
+
+
+def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
+    """Mean and sd of the prior of a weight site."""
+    loc, scale = affine_normal(fn) or (fn.mean, jnp.sqrt(fn.variance))
+    return jnp.asarray(loc, float), jnp.asarray(scale, float)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of the model that show how its sites depend on each other."""
+
+    model: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
+    trace: Trace
+    weights: Mapping[str, str]
+    hypers: Sequence[str]
+
+    def __call__(self, values: Mapping[str, Any]) -> Trace:
+        return run_model(self.model, values, self.args, self.kwargs)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return np.shape(self.trace[name]["value"])
+
+    def reached(self, observed: str) -> dict[str, set[str]]:
+        """The latent sites from which the prior of each weight, and the observation, are computed."""
+        latents = {*self.weights.values(), *self.hypers}
+        values = {name: np.ones(self.shape(name)) for name in latents | set(self.weights)}
+
+        def programs(values: Mapping[str, Any]) -> dict[str, Any]:
+            prior = self({k: v for k, v in values.items() if k in latents})
+            found = {
+                name: [_projected(prior[latent]["fn"]), prior[name]["value"] if name != latent else 0.0]
+                for name, latent in self.weights.items()
+            }
+            whole = self(values)
+            hypers = {f"{name} ": jax.tree.leaves(whole[name]["fn"]) for name in self.hypers}
+            data = [whole[observed]["value"], mask_of(whole[observed]["fn"])]
+            likelihood = jax.tree.leaves(unwrapped(whole[observed]["fn"], masked=True))
+            return {**found, **hypers, observed: likelihood, f"{observed} ": data}
+
+        reached = dependence(programs, values)
+        for name, latent in self.weights.items():
+            reached[name].discard(latent)
+        above = {name: reached[f"{name} "] for name in self.hypers}
+        above |= {name: reached[name] - set(self.hypers) for name in self.weights}
+        for name, parents in above.items():
+            if parents:
+                instead = "A weight may have one positive hyperparameter, its scale, and no more."
+                raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
+        if parents := reached[f"{observed} "]:
+            raise refuse(observed, f"whose values, or mask, depend on {min(parents)!r}", "Pass them as data.")
+        return reached
+
+    def priors(self) -> tuple[list[dict], dict[str, dist.Distribution]]:
+        """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...; priors of the rest.
+
+        The sd of a weight that is not an affine function of its own base is NaN.
+        """
+        random = np.random.default_rng(0)
+        bases = {w: latent for w, latent in self.weights.items() if w != latent}
+        probes = {name: random.normal(size=self.shape(name)) for name in bases}
+        points = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
+
+        def prior(values: dict) -> dict[str, Any]:
+            sites = self(values)
+            found = {w: _projected(sites[w]["fn"]) for w, latent in self.weights.items() if w == latent}
+            at = [self(values | {bases[w]: p for w, p in point.items()}) for point in (*points, probes)]
+            for w, latent in bases.items():
+                zero, one, checked = (sites[w]["value"] for sites in at)
+                mean, sd = _projected(at[0][latent]["fn"])
+                plain = jnp.isclose(checked, zero + (one - zero) * probes[w]) & (mean == 0) & (sd == 1)
+                found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
+            return found
+
+        shapes = {name: self.shape(name) for name in self.hypers}
+        counts = {n: 1.0 + np.arange(np.prod(s, dtype=int)).reshape(s) for n, s in shapes.items()}
+        values = [
+            {name: factor * counts[name] ** spread for name in self.hypers}
+            for factor, spread in ((1, 0), (2, 0), (3, 0), (2, 1))
+        ]
+
+        def program(values: list[dict]) -> tuple[list, dict]:
+            sites = self({})
+            return [prior(value) for value in values], {name: sites[name]["fn"] for name in self.hypers}
+
+        return jax.device_get(jax.jit(program)(values))
+
+
+def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
+    """Read the prior of a weight site: its mean and sd, and how its hyperparameter scales it."""
+    (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (values[name] for values in at)
+    if latent == name and not np.all(np.isfinite(scale)):
+        raise refuse(name, "whose prior has no finite variance", "Pass a prior with lighter tails.")
+    if not np.all(scale > 0):
+        why = f"which is not a multiple of a unit normal {latent!r}"
+        raise refuse(name, why, "Use independent weights.")
+    if len(parents) > 1:
+        why = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
+        raise refuse(name, why, "Use one hyperparameter per weight.")
+    if not parents:
+        return Weight(latent, loc, scale)
+    (hyper,) = parents
+    if not np.allclose(loc, loc_doubled):
+        why = f"whose prior mean depends on {hyper!r}"
+        raise refuse(name, why, "Only its scale may have a hyperparameter.")
+    power = float(np.log2(doubled.flat[0] / scale.flat[0]))
+    element = np.full(loc.shape, -1)
+    if power:
+        element = np.rint((counted / scale) ** (1 / power) / 2 - 1).astype(int)
+    if not (
+        np.all(element >= 0)
+        and np.allclose(doubled / scale, 2**power)
+        and np.allclose(tripled / scale, 3**power)
+        and np.allclose(counted / scale, (2.0 * element + 2) ** power)
+    ):
+        why = f"whose sd is not a constant times a power of {hyper!r}"
+        raise refuse(name, why, "Scale it by a scale, a variance or a precision.")
+    # 32-bit indices work in either precision of JAX.
+    return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
+
+
+def _check_roles(weights: Mapping[str, Weight], reached: set[str], noise: tuple[str, ...]) -> None:
+    if not reached & set(weights):
+        came = "an observation that does not depend on any Gaussian weight"
+        raise argument_error(CALL, "model", came, "Check the prior of the weights.")
+    for name, weight in weights.items():
+        if weight.hyper in noise:
+            why = f"which scales {name!r} and also enters the likelihood"
+            instead = "Write the weight centered, or non-centered with `numpyro.infer.reparam`."
+            raise refuse(str(weight.hyper), why, instead)
