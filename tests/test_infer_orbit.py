@@ -274,6 +274,142 @@ def unconstrained_names(model):
     return [k for k, s in trace.items() if s["type"] == "sample" and not s["is_observed"]]
 
 
+# -- bounded supports ---------------------------------------------------------------------------------
+
+# Made anew for every trace: some distributions cache arrays.
+FAMILIES = {
+    "uniform": lambda: dist.Uniform(-1.0, 1.0),
+    "half-normal": lambda: dist.HalfNormal(1.0),
+    "truncated": lambda: dist.TruncatedNormal(0.0, 1.0, low=-0.5, high=1.0),
+    "log-uniform": lambda: dist.LogUniform(0.1, 2.0),
+    "uniform scale": lambda: dist.Uniform(0.1, 2.0),
+    "log-uniform scale": lambda: dist.LogUniform(0.1, 2.0),
+    "truncated scale": lambda: dist.TruncatedNormal(1.0, 1.0, low=0.2, high=1.5),
+    "half-normal scale": lambda: dist.HalfNormal(1.0),
+    "gamma scale": lambda: dist.Gamma(2.0, 2.0),
+}
+# Symmetries of weights (2, 3) and (3,), or of the scales of weights.
+OF_WEIGHTS = {
+    "Scale": lambda w, v: symmetry.Scale([(w, 1)]),
+    "Rescale": lambda w, v: symmetry.Rescale([(w, 1)], [(v, 0)]),
+    "Shift": lambda w, v: symmetry.Shift([(w, 1)]),
+    "Shift of one": lambda w, v: symmetry.Shift([(v, 0)]),
+    "SignFlip": lambda w, v: symmetry.SignFlip([(w, 1), (v, 0)]),
+    "Permutation": lambda w, v: symmetry.Permutation([(w, 1), (v, 0)]),
+}
+OF_SCALES = {
+    "JointScale": lambda s, t: symmetry.JointScale(f"{s} weights", s),
+    "JointRescale": lambda s, t: symmetry.JointRescale(f"{s} weights", f"{t} weights", [(s, 1), (t, -1)]),
+}
+FAST_FAMILIES = ("uniform", "half-normal", "uniform scale")
+EVERY_FAMILY = [
+    pytest.param(name, marks=[] if name in FAST_FAMILIES else pytest.mark.slow) for name in FAMILIES
+]
+
+
+def groups_of(family):
+    return OF_SCALES if family.endswith("scale") else OF_WEIGHTS
+
+
+def bounded_model(family):
+    """For every group two sites of a family, with nothing in the likelihood."""
+
+    def model(y=None):
+        for group in groups_of(family):
+            for name, shape in ((f"{group} 1", (2, 3)), (f"{group} 2", (3,))):
+                fn = FAMILIES[family]()
+                if family.endswith("scale"):
+                    scale = numpyro.sample(name, fn)
+                    numpyro.sample(f"{name} weights", dist.Normal(0.0, scale).expand([2]).to_event(1))
+                else:
+                    numpyro.sample(name, fn.expand(shape).to_event(len(shape)))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    return model, [make(f"{group} 1", f"{group} 2") for group, make in groups_of(family).items()]
+
+
+def prior_draws(model, size=2000):
+    def draw(key):
+        trace = handlers.trace(handlers.seed(model, key)).get_trace()
+        return {name: site["value"] for name, site in trace.items() if name != "y"}
+
+    return jax.jit(jax.vmap(draw))(random.split(random.key(0), size))
+
+
+def assert_prior(draws, family):
+    """Kolmogorov-Smirnov tests of independent draws of the prior; failure rate 1e-6 each."""
+    fn = FAMILIES[family]()
+    for group in groups_of(family):
+        for name in (f"{group} 1", f"{group} 2"):
+            assert np.asarray(fn.support(draws[name])).all(), name
+            values = np.asarray(draws[name]).ravel()
+            assert stats.kstest(values, lambda x: np.asarray(fn.cdf(x))).pvalue > 1e-6, name
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_moves_stay_in_bounded_supports(family):
+    """Ten moves along every symmetry take draws of the prior to draws of the prior."""
+    model, symmetries = bounded_model(family)
+    draws = prior_draws(model)
+    plans = plan(model, symmetries, (0.3,))
+    prior = PriorProgram(model, jax.tree.map(lambda leaf: leaf[0], draws), (0.3,), {})
+
+    def sweep(values, key):
+        for i, entry in enumerate(plans):
+            values = values | move(entry, random.fold_in(key, i), values, prior, jnp.ones(()))[0]
+        return values, None
+
+    def moved(values, key):
+        return lax.scan(sweep, values, random.split(key, 10))[0]
+
+    after = jax.jit(jax.vmap(moved))(draws, random.split(random.key(1), 2000))
+    assert_prior(after, family)
+    for entry in plans:  # and they move, but for signs of positive weights
+        stays = isinstance(entry.symmetry, symmetry.SignFlip) and family in ("half-normal", "log-uniform")
+        assert all(stays == bool((after[name] == draws[name]).all()) for name in entry.symmetry.sites)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_quotients_stay_in_bounded_supports(family):
+    model, symmetries = bounded_model(family)
+    assert_prior(prior_draws(symmetry.quotient(model, symmetries, 0.3)), family)
+
+
+def test_orders_are_corrected_where_only_supports_tell_units_apart():
+    """The density of uniform weights is the same number wherever it is not 0."""
+    high = jnp.array([1.0, 1.2])
+
+    def model():
+        numpyro.sample("w", dist.Uniform(0.0, high).to_event(1))
+
+    (entry,) = plan(model, [symmetry.Permutation([("w", 0)])])
+    prior = PriorProgram(model, {"w": 0.5 * high}, (), {})
+    draws = high * random.uniform(random.key(0), (2000, 2))
+    moved = jax.vmap(lambda key, w: move(entry, key, {"w": w}, prior, jnp.ones(()))[0]["w"])(
+        random.split(random.key(1), 2000), draws
+    )
+    assert (moved < high).all()
+    assert (moved != draws).any()
+
+
+def test_moves_of_a_kernel_keep_other_sites_where_their_support_depends_on_a_moved_one():
+    def model(y):
+        s = numpyro.sample("s", dist.Uniform(0.5, 2.0))
+        numpyro.sample("u", dist.Uniform(0.0, s))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    kernel = infer.OrbitMoves(HMC(model), [symmetry.JointScale("w", "s")])
+    state = kernel.init(random.key(0), 0, {name: jnp.zeros(()) for name in "su"} | {"w": jnp.ones(2)}, (0.3,))
+    constrain = kernel.get_constrain_fn((0.3,), {})
+    before = constrain(state.z)
+    keys = random.split(random.key(1), 200)
+    after = jax.vmap(lambda key: constrain(kernel._transition(state, key, (0.3,), {}).z))(keys)
+    np.testing.assert_allclose(after["u"], np.full(200, before["u"]), rtol=1e-5)
+    assert (after["s"] > after["u"]).all()
+    assert len(np.unique(after["s"])) > 50
+
+
 # -- exactness: simulation-based calibration ----------------------------------------------------------
 
 
