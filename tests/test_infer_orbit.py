@@ -410,6 +410,56 @@ def test_moves_of_a_kernel_keep_other_sites_where_their_support_depends_on_a_mov
     assert len(np.unique(after["s"])) > 50
 
 
+# -- deterministic sites of a quotient --------------------------------------------------------------------
+
+
+def own_random_numbers(x, y=None, batch_size=None):
+    """Two odd units with dropout on a minibatch; returns what it drew."""
+    w, v = (numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1)) for name in "wv")
+    other = numpyro.sample("other", dist.Normal(0.0, 1.0))
+    numpyro.deterministic("twice", 2.0 * other)
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as index:
+        keep = random.bernoulli(numpyro.prng_key(), 0.5, index.shape)
+        f = numpyro.deterministic("f", jnp.tanh(x[index, None] * w) @ v * keep)
+        numpyro.deterministic("of one unit", x[index] * w[0])
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=None if y is None else y[index])
+    return index, keep
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_deterministic_sites_belong_to_the_recorded_weights(batch_size):
+    """Of the same rows and the same dropout, wherever on the orbit the draw lies."""
+    x = X[:, 0]
+    units = [("w", 0), ("v", 0)]
+    free = symmetry.quotient(
+        own_random_numbers, [symmetry.SignFlip(units), symmetry.Permutation(units)], x, Y
+    )
+
+    def draw(key):
+        trace = handlers.trace(
+            handlers.seed(lambda: numpyro.deterministic("run", free(x, Y, batch_size)), key)
+        )
+        return {name: site["value"] for name, site in trace.get_trace().items() if site["type"] != "plate"}
+
+    for found in map(jax.jit(draw), random.split(random.key(0), 20)):
+        index, keep = found["run"]
+        assert index.shape == (batch_size or 6,)
+        f = jnp.tanh(x[index, None] * found["w"]) @ found["v"] * keep
+        np.testing.assert_allclose(found["f"], f, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found["of one unit"], x[index] * found["w"][0], rtol=1e-5)
+        np.testing.assert_allclose(found["twice"], 2.0 * found["other"], rtol=1e-6)
+
+
+def test_a_quotient_records_non_centered_kernels():
+    """With two units the orders tried by chance are often the identity."""
+    model = network_model(nn.MLP([2, 1], "tanh"), priors.Hierarchical(SCALE))
+    free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
+    draws = prior_draws(lambda: free(X), 200)
+    for layer in ("net/Dense_0.kernel", "net/Dense_1.kernel"):  # w = s w_base / sqrt(2)
+        expected = draws[f"{layer}_scale"][:, None, None] * draws[f"{layer}_base"] / np.sqrt(2)
+        np.testing.assert_allclose(draws[layer], expected, rtol=1e-5)
+
+
 # -- exactness: simulation-based calibration ----------------------------------------------------------
 
 

@@ -255,7 +255,7 @@ class _Orbit(NamedTuple):
         return jnp.where(jnp.isfinite(g), g, 0.0)  # a unit of zeros has no scale to draw
 
     def _inside(self, axis: UnitAxis, g: jax.Array) -> jax.Array:
-        """``g``, but the identity for units of a redrawn site that rounding would put on the border of its support."""
+        """``g``, or the identity for units of a redrawn site that rounding puts on the border of its support."""
         fn, value = self.prior.distributions(self.values)[axis.site], self.moved(g)[axis.site]
         logs = elementwise(fn, value)
         inside = jnp.isfinite(axis.over_units(log_density(fn, value) if logs is None else logs))
