@@ -96,7 +96,8 @@ class Gauge(NamedTuple):
 def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
     info = model_info(model, args, kwargs)
     values, prior = info.draws[0], info.prior
-    plans = plan_in(info, symmetries)
+    # Sites that are not sampled are drawn first: the other moves read their densities.
+    plans = tuple(sorted(plan_in(info, symmetries), key=lambda entry: not _removed(entry, values)))
     removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
     fns = prior.distributions(values)
