@@ -15,7 +15,7 @@ from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
-from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
+from numpyro_bnn.symmetry.model_info import CONDITIONED, in_latent, log_likelihoods, model_info
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-6
@@ -49,7 +49,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     for name, net, input_shape in networks:
         found += from_network(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
-    measured = _invariance(model, list(dict.fromkeys(found + joint)), args, kwargs)
+    measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
     return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
 
 
@@ -232,7 +232,8 @@ def check(
     :param tolerance: maximum error of a symmetry; infinity only measures. A model that itself computes in float32
         needs about 1e-3.
     :return: for every symmetry a named tuple ``(symmetry, error)``.
-    :raises ValueError: for a symmetry with a larger error; the message gives the error.
+    :raises ValueError: for a symmetry with a larger error; the message gives the error. For a model without
+        observations, on whose likelihood symmetries are tested.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro_bnn import symmetry
@@ -243,7 +244,7 @@ def check(
     Traceback (most recent call last):
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
     """
-    found = _invariance(model, as_symmetries("symmetry.check", symmetries), args, kwargs)
+    found = _invariance("symmetry.check", model, as_symmetries("symmetry.check", symmetries), args, kwargs)
     for entry in found:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
@@ -257,12 +258,18 @@ def check(
 
 
 def _invariance(
-    model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
+    call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
 ) -> list[Invariance]:
     """The change of the log likelihood under random group elements at draws from the prior, in float64."""
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
         args, kwargs = _doubled((args, dict(kwargs or {})))
         info = model_info(model, args, kwargs, SEEDS)
+        held = kwargs.get(CONDITIONED, {})
+        if symmetries and not any(s.observed and name not in held for name, s in info.sites.items()):
+            instead = (
+                "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
+            )
+            raise argument_error(call, "args", "no observations", instead)
         moving = [in_latent(symmetry, info) for symmetry in symmetries]
         changes = jax.jit(lambda values, key: _changes(model, moving, key, values, args, kwargs))
         errors = np.array([changes(values, jax.random.key(i)) for i, values in enumerate(info.draws)])
