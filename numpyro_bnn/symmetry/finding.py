@@ -15,7 +15,7 @@ from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
-from numpyro_bnn.symmetry.model_info import CONDITIONED, in_latent, log_likelihoods, model_info
+from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-6
@@ -232,8 +232,7 @@ def check(
     :param tolerance: maximum error of a symmetry; infinity only measures. A model that itself computes in float32
         needs about 1e-3.
     :return: for every symmetry a named tuple ``(symmetry, error)``.
-    :raises ValueError: for a symmetry with a larger error; the message gives the error. For a model without
-        observations, on whose likelihood symmetries are tested.
+    :raises ValueError: for a symmetry with a larger error, which the message gives, or if nothing is observed.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro_bnn import symmetry
@@ -264,8 +263,7 @@ def _invariance(
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
         args, kwargs = _doubled((args, dict(kwargs or {})))
         info = model_info(model, args, kwargs, SEEDS)
-        held = kwargs.get(CONDITIONED, {})
-        if symmetries and not any(s.observed and name not in held for name, s in info.sites.items()):
+        if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
             instead = (
                 "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
             )

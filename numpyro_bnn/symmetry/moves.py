@@ -10,15 +10,7 @@ from jax import lax, random
 
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
-from numpyro_bnn.symmetry.groups import (
-    JointScale,
-    Multiplicative,
-    Permutation,
-    Rescale,
-    Scale,
-    Shift,
-    SignFlip,
-)
+from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import (
     ModelInfo,
     PriorProgram,
@@ -111,19 +103,16 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
         proposals = [(g, jnp.zeros(())) for g in orders] or [orbit.independent_draw(rng_key)]
         fns = prior.distributions(values)
         bounds = jax.tree.leaves([fns[site].support for site in plan.affected if site != redrawn])
-        bounded = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
-        return [_relative_correction(orbit, g, proposal) for g, proposal in proposals] + bounded
+        corrections = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
+        for g, proposal in proposals:  # relative to the size of the log densities in a ratio
+            ends = values, {**values, **orbit.moved(g)}
+            size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
+            corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
+        return corrections
 
     keys = [jax.random.key(i) for i in range(len(draws))]
     found = [log_corrections(key, values) for key, values in zip(keys, draws, strict=True)]
     return all(abs(correction) < 1e-5 for corrections in found for correction in corrections)
-
-
-def _relative_correction(orbit: "_Orbit", g: jax.Array, proposal: Any) -> jax.Array:
-    """The log ratio of accepting ``g``, relative to the size of the log densities in it."""
-    ends = orbit.values, {**orbit.values, **orbit.moved(g)}
-    size = 1 + sum(jnp.abs(orbit.prior.total(point, orbit.plan.affected)) for point in ends)
-    return (orbit.log_ratio(g)[0] - proposal) / size
 
 
 def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool) -> Method:
@@ -152,13 +141,9 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
 
 def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[jax.Array | None]:
     """Means of normal sites; ``None`` for other families."""
-
-    def locations(values: dict) -> list[jax.Array | None]:
-        fns = prior.distributions(values)
-        normals = [as_normal(fns[site]) for site in symmetry.sites]
-        return [None if normal is None else normal[0] for normal in normals]
-
-    return jax.jit(locations)(values)
+    fns = jax.jit(prior.distributions)(values)
+    normals = [as_normal(fns[site]) for site in symmetry.sites]
+    return [None if normal is None else normal[0] for normal in normals]
 
 
 # -- moves ---------------------------------------------------------------------------------------------
@@ -247,7 +232,7 @@ class _Orbit(NamedTuple):
         if method == "normal":
             return _normal_shift(symmetry, rng_key, self.values, fns)
         squares = {1.0: jnp.zeros(self.plan.units), -1.0: jnp.zeros(self.plan.units)}
-        assert isinstance(symmetry, Multiplicative)
+        assert isinstance(symmetry, Scale | Rescale)
         for axis, power in symmetry.powers:
             _, scale = as_normal(fns[axis.site])  # type: ignore[misc]
             squares[power] = squares[power] + axis.over_units((self.values[axis.site] / scale) ** 2)

@@ -1,7 +1,7 @@
 """Sampling modulo the symmetries: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -122,19 +122,10 @@ def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
     return {}
 
 
-def _moved(plans: Sequence[Plan], key_of: Callable, values: Mapping, prior: PriorProgram) -> dict:
-    """Values after one move along each symmetry."""
-    values = dict(values)
-    for i, entry in enumerate(plans):
-        values |= move(entry, key_of(i), values, prior, jnp.ones(()))[0]
-    return values
-
-
 class _InGauge(Messenger):
     """Run a model with the touched sites in the gauge, under other names, and record the run.
 
-    :ivar values: values of the latent sites.
-    :ivar plates: indices of the plates.
+    :ivar values: values of the latent sites; ``plates``: indices of the plates.
     :ivar keys: keys of the model's own randomness, as of dropout, in order.
     :ivar hidden: deterministic sites whose value is that of the gauge.
     """
@@ -148,7 +139,7 @@ class _InGauge(Messenger):
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        name, gauge = msg.get("name"), self.gauge
+        name, gauge = msg.get("name", ""), self.gauge
         if msg["type"] == "deterministic" and name not in gauge.constant:
             msg["stop"] = True
             self.hidden.append(name)
@@ -180,31 +171,29 @@ class _InGauge(Messenger):
             self.keys.append(msg["value"])
 
 
-class _Again(Messenger):
-    """Run a model once more as recorded, at other values of its latent sites."""
+class _SameKeys(Messenger):
+    """Run a model with the keys of another run."""
 
-    def __init__(self, model: Callable, run: _InGauge, values: Mapping[str, jax.Array]) -> None:
-        self.keys = iter(run.keys)
-        self.given = {**run.plates, **values}
+    def __init__(self, model: Callable, keys: Sequence[jax.Array | None]) -> None:
+        self.keys = iter(keys)
         super().__init__(model)
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "prng_key":
             msg["value"] = next(self.keys)
-        elif msg["type"] in ("sample", "plate") and msg["name"] in self.given:
-            msg["value"] = self.given[msg["name"]]
 
 
 def _fill_in(model: Callable, run: _InGauge, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Draw the orbit coordinates, and record the original sites."""
-    gauge = run.gauge
     values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in run.values.items()}
     rng_key = key_from(values)
     with isolated():
         prior = PriorProgram(model, values, args, kwargs)
-        values = _moved(gauge.plans, partial(random.fold_in, rng_key), values, prior)
-        traced = handlers.trace(_Again(model, run, values)).get_trace(*args, **kwargs)
-    for name in sorted(gauge.touched):
+        for i, entry in enumerate(run.gauge.plans):
+            values |= move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))[0]
+        again = handlers.substitute(_SameKeys(model, run.keys), {**run.plates, **values})
+        traced = handlers.trace(again).get_trace(*args, **kwargs)
+    for name in sorted(run.gauge.touched):
         numpyro.deterministic(name, values[name])
     for name in run.hidden:
         numpyro.deterministic(name, traced[name]["value"])
