@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 
 import jax
 import jax.numpy as jnp
@@ -272,6 +273,231 @@ def test_walks_with_the_likelihood_know_its_scale(scale):
 def unconstrained_names(model):
     trace = handlers.trace(handlers.seed(model, 0)).get_trace(X, Y)
     return [k for k, s in trace.items() if s["type"] == "sample" and not s["is_observed"]]
+
+
+# -- bounded supports ---------------------------------------------------------------------------------
+
+# Made anew for every trace: some distributions cache arrays.
+FAMILIES = {
+    "uniform": lambda: dist.Uniform(-1.0, 1.0),
+    "half-normal": lambda: dist.HalfNormal(1.0),
+    "truncated": lambda: dist.TruncatedNormal(0.0, 1.0, low=-0.5, high=1.0),
+    "log-uniform": lambda: dist.LogUniform(0.1, 2.0),
+    "uniform scale": lambda: dist.Uniform(0.1, 2.0),
+    "log-uniform scale": lambda: dist.LogUniform(0.1, 2.0),
+    "truncated scale": lambda: dist.TruncatedNormal(1.0, 1.0, low=0.2, high=1.5),
+    "half-normal scale": lambda: dist.HalfNormal(1.0),
+    "gamma scale": lambda: dist.Gamma(2.0, 2.0),
+}
+# Symmetries of weights (2, 3) and (3,), or of the scales of weights.
+OF_WEIGHTS = {
+    "Scale": lambda w, v: symmetry.Scale([(w, 1)]),
+    "Rescale": lambda w, v: symmetry.Rescale([(w, 1)], [(v, 0)]),
+    "Shift": lambda w, v: symmetry.Shift([(w, 1)]),
+    "Shift of one": lambda w, v: symmetry.Shift([(v, 0)]),
+    "SignFlip": lambda w, v: symmetry.SignFlip([(w, 1), (v, 0)]),
+    "Permutation": lambda w, v: symmetry.Permutation([(w, 1), (v, 0)]),
+}
+OF_SCALES = {
+    "JointScale": lambda s, t: symmetry.JointScale(f"{s} weights", s),
+    "JointRescale": lambda s, t: symmetry.JointRescale(f"{s} weights", f"{t} weights", [(s, 1), (t, -1)]),
+}
+FAST_FAMILIES = ("uniform", "half-normal", "uniform scale")
+EVERY_FAMILY = [
+    pytest.param(name, marks=[] if name in FAST_FAMILIES else pytest.mark.slow) for name in FAMILIES
+]
+
+
+def groups_of(family):
+    return OF_SCALES if family.endswith("scale") else OF_WEIGHTS
+
+
+def bounded_model(family):
+    """For every group two sites of a family, with nothing in the likelihood."""
+
+    def model(y=None):
+        for group in groups_of(family):
+            for name, shape in ((f"{group} 1", (2, 3)), (f"{group} 2", (3,))):
+                fn = FAMILIES[family]()
+                if family.endswith("scale"):
+                    scale = numpyro.sample(name, fn)
+                    numpyro.sample(f"{name} weights", dist.Normal(0.0, scale).expand([2]).to_event(1))
+                else:
+                    numpyro.sample(name, fn.expand(shape).to_event(len(shape)))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    return model, [make(f"{group} 1", f"{group} 2") for group, make in groups_of(family).items()]
+
+
+def prior_draws(model, size=2000):
+    def draw(key):
+        trace = handlers.trace(handlers.seed(model, key)).get_trace()
+        return {name: site["value"] for name, site in trace.items() if name != "y"}
+
+    return jax.jit(jax.vmap(draw))(random.split(random.key(0), size))
+
+
+def assert_prior(draws, family):
+    """Kolmogorov-Smirnov tests of independent draws of the prior; failure rate 1e-6 each."""
+    fn = FAMILIES[family]()
+    for group in groups_of(family):
+        for name in (f"{group} 1", f"{group} 2"):
+            assert np.asarray(fn.support(draws[name])).all(), name
+            values = np.asarray(draws[name]).ravel()
+            assert stats.kstest(values, lambda x: np.asarray(fn.cdf(x))).pvalue > 1e-6, name
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_moves_stay_in_bounded_supports(family):
+    """Ten moves along every symmetry take draws of the prior to draws of the prior."""
+    model, symmetries = bounded_model(family)
+    draws = prior_draws(model)
+    plans = plan(model, symmetries, (0.3,))
+    prior = PriorProgram(model, jax.tree.map(lambda leaf: leaf[0], draws), (0.3,), {})
+
+    def sweep(values, key):
+        for i, entry in enumerate(plans):
+            values = values | move(entry, random.fold_in(key, i), values, prior, jnp.ones(()))[0]
+        return values, None
+
+    def moved(values, key):
+        return lax.scan(sweep, values, random.split(key, 10))[0]
+
+    after = jax.jit(jax.vmap(moved))(draws, random.split(random.key(1), 2000))
+    assert_prior(after, family)
+    for entry in plans:  # and they move, but for signs of positive weights
+        stays = isinstance(entry.symmetry, symmetry.SignFlip) and family in ("half-normal", "log-uniform")
+        assert all(stays == bool((after[name] == draws[name]).all()) for name in entry.symmetry.sites)
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_quotients_stay_in_bounded_supports(family):
+    model, symmetries = bounded_model(family)
+    assert_prior(prior_draws(symmetry.quotient(model, symmetries, 0.3)), family)
+
+
+def test_orders_are_corrected_where_only_supports_tell_units_apart():
+    """The density of uniform weights is the same number wherever it is not 0."""
+    high = jnp.array([1.0, 1.2])
+
+    def model():
+        numpyro.sample("w", dist.Uniform(0.0, high).to_event(1))
+
+    (entry,) = plan(model, [symmetry.Permutation([("w", 0)])])
+    prior = PriorProgram(model, {"w": 0.5 * high}, (), {})
+    draws = high * random.uniform(random.key(0), (2000, 2))
+    moved = jax.vmap(lambda key, w: move(entry, key, {"w": w}, prior, jnp.ones(()))[0]["w"])(
+        random.split(random.key(1), 2000), draws
+    )
+    assert (moved < high).all()
+    assert (moved != draws).any()
+
+
+def test_moves_of_a_kernel_keep_other_sites_where_their_support_depends_on_a_moved_one():
+    def model(y):
+        s = numpyro.sample("s", dist.Uniform(0.5, 2.0))
+        numpyro.sample("u", dist.Uniform(0.0, s))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    kernel = infer.OrbitMoves(HMC(model), [symmetry.JointScale("w", "s")])
+    state = kernel.init(random.key(0), 0, {name: jnp.zeros(()) for name in "su"} | {"w": jnp.ones(2)}, (0.3,))
+    constrain = kernel.get_constrain_fn((0.3,), {})
+    before = constrain(state.z)
+    keys = random.split(random.key(1), 200)
+    after = jax.vmap(lambda key: constrain(kernel._transition(state, key, (0.3,), {}).z))(keys)
+    np.testing.assert_allclose(after["u"], np.full(200, before["u"]), rtol=1e-5)
+    assert (after["s"] > after["u"]).all()
+    assert len(np.unique(after["s"])) > 50
+
+
+# -- the order of the symmetries of a quotient ------------------------------------------------------------
+
+# The likelihood ignores all sites: a scale and a bias are not sampled, and the walk reads their densities.
+IN_ANY_ORDER = {
+    "scale": symmetry.JointScale("w", "w scale"),
+    "bias": symmetry.Shift([("b", 0)]),
+    "walk": symmetry.JointRescale("u", "w", [("u scale", 1), ("b scale", 1), ("w scale", -1)]),
+    "radius": symmetry.Scale([("w", 0)]),
+}
+MEANS = {"u": 1.5, "w": 0.0, "b": 0.0}
+WRONG_IF_IN_ORDER = [("walk", "scale"), ("walk", "bias")]
+
+
+def scales_and_weights(y=None):
+    for name in "uwb":
+        scale = numpyro.sample(f"{name} scale", dist.LogNormal(1.0, 0.5))
+        numpyro.sample(name, dist.Normal(MEANS[name], scale).expand([2]).to_event(1))
+    numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(order, marks=[] if order in WRONG_IF_IN_ORDER else pytest.mark.slow)
+        for order in permutations(IN_ANY_ORDER, 2)
+    ],
+    ids=" then ".join,
+)
+def test_a_quotient_has_the_prior_in_any_order_of_its_symmetries(order):
+    """Kolmogorov-Smirnov tests against the prior of the model; failure rate 1e-6 each."""
+    free = symmetry.quotient(scales_and_weights, [IN_ANY_ORDER[name] for name in order], 0.3)
+    draws = jax.tree.map(np.asarray, prior_draws(free, 4000))
+    for name in "uwb":
+        scale = draws[f"{name} scale"]
+        assert stats.kstest((np.log(scale) - 1.0) / 0.5, "norm").pvalue > 1e-6, name
+        standard = (draws[name] - MEANS[name]) / scale[:, None]
+        assert stats.kstest(standard.ravel(), "norm").pvalue > 1e-6, name
+
+
+# -- deterministic sites of a quotient --------------------------------------------------------------------
+
+
+def own_random_numbers(x, y=None, batch_size=None):
+    """Two odd units with dropout on a minibatch; returns what it drew."""
+    w, v = (numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1)) for name in "wv")
+    other = numpyro.sample("other", dist.Normal(0.0, 1.0))
+    numpyro.deterministic("twice", 2.0 * other)
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as index:
+        keep = random.bernoulli(numpyro.prng_key(), 0.5, index.shape)
+        f = numpyro.deterministic("f", jnp.tanh(x[index, None] * w) @ v * keep)
+        numpyro.deterministic("of one unit", x[index] * w[0])
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=None if y is None else y[index])
+    return index, keep
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_deterministic_sites_belong_to_the_recorded_weights(batch_size):
+    """Of the same rows and the same dropout, wherever on the orbit the draw lies."""
+    x = X[:, 0]
+    units = [("w", 0), ("v", 0)]
+    free = symmetry.quotient(
+        own_random_numbers, [symmetry.SignFlip(units), symmetry.Permutation(units)], x, Y
+    )
+
+    def draw(key):
+        trace = handlers.trace(
+            handlers.seed(lambda: numpyro.deterministic("run", free(x, Y, batch_size)), key)
+        )
+        return {name: site["value"] for name, site in trace.get_trace().items() if site["type"] != "plate"}
+
+    for found in map(jax.jit(draw), random.split(random.key(0), 20)):
+        index, keep = found["run"]
+        assert index.shape == (batch_size or 6,)
+        f = jnp.tanh(x[index, None] * found["w"]) @ found["v"] * keep
+        np.testing.assert_allclose(found["f"], f, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found["of one unit"], x[index] * found["w"][0], rtol=1e-5)
+        np.testing.assert_allclose(found["twice"], 2.0 * found["other"], rtol=1e-6)
+
+
+def test_a_quotient_records_non_centered_kernels():
+    """With two units the orders tried by chance are often the identity."""
+    model = network_model(nn.MLP([2, 1], "tanh"), priors.Hierarchical(SCALE))
+    free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
+    draws = prior_draws(lambda: free(X), 200)
+    for layer in ("net/Dense_0.kernel", "net/Dense_1.kernel"):  # w = s w_base / sqrt(2)
+        expected = draws[f"{layer}_scale"][:, None, None] * draws[f"{layer}_base"] / np.sqrt(2)
+        np.testing.assert_allclose(draws[layer], expected, rtol=1e-5)
 
 
 # -- exactness: simulation-based calibration ----------------------------------------------------------

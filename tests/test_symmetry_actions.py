@@ -441,3 +441,17 @@ def test_a_false_symmetry_of_one_flip_or_two_orders_is_refused_wherever_it_stand
     listed = [symmetry.SignFlip(["u"])] * place + [false]
     with pytest.raises(ValueError, match="under which the log likelihood changes"):
         symmetry.check(model, listed)
+
+
+@pytest.mark.parametrize("call", [symmetry.check, symmetry.quotient])
+def test_a_model_without_observations_is_refused(call):
+    """Nothing would be measured: the shift is no symmetry."""
+
+    def model(y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"symmetry.check: argument `args` got no observations.*Pass the data"
+    ):
+        call(model, [symmetry.Shift("w")])

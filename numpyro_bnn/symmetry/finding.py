@@ -49,7 +49,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     for name, net, input_shape in networks:
         found += from_network(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
-    measured = _invariance(model, list(dict.fromkeys(found + joint)), args, kwargs)
+    measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
     return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
 
 
@@ -232,7 +232,7 @@ def check(
     :param tolerance: maximum error of a symmetry; infinity only measures. A model that itself computes in float32
         needs about 1e-3.
     :return: for every symmetry a named tuple ``(symmetry, error)``.
-    :raises ValueError: for a symmetry with a larger error; the message gives the error.
+    :raises ValueError: for a symmetry with a larger error, which the message gives, or if nothing is observed.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro_bnn import symmetry
@@ -243,7 +243,7 @@ def check(
     Traceback (most recent call last):
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
     """
-    found = _invariance(model, as_symmetries("symmetry.check", symmetries), args, kwargs)
+    found = _invariance("symmetry.check", model, as_symmetries("symmetry.check", symmetries), args, kwargs)
     for entry in found:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
@@ -257,12 +257,17 @@ def check(
 
 
 def _invariance(
-    model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
+    call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
 ) -> list[Invariance]:
     """The change of the log likelihood under random group elements at draws from the prior, in float64."""
     with jax.ensure_compile_time_eval(), jax.enable_x64(True):
         args, kwargs = _doubled((args, dict(kwargs or {})))
         info = model_info(model, args, kwargs, SEEDS)
+        if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
+            instead = (
+                "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
+            )
+            raise argument_error(call, "args", "no observations", instead)
         moving = [in_latent(symmetry, info) for symmetry in symmetries]
         changes = jax.jit(lambda values, key: _changes(model, moving, key, values, args, kwargs))
         errors = np.array([changes(values, jax.random.key(i)) for i, values in enumerate(info.draws)])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
+from numpyro.distributions import biject_to
 from numpyro.infer.initialization import init_to_sample
 
 from numpyro_bnn._checks import argument_error, unknown_name
@@ -50,6 +51,16 @@ def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
     return None if found is None else (found[0], jnp.abs(found[1]))
 
 
+def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
+    """Log density of a value; minus infinity outside the support and where its unconstrained value is not finite."""
+    inside = fn.support(value)
+    if not fn.is_discrete:
+        transform = biject_to(fn.support)
+        event = tuple(range(-transform.domain.event_dim, 0))
+        inside &= jnp.all(jnp.isfinite(transform.inv(value)), axis=event)
+    return jnp.where(inside, fn.log_prob(value), -jnp.inf)
+
+
 def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
     """Log density of every element of a site; ``None`` if the elements are not independent."""
     normal = as_normal(fn)
@@ -58,7 +69,7 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
     base = unwrapped(fn)
     if base.event_dim:
         return None
-    log_prob = base.log_prob(value)
+    log_prob = log_density(base, value)
     return log_prob if prod(jnp.shape(log_prob)) == prod(jnp.shape(value)) else None
 
 
@@ -118,7 +129,7 @@ class PriorProgram:
     def total(self, values: Mapping[str, jax.Array], sites: tuple[str, ...]) -> jax.Array:
         """Sum of the log densities of ``sites``."""
         fns, values = self.distributions(values), {**self.held, **values}
-        return sum((jnp.sum(fns[name].log_prob(values[name])) for name in sites), jnp.zeros(()))
+        return sum((jnp.sum(log_density(fns[name], values[name])) for name in sites), jnp.zeros(()))
 
     def elements(self, values: Mapping[str, jax.Array]) -> dict[str, jax.Array | None]:
         """Log density of every element of every latent site; ``None`` if elements are not independent."""

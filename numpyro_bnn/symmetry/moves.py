@@ -8,23 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from numpyro_bnn.symmetry.base import Symmetry, Values
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
-from numpyro_bnn.symmetry.groups import (
-    JointScale,
-    Multiplicative,
-    Permutation,
-    Rescale,
-    Scale,
-    Shift,
-    SignFlip,
-)
+from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import (
     ModelInfo,
     PriorProgram,
     as_normal,
     elementwise,
     in_latent,
+    log_density,
     model_info,
 )
 
@@ -98,26 +91,28 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
 def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
     """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior.
 
-    Orders of units are tried at generators of the group: a random order of few units is often the identity.
+    Orders of units are tried at generators of the group: a random order of few units is often the identity. Where a
+    support has bounds other than 0, densities at a few points say too little, and the move stays corrected.
     """
+    redrawn = plan.symmetry.scale[0].site if isinstance(plan.symmetry, JointScale) else None
 
     @jax.jit
     def log_corrections(rng_key: jax.Array, values: dict) -> list[jax.Array]:
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
         orders = plan.symmetry.trials(rng_key, plan.units) if isinstance(plan.symmetry, Permutation) else []
         proposals = [(g, jnp.zeros(())) for g in orders] or [orbit.independent_draw(rng_key)]
-        return [_relative_correction(orbit, g, proposal) for g, proposal in proposals]
+        fns = prior.distributions(values)
+        bounds = jax.tree.leaves([fns[site].support for site in plan.affected if site != redrawn])
+        corrections = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
+        for g, proposal in proposals:  # relative to the size of the log densities in a ratio
+            ends = values, {**values, **orbit.moved(g)}
+            size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
+            corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
+        return corrections
 
     keys = [jax.random.key(i) for i in range(len(draws))]
     found = [log_corrections(key, values) for key, values in zip(keys, draws, strict=True)]
     return all(abs(correction) < 1e-5 for corrections in found for correction in corrections)
-
-
-def _relative_correction(orbit: "_Orbit", g: jax.Array, proposal: Any) -> jax.Array:
-    """The log ratio of accepting ``g``, relative to the size of the log densities in it."""
-    ends = orbit.values, {**orbit.values, **orbit.moved(g)}
-    size = 1 + sum(jnp.abs(orbit.prior.total(point, orbit.plan.affected)) for point in ends)
-    return (orbit.log_ratio(g)[0] - proposal) / size
 
 
 def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool) -> Method:
@@ -146,13 +141,9 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
 
 def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[jax.Array | None]:
     """Means of normal sites; ``None`` for other families."""
-
-    def locations(values: dict) -> list[jax.Array | None]:
-        fns = prior.distributions(values)
-        normals = [as_normal(fns[site]) for site in symmetry.sites]
-        return [None if normal is None else normal[0] for normal in normals]
-
-    return jax.jit(locations)(values)
+    fns = jax.jit(prior.distributions)(values)
+    normals = [as_normal(fns[site]) for site in symmetry.sites]
+    return [None if normal is None else normal[0] for normal in normals]
 
 
 # -- moves ---------------------------------------------------------------------------------------------
@@ -192,11 +183,12 @@ class _Orbit(NamedTuple):
         return self.plan.symmetry.act(self.values, g)
 
     def log_ratio(self, g: jax.Array) -> jax.Array:
-        """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,)."""
+        """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,); minus infinity if undefined."""
         there = {**self.values, **self.moved(g)}
         difference = self._log_density(there) - self._log_density(self.values)
         jacobian = self.plan.symmetry.log_det(self.values, g)
-        return difference + (jacobian if self.plan.by_unit else jnp.sum(jacobian)[None])
+        ratio = difference + (jacobian if self.plan.by_unit else jnp.sum(jacobian)[None])
+        return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """The part of the log density that a move changes."""
@@ -227,22 +219,32 @@ class _Orbit(NamedTuple):
     def exact_draw(self, rng_key: jax.Array) -> jax.Array:
         """A group element from the conditional density on the orbit."""
         symmetry, method = self.plan.symmetry, self.plan.method
-        if method in ("order", "scale prior"):
+        if method == "order":
             return self.independent_draw(rng_key)[0]
+        if isinstance(symmetry, JointScale):
+            return self._inside(symmetry.scale[0], self.independent_draw(rng_key)[0])
         fns = self.prior.distributions(self.values)
         if method == "prior":
             axis = symmetry.unit_axes[0]
             value = self.values[axis.site]
-            return axis.over_units(jnp.broadcast_to(fns[axis.site].sample(rng_key), value.shape) - value)
+            draw = jnp.broadcast_to(fns[axis.site].sample(rng_key), value.shape)
+            return self._inside(axis, axis.over_units(draw - value))
         if method == "normal":
             return _normal_shift(symmetry, rng_key, self.values, fns)
         squares = {1.0: jnp.zeros(self.plan.units), -1.0: jnp.zeros(self.plan.units)}
-        assert isinstance(symmetry, Multiplicative)
+        assert isinstance(symmetry, Scale | Rescale)
         for axis, power in symmetry.powers:
             _, scale = as_normal(fns[axis.site])  # type: ignore[misc]
             squares[power] = squares[power] + axis.over_units((self.values[axis.site] / scale) ** 2)
         g = 0.5 * log_gig(rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0])
         return jnp.where(jnp.isfinite(g), g, 0.0)  # a unit of zeros has no scale to draw
+
+    def _inside(self, axis: UnitAxis, g: jax.Array) -> jax.Array:
+        """``g``, or the identity for units of a redrawn site that rounding puts on the border of its support."""
+        fn, value = self.prior.distributions(self.values)[axis.site], self.moved(g)[axis.site]
+        logs = elementwise(fn, value)
+        inside = jnp.isfinite(axis.over_units(log_density(fn, value) if logs is None else logs))
+        return jnp.where(inside, g, 0.0)
 
 
 def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:

@@ -1,7 +1,7 @@
 """Sampling modulo the symmetries: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import lax, random
+from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from numpyro_bnn._dependence import dependence
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._plates import full_trace, isolated
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
@@ -68,47 +70,46 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
         with run:
             result = model(*args, **kwargs)
         if run.values.keys() >= gauge.touched:  # not while an outer handler hides sites
-            _fill_in(model, gauge, run.values, args, kwargs)
+            _fill_in(model, run, args, kwargs)
         return result
 
     return on_quotient
 
 
 class Gauge(NamedTuple):
-    """Decided once: how to move, which sites are not sampled, and which have to be recomputed.
+    """Decided once: how to move, which sites are not sampled, and which need not be recomputed.
 
     :param plans: moves that fill in the orbits.
     :param removed: latent sites that are not sampled, with the values that they take while sampling.
     :param touched: latent sites that moves change.
     :param normal: touched sites that are standardized.
-    :param variant: deterministic sites that are not constant on orbits.
+    :param constant: deterministic sites that are not computed from touched ones.
     """
 
     plans: tuple[Plan, ...]
     removed: Mapping[str, np.ndarray]
     touched: frozenset[str]
     normal: frozenset[str]
-    variant: frozenset[str]
+    constant: frozenset[str]
 
 
 def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
     info = model_info(model, args, kwargs)
     values, prior = info.draws[0], info.prior
-    plans = plan_in(info, symmetries)
+    # Sites that are not sampled are drawn first: the other moves read their densities.
+    plans = tuple(sorted(plan_in(info, symmetries), key=lambda entry: not _removed(entry, values)))
     removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
     fns = prior.distributions(values)
     normal = frozenset(site for site in touched if as_normal(fns[site]) is not None)
 
-    @jax.jit
-    def at_two_points_of_an_orbit(values: dict) -> list[dict[str, jax.Array]]:
-        points = values, _moved(plans, random.key, values, prior)
-        traces = [full_trace(model, point, args, kwargs) for point in points]
-        return [{n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"} for trace in traces]
+    def deterministic(values: Mapping[str, Any]) -> dict[str, Any]:
+        traced = full_trace(model, values, args, kwargs)
+        return {name: site["value"] for name, site in traced.items() if site["type"] == "deterministic"}
 
-    before, after = at_two_points_of_an_orbit(values)
-    variant = frozenset(name for name in before if not np.allclose(before[name], after[name], 1e-3, 1e-3))
-    return Gauge(plans, removed, touched, normal, variant)
+    used = dependence(deterministic, values)
+    constant = frozenset(name for name, sites in used.items() if not sites & touched)
+    return Gauge(plans, removed, touched, normal, constant)
 
 
 def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
@@ -121,26 +122,27 @@ def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
     return {}
 
 
-def _moved(plans: Sequence[Plan], key_of: Callable, values: Mapping, prior: PriorProgram) -> dict:
-    """Values after one move along each symmetry."""
-    values = dict(values)
-    for i, entry in enumerate(plans):
-        values |= move(entry, key_of(i), values, prior, jnp.ones(()))[0]
-    return values
-
-
 class _InGauge(Messenger):
-    """Run a model with the touched sites in the gauge, under other names, and record all its latent values."""
+    """Run a model with the touched sites in the gauge, under other names, and record the run.
+
+    :ivar values: values of the latent sites; ``plates``: indices of the plates.
+    :ivar keys: keys of the model's own randomness, as of dropout, in order.
+    :ivar hidden: deterministic sites whose value is that of the gauge.
+    """
 
     def __init__(self, gauge: Gauge) -> None:
         self.gauge = gauge
         self.values: dict[str, jax.Array] = {}
+        self.plates: dict[str, jax.Array] = {}
+        self.keys: list[jax.Array | None] = []
+        self.hidden: list[str] = []
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        name, gauge = msg["name"], self.gauge
-        if msg["type"] == "deterministic" and name in gauge.variant:
-            msg["stop"] = True  # its value here is that of the gauge
+        name, gauge = msg.get("name", ""), self.gauge
+        if msg["type"] == "deterministic" and name not in gauge.constant:
+            msg["stop"] = True
+            self.hidden.append(name)
         if msg["type"] != "sample" or msg["is_observed"] or msg["value"] is not None:
             return
         if name in gauge.removed:
@@ -163,17 +165,35 @@ class _InGauge(Messenger):
             msg["name"], msg["fn"] = name, fn
         if msg["type"] == "sample" and not msg["is_observed"]:
             self.values[msg["name"]] = msg["value"]
+        elif msg["type"] == "plate":
+            self.plates[msg["name"]] = msg["value"]
+        elif msg["type"] == "prng_key":
+            self.keys.append(msg["value"])
 
 
-def _fill_in(model: Callable, gauge: Gauge, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> None:
+class _SameKeys(Messenger):
+    """Run a model with the keys of another run."""
+
+    def __init__(self, model: Callable, keys: Sequence[jax.Array | None]) -> None:
+        self.keys = iter(keys)
+        super().__init__(model)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "prng_key":
+            msg["value"] = next(self.keys)
+
+
+def _fill_in(model: Callable, run: _InGauge, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Draw the orbit coordinates, and record the original sites."""
-    values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
+    values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in run.values.items()}
     rng_key = key_from(values)
     with isolated():
         prior = PriorProgram(model, values, args, kwargs)
-        values = _moved(gauge.plans, partial(random.fold_in, rng_key), values, prior)
-        traced = full_trace(model, values, args, kwargs)
-    for name in sorted(gauge.touched):
+        for i, entry in enumerate(run.gauge.plans):
+            values |= move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))[0]
+        again = handlers.substitute(_SameKeys(model, run.keys), {**run.plates, **values})
+        traced = handlers.trace(again).get_trace(*args, **kwargs)
+    for name in sorted(run.gauge.touched):
         numpyro.deterministic(name, values[name])
-    for name in sorted(gauge.variant):
+    for name in run.hidden:
         numpyro.deterministic(name, traced[name]["value"])
