@@ -287,6 +287,7 @@ def test_refused_updates_are_reported():
         fit = guides.AutoADF(awkward).run(
             jax.random.key(0), y, num_epochs=2, max_refused=0.01, progress_bar=False
         )
+    print("REF", fit.refused)
     assert fit.refused[0] > 0.01
     assert all(bool((weight.var > 0).all()) for weight in fit.state.weights.values())
 

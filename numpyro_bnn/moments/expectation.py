@@ -102,14 +102,23 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
 
 def _panels(breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
-    cuts = [jnp.zeros_like(mean)]
+    cuts = [jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH)]
     for place, slope in breaks:
         at = jnp.clip((place - mean) / sd, -_REACH, _REACH)
         layer = _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH)
-        cuts += [at - layer, at, at + layer]
-    edges = jnp.stack([jnp.full_like(mean, -_REACH), *cuts, jnp.full_like(mean, _REACH)])
-    edges = jnp.sort(jnp.clip(edges, -_REACH, _REACH), axis=0)
+        for cut in (at, jnp.maximum(at - layer, -_REACH), jnp.minimum(at + layer, _REACH)):
+            cuts = _insert(cuts, cut)
+    edges = jnp.stack(cuts)
     return (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
+
+
+def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+    """Put numbers in their places, elementwise: its gradient is several times as fast as that of a sort."""
+    result = []
+    for one in ordered:
+        result.append(jnp.minimum(one, new))
+        new = jnp.maximum(one, new)
+    return [*result, new]
 
 
 def _rule(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
