@@ -149,7 +149,7 @@ def _sums(
         total = jnp.sum(weights, (0, 1))
         center = jnp.sum(weights * values, (0, 1)) / total
         away = values - center
-        sums = total, jnp.sum(weights * away, (0, 1)), jnp.sum(weights * away * away, (0, 1))
+        sums = jnp.stack([total, jnp.sum(weights * away, (0, 1)), jnp.sum(weights * away * away, (0, 1))])
         integrands = jax.lax.stop_gradient(jnp.stack(_powers(density, away)[1:], 1))
         series = (rows[1:] @ integrands.reshape(num_nodes, -1)).reshape(8, 2, *middle.shape)
     else:
@@ -167,7 +167,7 @@ def _sums(
 
         found = jnp.moveaxis(jax.lax.map(panel, (middle, half)), 0, 2)
         sums, series = found[0].sum(1), found[1:, 1:]
-    total, first, second = sums
+    total, first, second = sums[0], sums[1], sums[2]
     mean = first / total
     # A function that grows too fast has not faded in the last two units of z.
     faded = [
