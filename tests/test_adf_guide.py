@@ -275,14 +275,18 @@ def test_interruption_keeps_finished_epochs(fitted, rows, monkeypatch, x64):
 
 
 def test_refused_updates_are_reported():
-    """A bimodal likelihood widens the posterior of w until the update has no positive variance."""
+    """A likelihood that oscillates too fast for the quadrature: those updates are refused, one row in two."""
+
+    class Wave(dist.Normal):
+        def log_prob(self, value):
+            return jnp.sin(1300 * self.loc) * value
 
     def awkward(y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
         with numpyro.plate("data", y.shape[0]):
-            numpyro.sample("y", dist.StudentT(1.0, 3 * w.sum(), 0.01), obs=y)
+            numpyro.sample("y", Wave(jnp.tanh(w.sum()), 0.01), obs=y)
 
-    y = jnp.where(jnp.arange(40) % 2 == 0, 4.0, -4.0)
+    y = jnp.where(jnp.arange(40) % 2 == 0, 4.0, 0.0)
     with pytest.warns(UserWarning, match="of the updates of weights in epoch 1, more than 1%"):
         fit = guides.AutoADF(awkward).run(
             jax.random.key(0), y, num_epochs=2, max_refused=0.01, progress_bar=False

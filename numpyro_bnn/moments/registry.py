@@ -20,7 +20,7 @@ def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]
     """Propagate means and variances through a JAX program.
 
     :param fn: any function of arrays made of supported operations.
-    :param num_nodes: quadrature nodes per panel, for elementwise functions without a closed form.
+    :param num_nodes: quadrature nodes on each side of a kink, for elementwise functions without a closed form.
     :return: a function of the same arguments, in which any array may be a :class:`Gaussian`. Outputs that depend on
         one are ``Gaussian``, the others plain arrays. It can be jitted, mapped and differentiated.
 
@@ -28,7 +28,8 @@ def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]
     to quadrature error if it has no closed form). Approximate beyond that: the elements of all arrays are treated as
     independent, whatever they were computed from, and the input of a nonlinearity as Gaussian.
 
-    :raises ValueError: for an operation without a rule; the message names the primitive and the line of ``fn``.
+    :raises ValueError: for an operation without a rule, and for an estimated error of the quadrature above 1 % (under
+        ``jit`` NaN instead); the message names the primitive and the line of ``fn``.
 
     Reference: Frey and Hinton (1999); Hernandez-Lobato and Adams (2015), section 3.1.
 

@@ -10,10 +10,12 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.moments.interpret import Equation
+from numpyro_bnn.moments.interpret import CALLS, Equation
 
 
 class Gaussian(NamedTuple):
@@ -104,7 +106,7 @@ class Term:
         return self.base.equation is None
 
     def evaluate(self, x: Any) -> Any:
-        """Value of the expression if its variable has the value ``x``."""
+        """Value of the expression if its variable has the value ``x``, of the variable's shape or the term's."""
         known: dict[int, Any] = {}
 
         def value(node: Any) -> Any:
@@ -114,8 +116,31 @@ class Term:
             if equation is None:
                 return x
             if id(node) not in known:
-                result = equation.bind(*map(value, operands))
+                result = _bind_larger(equation, [value(operand) for operand in operands])
                 known[id(node)] = result[0] if isinstance(result, list | tuple) else result
             return known[id(node)]
 
         return value(self)
+
+
+def _bind_larger(equation: Equation, values: list[Any]) -> Any:
+    """Apply an elementwise equation to values of the shapes it was traced for, or of what these broadcast to."""
+    traced = [var.aval.shape for var in equation.jaxpr_equation.invars]
+    larger = [np.shape(v) != shape for v, shape in zip(values, traced, strict=True)]
+    if not any(larger):
+        return equation.bind(*values)
+    shape = np.broadcast_shapes(*map(np.shape, values))
+    if equation.name not in CALLS:
+        return equation.bind(*(jnp.broadcast_to(v, shape) for v in values))
+    small = equation.outputs[0].shape
+    aligned = (1,) * (len(shape) - len(small)) + small
+    added = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
+    kept = [axis for axis in range(len(shape)) if axis not in added]
+    axes = [*added, *kept]
+
+    def batch(value: Any) -> jax.Array:
+        return jnp.broadcast_to(value, shape).transpose(axes).reshape(-1, *small)
+
+    operands = [batch(v) if is_larger else v for v, is_larger in zip(values, larger, strict=True)]
+    (result,) = jax.vmap(equation.bind, [0 if is_larger else None for is_larger in larger])(*operands)
+    return result.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
