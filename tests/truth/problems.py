@@ -15,7 +15,7 @@ from numpyro.infer.reparam import LocScaleReparam
 from scipy.special import gammaln, log_ndtr
 
 from numpyro_bnn import nn, priors, random_network
-from truth.quadrature import Problem, line, normal, positive
+from truth.quadrature import Axis, Problem, cut_line, line, normal, positive
 
 X = np.array([-1.4, -0.6, 0.1, 0.7, 1.2, 1.9])
 Y = np.array([-1.1, -0.2, 0.6, 0.5, 1.4, 1.2])
@@ -191,7 +191,7 @@ def units_problem(count: int, locations: np.ndarray, kind: str) -> Problem:
         prior = sum(normal(c[name], loc, 1) for name, loc in zip(names, locations, strict=False))
         return prior + normal(NET_Y, mean, SD).sum(-1)
 
-    axes = {name: line(-5.5, 5.5, 400 if count == 1 else 160 if count == 2 else 60) for name in names}
+    axes = {name: line(-5.5, 5.5, 400 if count == 1 else 160 if count == 2 else 80) for name in names}
     return Problem(
         f"{count} tanh {'unit' if count == 1 else 'units'}, {kind}",
         units(count, locations),
@@ -230,7 +230,7 @@ UNITS = [
         "one ReLU unit",
         relu_net(priors.Normal()),
         ARGS,
-        {"w": line(-6, 6, 300), "v": line(-6, 6, 300)},
+        {"w": cut_line(-6, 6, 300), "v": line(-6, 6, 300)},
         lambda c: normal(c["w"], 0, 1) + normal(c["v"], 0, 1) + relu_likelihood(c),
         relu_sites,
     ),
@@ -238,7 +238,7 @@ UNITS = [
         "one ReLU unit, uniform weights",
         relu_net(lambda name, shape: dist.Uniform(-1.5, 2.0).expand(shape).to_event(len(shape))),
         ARGS,
-        {"w": line(-1.5, 2.0, 300), "v": line(-1.5, 2.0, 300)},
+        {"w": cut_line(-1.5, 2.0, 300), "v": line(-1.5, 2.0, 300)},
         lambda c: 2 * np.log(1 / 3.5) + relu_likelihood(c),
         relu_sites,
     ),
@@ -731,6 +731,7 @@ def density_scaled(c):
     return normal(c["w"], 0, c["tau"] ** -0.5) + c["tau"] * slope_rows(c).sum(-1)
 
 
+TAU_CUT_AT_1 = Axis(*map(np.concatenate, zip(positive(1e-3, 1, 150), positive(1, 25, 150), strict=True)))
 SCALE, SLOPE, TAU = positive(1e-5, 7, 300), line(-1, 2.5, 300), positive(1e-3, 25, 300)
 SCALES = [
     Problem(
@@ -844,14 +845,14 @@ def norm_likelihood(c):
     return normal(Y, c["v"][:, None] * z, SD).sum(-1)
 
 
-def net_sites(scale: str, centered: bool = True) -> Callable:
-    """Values of the sites of a network of two kernels whose first has a learned scale."""
+def net_sites(site: str, sd: Callable, centered: bool = True) -> Callable:
+    """Values of the sites of a network of two kernels whose first is z times an sd, a function of the site s."""
 
     def sites(c):
-        first = c["w"] if centered else c["z"]
+        first = sd(c["s"]) * c["z"] if centered else c["z"]
         name = "net/Dense_0.kernel" if centered else "net/Dense_0.kernel_base"
         return {
-            f"net/Dense_0.kernel_{scale}": c["s"],
+            f"net/Dense_0.kernel_{site}": c["s"],
             name: first[:, None, None],
             "net/Dense_1.kernel": c["v"][:, None, None],
         }
@@ -861,7 +862,7 @@ def net_sites(scale: str, centered: bool = True) -> Callable:
 
 UNIT = nn.Dense(1, use_bias=False)
 RELU, NORM = [UNIT, "relu", UNIT], [UNIT, nn.BatchNorm(False, False), UNIT]
-FEW = line(-6, 6, 90)
+SECOND = line(-6, 6, 300)
 
 
 def learned(
@@ -869,30 +870,36 @@ def learned(
 ) -> Problem:
     """A network of two kernels, the first with a learned scale s."""
 
-    def log_joint(c):
-        if not centered:
-            scaled = {"w": c["s"] * c["z"], "v": c["v"]}
-            return log_hyper(c["s"]) + normal(c["z"], 0, 1) + normal(c["v"], 0, 1) + likelihood(scaled)
-        prior = normal(c["w"], 0, c["s"]) + normal(c["v"], 0, 1)
-        return log_hyper(c["s"]) + prior + likelihood(c)
-
-    weight = line(-9, 9, 120) if centered else FEW
-    return Problem(
-        name,
-        net_of_two(priors.Hierarchical(hyper, centered=centered), layers),
-        ARGS,
-        {"s": axis, "w" if centered else "z": weight, "v": FEW},
-        log_joint,
-        net_sites("scale", centered),
+    return standardized(
+        name, layers, priors.Hierarchical(hyper, centered=centered), log_hyper, axis, likelihood, centered
     )
 
 
-def precision_of_norm(c):
-    return (
-        gamma(c["s"], 2.0, 1.0)
-        + normal(c["w"], 0, c["s"] ** -0.5)
-        + normal(c["v"], 0, 1)
-        + norm_likelihood(c)
+def standardized(
+    name: str,
+    layers: Any,
+    prior: Any,
+    log_hyper: Callable,
+    axis: Any,
+    likelihood: Callable,
+    centered: bool,
+    site: str = "scale",
+    sd: Callable = lambda s: s,
+) -> Problem:
+    """That network in the coordinates s, z and v, with w = sd(s) z."""
+
+    def log_joint(c):
+        scaled = {"w": sd(c["s"]) * c["z"], "v": c["v"]}
+        return log_hyper(c["s"]) + normal(c["z"], 0, 1) + normal(c["v"], 0, 1) + likelihood(scaled)
+
+    return Problem(
+        name,
+        net_of_two(prior, layers),
+        ARGS,
+        {"s": axis, "z": cut_line(-6, 6, 110), "v": SECOND},
+        log_joint,
+        net_sites(site, sd, centered),
+        log_volume=(lambda c: np.log(sd(c["s"]))) if centered else (lambda c: 0.0),
     )
 
 
@@ -951,13 +958,16 @@ UNITS += [
         norm_likelihood,
         True,
     ),
-    Problem(
+    standardized(
         "BatchNorm, precision gamma",
-        net_of_two(priors.GammaPrecision(0.5**0.5, 4.0, centered=True), NORM),
-        ARGS,
-        {"s": positive(0.02, 14, 60), "w": line(-25, 25, 300), "v": FEW},
-        precision_of_norm,
-        net_sites("precision"),
+        NORM,
+        priors.GammaPrecision(0.5**0.5, 4.0, centered=True),
+        lambda s: gamma(s, 2.0, 1.0),
+        positive(0.005, 14, 60),
+        norm_likelihood,
+        centered=True,
+        site="precision",
+        sd=lambda s: s**-0.5,
     ),
     Problem(
         "one ReLU unit, half-normal weights",
@@ -978,7 +988,7 @@ SCALES += [
         f"precision of {name}",
         model,
         ARGS,
-        {"tau": TAU, "w": line(-3, 4, 300)},
+        {"tau": TAU_CUT_AT_1, "w": line(-3, 4, 300)},
         lambda c, density=density: gamma(c["tau"], 2.0, 1.0) + density(c),
     )
     for name, model, density in (

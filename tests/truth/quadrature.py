@@ -20,6 +20,12 @@ def line(low: float, high: float, size: int = 160) -> Axis:
     return Axis((high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2))
 
 
+def cut_line(low: float, high: float, size: int = 160) -> Axis:
+    """The same with a cut at 0, where the integrand has a kink or a step."""
+    parts = line(low, 0.0, size // 2), line(0.0, high, size // 2)
+    return Axis(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 def positive(low: float, high: float, size: int = 160) -> Axis:
     """The same in the logarithm of a positive coordinate."""
     nodes, log_weights = line(np.log(low), np.log(high), size)
