@@ -10,30 +10,20 @@ import multiprocessing
 import os
 import sys
 import time
-import warnings
 
 FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # a process has one core
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
-from truth.cells import OUTCOMES, ROOT, Cell, cells, key_of, outcome  # noqa: E402
+from truth.cells import OUTCOMES, Cell, cells, key_of, prepare, timed  # noqa: E402
 from truth.page import write_page  # noqa: E402
 
 
-def timed(cell: Cell) -> tuple[Cell, dict]:
-    """Run a cell: its outcome and its seconds."""
-    warnings.simplefilter("ignore")
-    started = time.perf_counter()
-    kind, text = outcome(cell)
-    return cell, {"outcome": kind, "text": text, "seconds": round(time.perf_counter() - started, 1)}
-
-
-def prepare() -> None:
-    """Settings of a worker."""
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_disable_most_optimizations", True)
+def save(every: list[Cell], found: dict[str, dict]) -> dict[str, dict]:
+    """Write the outcomes in the order of the table."""
+    ordered = {key_of(cell): found[key_of(cell)] for cell in every if key_of(cell) in found}
+    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(row)}" for key, row in ordered.items())
+    OUTCOMES.write_text(f'{{"cells": {{\n{rows}\n}}}}\n')
+    return ordered
 
 
 def main() -> int:
@@ -53,11 +43,10 @@ def main() -> int:
             wrong += row["outcome"] in ("wrong", "crash")
             shown = f"{cell.way} | {cell.problem}: {row['outcome']}, {row['text'][:100]}"
             print(f"{done:5d} of {len(chosen)}  {row['seconds']:5.1f} s  {shown}", flush=True)
+            if done % 20 == 0:  # an interrupted run keeps what it has
+                save(every, found)
     minutes = (time.perf_counter() - started) / 60
-    ordered = {key_of(cell): found[key_of(cell)] for cell in every if key_of(cell) in found}
-    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(row)}" for key, row in ordered.items())
-    OUTCOMES.write_text(f'{{"cells": {{\n{rows}\n}}}}\n')
-    write_page(ordered)
+    write_page(save(every, found))
     print(f"{len(chosen)} cells in {minutes:.1f} minutes, {wrong} wrong")
     return min(wrong, 100)
 

@@ -97,16 +97,19 @@ def chains(
     model: Callable | None = None,
     method: Any = "vectorized",
     constrained: bool = False,
+    without: str | None = None,
 ) -> Figure:
     """Run a kernel from exact draws and compare the means of its own draws.
 
     :param constrained: whether the kernel takes initial values as the model has them, as ``Gibbs`` does.
+    :param without: a site that the kernel does not sample.
     """
     kwargs = dict(problem.kwargs) | ({"batch_size": problem.batch} if minibatch and problem.batch else {})
     exact_draws = problem.draws(number)
     start: Any = None
     if from_exact:
         start = exact_draws if constrained else unconstrained(problem, exact_draws, kwargs)
+        start = {name: value for name, value in start.items() if name != without}
     mcmc = MCMC(
         make(model or problem.model),
         num_warmup=warmup,
@@ -168,9 +171,9 @@ def density(problem: Problem) -> Figure:
 # -- wrappers ---------------------------------------------------------------------------------------
 
 
-def fixed_nuts(model: Callable) -> NUTS:
-    """NUTS with a step size that suits all problems."""
-    return NUTS(model, step_size=0.2, adapt_step_size=False, adapt_mass_matrix=False, max_tree_depth=4)
+def inner_kernel(model: Callable) -> infer.GHMC:
+    """Hamiltonian Monte Carlo with a step size that suits all problems, inside of the wrappers."""
+    return infer.GHMC(model, step_size=0.03, num_steps=6, warm_start=0.0, steps_per_draw=1)
 
 
 def symmetries_of(problem: Problem) -> list[symmetry.Symmetry]:
@@ -191,7 +194,7 @@ def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
     symmetries = symmetries_of(problem)
 
     def make(model):
-        kernel = infer.OrbitMoves(fixed_nuts(model), symmetries, exact=exact)
+        kernel = infer.OrbitMoves(inner_kernel(model), symmetries, exact=exact)
         return kernel if temper is None else infer.ParallelTempering(kernel, 3, lowest=0.25, temper=temper)
 
     warmup, number = (0, 1024) if temper is None else (4, 512)
@@ -201,20 +204,20 @@ def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
 def redrawn_units(problem: Problem) -> Figure:
     """Units redrawn from their prior."""
     units = {"w": 0} if "w" in problem.nodes else {"net/Dense_0.kernel": 1, "net/Dense_1.kernel": 0}
-    return chains(lambda model: infer.UnitMoves(fixed_nuts(model), units, num_moves=5), problem, draws=80)
+    return chains(lambda model: infer.UnitMoves(inner_kernel(model), units, num_moves=5), problem, draws=80)
 
 
 def on_quotient(problem: Problem) -> Figure:
     """NUTS on the model without its symmetries."""
     free = symmetry.quotient(problem.model, symmetries_of(problem), *problem.args, **problem.kwargs)
-    return chains(NUTS, problem, model=free, warmup=200, draws=50, number=128, from_exact=False)
+    return chains(NUTS, problem, model=free, warmup=150, draws=40, number=128, from_exact=False)
 
 
 def collapsed(problem: Problem) -> Figure:
-    """NUTS without the last site that enters linearly; the draws have it back."""
-    linear = "w" if "w" in problem.nodes else "b"
+    """A sampler of the sites that remain without one that enters linearly; the draws have it back."""
+    linear = "w" if "w" in problem.site_names else "b"
     free = infer.collapse(problem.model, [linear], *problem.args, **problem.kwargs)
-    return chains(NUTS, problem, model=free, warmup=200, draws=50, number=256, from_exact=False)
+    return chains(inner_kernel, problem, model=free, number=1024, without=linear)
 
 
 def blocks_of_precisions(problem: Problem, temper: str | None = None) -> Figure:
@@ -222,7 +225,7 @@ def blocks_of_precisions(problem: Problem, temper: str | None = None) -> Figure:
     (site,) = problem.site_names & {"s", "tau"}
 
     def make(model):
-        kernel = Gibbs([(infer.PrecisionGibbs(model), [site]), (fixed_nuts(model), None)])
+        kernel = Gibbs([(infer.PrecisionGibbs(model), [site]), (inner_kernel(model), None)])
         return kernel if temper is None else infer.ParallelTempering(kernel, 3, lowest=0.25, temper=temper)
 
     warmup = 0 if temper is None else 4
@@ -232,7 +235,7 @@ def blocks_of_precisions(problem: Problem, temper: str | None = None) -> Figure:
 # -- guides -----------------------------------------------------------------------------------------
 
 
-def evidence_of(make: Callable, problem: Problem, steps: int = 400, draws: int = 20_000) -> Figure:
+def evidence_of(make: Callable, problem: Problem, steps: int = 300, draws: int = 10_000) -> Figure:
     """The evidence by importance weights of a fitted guide: unbiased if its density and the model's are right."""
     guide = make(problem.model)
     svi = SVI(problem.model, guide, optax.adam(0.03), Trace_ELBO(num_particles=8))
@@ -295,7 +298,7 @@ def adf(problem: Problem) -> Figure:
 
 def exported(problem: Problem) -> Figure:
     """Log likelihoods in ArviZ's format against those by hand, at the draws of a short run."""
-    mcmc = MCMC(fixed_nuts(problem.model), num_warmup=2, num_samples=10, progress_bar=False)
+    mcmc = MCMC(NUTS(problem.model), num_warmup=2, num_samples=10, progress_bar=False)
     mcmc.run(random.key(0), *problem.args, **problem.kwargs)
     idata = to_inference_data(mcmc)
     draws = {name: np.asarray(value, np.float64) for name, value in mcmc.get_samples().items()}
@@ -331,7 +334,9 @@ _MOMENTUM = {"warm_start": 0.0, "steps_per_draw": 50}
 NOISY = {"allowed": 0.03, "minibatch": True}
 
 KERNELS: dict[str, Callable[[Problem], Figure]] = {
-    "NUTS of NumPyro": partial(chains, fixed_nuts),
+    "NUTS of NumPyro": partial(
+        chains, partial(NUTS, step_size=0.2, adapt_step_size=False, max_tree_depth=4), number=512
+    ),
     "SGLD": partial(chains, partial(infer.SGLD, **_SHORT), **NOISY),
     "PSGLD": partial(chains, partial(infer.PSGLD, **_SHORT), warmup=5, **NOISY),
     "SGHMC": partial(chains, partial(infer.SGHMC, step_size=1e-3, **_MOMENTUM), **NOISY),
@@ -352,8 +357,8 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
     ),
 }
 WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
-    "ParallelTempering, likelihood": partial(tempered, inner=fixed_nuts, temper="likelihood"),
-    "ParallelTempering, joint": partial(tempered, inner=fixed_nuts, temper="joint"),
+    "ParallelTempering, likelihood": partial(tempered, inner=inner_kernel, temper="likelihood"),
+    "ParallelTempering, joint": partial(tempered, inner=inner_kernel, temper="joint"),
     "PrecisionGibbs": blocks_of_precisions,
     "PrecisionGibbs in ParallelTempering, likelihood": partial(blocks_of_precisions, temper="likelihood"),
     "PrecisionGibbs in ParallelTempering, joint": partial(blocks_of_precisions, temper="joint"),
