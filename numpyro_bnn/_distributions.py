@@ -143,9 +143,8 @@ class GroupStudentT(dist.Distribution):
         df = self.df + jnp.sum(~chosen)
         square = jnp.sum(jnp.where(chosen, 0.0, value) ** 2)
         scale = jnp.sqrt((self.df * self.scale**2 + square) / df)
-        return jnp.where(chosen, GroupStudentT(df, scale, value.shape).sample(rng_key), value).astype(
-            value.dtype
-        )
+        drawn = GroupStudentT(df, scale, value.shape).sample(rng_key)
+        return jnp.where(chosen, drawn, value).astype(value.dtype)
 
     @property
     def mean(self) -> jax.Array:

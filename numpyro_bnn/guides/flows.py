@@ -105,9 +105,7 @@ class AffineCoupling(Transform):
         log_scale, shift = self._scale_and_shift(fixed)
         return self._whole(fixed, (changed - shift) * jnp.exp(-log_scale))
 
-    def log_abs_det_jacobian(
-        self, x: jax.Array, y: jax.Array, intermediates: jax.Array | None = None
-    ) -> jax.Array:
+    def log_abs_det_jacobian(self, x: jax.Array, y: jax.Array, intermediates: Any = None) -> jax.Array:
         """log |det dy/dx|, (...)."""
         return self.call_with_intermediates(x)[1] if intermediates is None else intermediates
 
@@ -212,9 +210,7 @@ class Coupling(Family):
         :raises ValueError: for a D below 2.
         """
         if dim < 2:
-            instead = (
-                "A coupling flow needs two halves: add another site to the block, or leave this one out."
-            )
+            instead = "A coupling flow needs two halves: add a site to the block, or leave this one out."
             raise argument_error("guides.Coupling", "blocks", "a block of 1 number", instead)
         layers: list[Transform] = []
         split = dim // 2
@@ -232,9 +228,8 @@ class Coupling(Family):
         flow = self.transforms(block.name, len(block.loc))
         loc, scale = declare_loc(block), declare_scale(block)
         base = dist.Normal(jnp.zeros_like(loc), jnp.ones_like(scale)).to_event(1)
-        return dist.TransformedDistribution(
-            base, [*flow, IndependentTransform(AffineTransform(loc, scale), 1)]
-        )
+        last = IndependentTransform(AffineTransform(loc, scale), 1)
+        return dist.TransformedDistribution(base, [*flow, last])
 
 
 # -- flowjax, an optional package that nothing else imports --------------------------------------------
@@ -301,9 +296,10 @@ def _declare_flow(name: str, flow: Any) -> Any:
     import equinox
     import paramax
 
-    trainable, rest = equinox.partition(
-        flow, equinox.is_inexact_array, is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable)
-    )
+    def is_fixed(leaf: Any) -> bool:
+        return isinstance(leaf, paramax.NonTrainable)
+
+    trainable, rest = equinox.partition(flow, equinox.is_inexact_array, is_leaf=is_fixed)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(trainable)
     values = [numpyro.param(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
     return equinox.combine(jax.tree.unflatten(treedef, values), rest)

@@ -60,22 +60,17 @@ def weight_fan_in(name: str, shape: Shape) -> int:
     return fan_in(name, shape) if role(name, shape) == "kernel" else 1
 
 
-def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, given: dict[str, Any]
-) -> tuple[Any, list[str]]:
+def _distribution(call: str, prior: Any, name: str, shape: Shape, given: dict) -> tuple[Any, list[str]]:
     """The distribution of one parameter at the given values of its hyper-sites, and their names."""
     seeded = handlers.seed(handlers.substitute(prior, data=given), rng_seed=0)
     with handlers.block(), handlers.trace() as trace:
         fn = seeded(name, shape)
     hyper = [site for site, message in trace.items() if message["type"] == "sample"]
     if missing := [site for site in hyper if site not in given]:
-        raise argument_error(
-            call,
-            "prior",
-            f"a prior of {name!r} with the unknown scale {missing[0]!r}",
-            "Such a prior is a mixture of Gaussian processes, one for each value: choose one, "
-            f"`scales={{{missing[0]!r}: 1.0}}`, or a prior without hyper-sites, `priors.Normal()`.",
-        )
+        came = f"a prior of {name!r} with the unknown scale {missing[0]!r}"
+        choose = f"choose one, `scales={{{missing[0]!r}: 1.0}}`, or a prior without hyper-sites, `priors.Normal()`."
+        instead = f"Such a prior is a mixture of Gaussian processes, one for each value: {choose}"
+        raise argument_error(call, "prior", came, instead)
     return fn, hyper
 
 

@@ -168,10 +168,9 @@ def gp_regression(
             raise argument_error(call, "noise_sd", came, "Pass a larger one, or remove repeated inputs.")
         whitened = solve_triangular(factor.lower, y, lower=True)
         value = _whitened_log_density(factor.lower, whitened)
+        numbers = float(noise_sd), float(value), float(factor.jitter)
         lower, half = np.asarray(factor.lower), np.asarray(whitened)
-    return GPRegression(
-        net, prior, scales, x, y, float(noise_sd), float(value), float(factor.jitter), lower, half
-    )
+    return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
 
 
 def ntk_ensemble(
@@ -221,10 +220,8 @@ def ntk_ensemble(
     check_number(call, "time", time, infinite=True)
     x, y, x_new = (np.asarray(value, np.float64) for value in (x, y, x_new))
     with jax.enable_x64(True):
-        train, cross, new = (
-            both_kernels(call, net, x1, x2, prior, scales)
-            for x1, x2 in ((x, None), (x_new, x), (x_new, None))
-        )
+        pairs = (x, None), (x_new, x), (x_new, None)
+        train, cross, new = (both_kernels(call, net, x1, x2, prior, scales) for x1, x2 in pairs)
         gain = jnp.asarray(cross.ntk) @ _learned(jnp.asarray(train.ntk), float(time))
         half = gain @ train.nngp
         mixed = gain @ jnp.asarray(cross.nngp).T
@@ -304,10 +301,8 @@ def _zero_mean_log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, An
     inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
     slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
     change = jnp.sum(slope * d_matrix) - jnp.sum(solved * d_y)
-    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (
-        change,
-        jnp.zeros_like(factor.jitter),
-    )
+    value = _whitened_log_density(factor.lower, whitened)
+    return (value, factor.jitter), (change, jnp.zeros_like(factor.jitter))
 
 
 def _whitened_log_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:

@@ -205,9 +205,7 @@ class BySite:
         prior = next(matching, self.default)
         if prior is None:
             came = f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})"
-            instead = (
-                'Add one, or a `default=`; in a dictionary the last entry may be `"*": priors.Normal()`.'
-            )
+            instead = 'Add one, or a `default=`; a dictionary may end with `"*": priors.Normal()`.'
             raise argument_error("priors.BySite", "patterns", came, instead)
         return prior if isinstance(prior, dist.Distribution) else prior(name, shape)
 

@@ -109,9 +109,8 @@ def to_inference_data(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     chosen = (log_likelihood, posterior_predictive)
     if isinstance(result, GPRegression):
-        groups = process_groups(
-            result, predictions, rng_key, num_samples, *chosen, coords or {}, prediction_coords or {}
-        )
+        both_coords = coords or {}, prediction_coords or {}
+        groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
         return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
@@ -139,23 +138,17 @@ class _Exporter:
         self.first = {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
         self.sites = self._trace(fit.arguments)
         self._check_parameters()
+        sampled = {name: site for name, site in self.sites.items() if site["type"] == "sample"}
         self.observed_sites = [
             name
-            for name, site in self.sites.items()
-            if site["type"] == "sample"
-            and site["is_observed"]
-            and not site.get("infer", {}).get("is_auxiliary", False)
+            for name, site in sampled.items()
+            if site["is_observed"] and not site.get("infer", {}).get("is_auxiliary", False)
         ]
-        self.latent = {
-            name: value
-            for name, value in fit.posterior.items()
-            if name in self.sites and self.sites[name]["type"] == "sample"
-        }
+        self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
         found = dependence(self._values, fit.arguments.arrays)
         self.observed = set().union(*(found[name] for name in self.observed_sites))
-        self.dependent = [
-            name for name, site in self.sites.items() if site["type"] == "deterministic" and found[name]
-        ]
+        computed = [name for name, site in self.sites.items() if site["type"] == "deterministic"]
+        self.dependent = [name for name in computed if found[name]]
 
     # -- the model at the first draw -------------------------------------------------------------------
 
@@ -167,10 +160,8 @@ class _Exporter:
 
     def _values(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the observed and deterministic sites as a function of the array arguments."""
-        sites = self._trace(self.fit.arguments, values=arrays)
-        return {
-            name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")
-        }
+        sites, kinds = self._trace(self.fit.arguments, values=arrays), ("sample", "deterministic")
+        return {name: site["value"] for name, site in sites.items() if site["type"] in kinds}
 
     def _check_parameters(self) -> None:
         """Parameter sites must not depend on the key, because their values in the run are not stored."""
@@ -178,14 +169,11 @@ class _Exporter:
         for name, site in self.sites.items():
             if site["type"] not in ("param", "mutable"):
                 continue
-            pairs = zip(
-                *(jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again)), strict=True
-            )
+            first, second = (jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again))
+            pairs = zip(first, second, strict=True)
             if any(isinstance(a, jax.Array) and not np.array_equal(a, b) for a, b in pairs):
                 got = f"a model whose parameter site {name!r} starts at random values"
-                instead = (
-                    "MCMC froze it and does not store it: fix it by `handlers.substitute` before the run."
-                )
+                instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
                 raise argument_error(CALL, "result", got, instead)
 
     # -- groups ----------------------------------------------------------------------------------------
@@ -205,7 +193,7 @@ class _Exporter:
                 values |= self._predicted(site_trace(fit.model, draw, key, *call, predict=True))
                 values |= self._functions(given)
             if log_likelihood:
-                values |= self._log_likelihood(given, prefix="log_likelihood/")
+                values |= self._log_likelihood(given, "log_likelihood/{}")
             return values
 
         wanted = self.observed_sites if log_likelihood else []
@@ -236,7 +224,7 @@ class _Exporter:
             if scored:
                 with training_statistics(model, draw, key, training):
                     observed = site_trace(model, draw, key, *call, predict=False)
-                values |= self._log_likelihood(observed, suffix="_log_likelihood")
+                values |= self._log_likelihood(observed, "{}_log_likelihood")
             return values
 
         with training_statistics(model, self.first, rng_key, training):
@@ -270,21 +258,17 @@ class _Exporter:
         """Deterministic sites that are functions of the inputs."""
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
-    def _log_likelihood(
-        self, sites: Mapping[str, dict], prefix: str = "", suffix: str = ""
-    ) -> dict[str, jax.Array]:
-        return {
-            f"{prefix}{safe(name)}{suffix}": sites[name]["fn"].log_prob(sites[name]["value"])
-            for name in self.observed_sites
-        }
+    def _log_likelihood(self, sites: Mapping[str, dict], variable: str) -> dict[str, jax.Array]:
+        """Pointwise log likelihoods of the observed sites, called e.g. ``variable="{}_log_likelihood"``."""
+        observed = {safe(name): sites[name] for name in self.observed_sites}
+        return {variable.format(k): site["fn"].log_prob(site["value"]) for k, site in observed.items()}
 
     # -- datasets --------------------------------------------------------------------------------------
 
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
-        return self._dataset(
-            {name: (SAMPLE_DIMS + self._dims(name, v.shape[2:]), v) for name, v in values.items()}
-        )
+        dims = {name: SAMPLE_DIMS + self._dims(name, value.shape[2:]) for name, value in values.items()}
+        return self._dataset({name: (dims[name], value) for name, value in values.items()})
 
     def _sampled(
         self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
