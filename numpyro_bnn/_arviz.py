@@ -114,9 +114,7 @@ def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArra
 
 
 def dataset(
-    variables: Variables,
-    coords: Mapping[str, ArrayLike] | None = None,
-    attrs: Mapping[str, Any] | None = None,
+    variables: Variables, coords: Mapping[str, Any] | None = None, attrs: Mapping[str, Any] | None = None
 ) -> xr.Dataset:
     """Build one group of results.
 

@@ -36,12 +36,7 @@ class WeightedDraw(NamedTuple):
 
 
 def weighted_draw(
-    model: Callable,
-    guide: Callable,
-    params: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
+    model: Callable, guide: Callable, params: Mapping, args: tuple, kwargs: Mapping, rng_key: jax.Array
 ) -> WeightedDraw:
     """Draw z from the guide and evaluate both densities on the full data; ``params`` are those of guide and model."""
     guide_key, model_key = jax.random.split(rng_key)
@@ -106,12 +101,7 @@ def set_up(guide: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
 
 
 def check(
-    call: str,
-    model: Callable,
-    guide: Callable,
-    params: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    call: str, model: Callable, guide: Callable, params: Mapping, args: tuple, kwargs: Mapping[str, Any]
 ) -> Sites:
     """Refuse guides, models or parameters of the wrong type, missing parameters, and latent sites without a guide.
 

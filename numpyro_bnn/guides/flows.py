@@ -11,12 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.distributions.transforms import (
-    AffineTransform,
-    IndependentTransform,
-    PermuteTransform,
-    Transform,
-)
+from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import array_equiv
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
@@ -220,7 +215,7 @@ class Coupling(Family):
             conditioner = declare_conditioner(f"{name}_flow{i}", read, 2 * (dim - read), self.hidden)
             layers.append(AffineCoupling(conditioner, split, swap, self.bound))
             if permutation is not None:  # a gather in the program; everything else is slices
-                layers.append(PermuteTransform(jnp.asarray(permutation)))
+                layers.append(dist.transforms.PermuteTransform(jnp.asarray(permutation)))
         return layers
 
     def distribution(self, block: Block) -> dist.TransformedDistribution:
@@ -228,7 +223,7 @@ class Coupling(Family):
         flow = self.transforms(block.name, len(block.loc))
         loc, scale = declare_loc(block), declare_scale(block)
         base = dist.Normal(jnp.zeros_like(loc), jnp.ones_like(scale)).to_event(1)
-        last = IndependentTransform(AffineTransform(loc, scale), 1)
+        last = dist.transforms.IndependentTransform(dist.transforms.AffineTransform(loc, scale), 1)
         return dist.TransformedDistribution(base, [*flow, last])
 
 
@@ -315,16 +310,12 @@ class FlowjaxDistribution(dist.Distribution):
         self.flow, self.loc, self.scale = flow, loc, scale
         super().__init__((), jnp.shape(loc), validate_args=validate_args)
 
-    @property
-    def has_rsample(self) -> bool:
-        return True
-
     def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
         return self.loc + self.scale * self.flow.sample(_typed(key), sample_shape)
 
     def sample_with_intermediates(
         self, key: jax.Array, sample_shape: tuple[int, ...] = ()
-    ) -> tuple[jax.Array, list[Any]]:
+    ) -> tuple[Any, list]:
         """Draw together with the density, so that no flow has to be inverted (some need a numerical inverse)."""
         z, log_prob = self.flow.sample_and_log_prob(_typed(key), sample_shape)
         return self.loc + self.scale * z, [log_prob - jnp.log(self.scale).sum()]

@@ -18,12 +18,7 @@ Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[jax.Array,
 
 
 def _moments(
-    model: Callable,
-    names: Iterable[str],
-    examples: Mapping,
-    args: tuple,
-    kwargs: Mapping,
-    plates: Mapping | None,
+    model: Callable, names: Iterable, examples: Mapping, args: tuple, kwargs: Mapping, plates: Mapping | None
 ) -> Program:
     """Prior loc and scale of the sites ``names`` at values of latent sites; other sites are at ``examples``."""
 
@@ -69,12 +64,7 @@ def scaled_sites(
 
 
 def prior_program(
-    model: Callable,
-    scaled: Scaled,
-    examples: Mapping,
-    args: tuple,
-    kwargs: Mapping,
-    plates: Mapping | None = None,
+    model: Callable, scaled: Scaled, examples: Mapping, args: tuple, kwargs: Mapping, plates: Any = None
 ) -> Program:
     """A function from values of hyper-sites to prior loc and scale of the sites they scale, without the likelihood.
 

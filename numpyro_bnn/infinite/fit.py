@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 
 from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infinite.kernels import kernels
-from numpyro_bnn.infinite.prior_moments import PriorMoments, SiteMoments, prior_moments
+from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments
 from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
 from numpyro_bnn.nn import Dense, Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
@@ -52,7 +52,7 @@ def prior_fit(
     y: Any,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     noise_sd: float | None = None,
     ard: bool = False,
     log_sd: float = 3.0,
@@ -129,13 +129,7 @@ def _begins_with_dense(net: Layer) -> bool:
 
 
 def _search(
-    net: Layer,
-    found: PriorMoments,
-    begin: dict[str, Any],
-    data: tuple,
-    spread: float,
-    log_sd: float,
-    max_steps: int,
+    net: Layer, found: PriorMoments, begin: dict, data: tuple, spread: float, log_sd: float, max_steps: int
 ) -> tuple[dict[str, np.ndarray], float, int, bool]:
     """L-BFGS on the logarithms, within bounds."""
     names = list(begin)

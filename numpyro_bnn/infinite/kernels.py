@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_count, check_finite
-from numpyro_bnn.infinite.prior_moments import PriorMoments, SiteMoments, prior_moments, weight_fan_in
+from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments, weight_fan_in
 from numpyro_bnn.infinite.rules import Context, Covariance, Inputs, Units, contains, propagate
 from numpyro_bnn.nn import BatchNorm, Layer
 from numpyro_bnn.nn.base import Params
@@ -34,7 +34,7 @@ def nngp(
     x2: Any = None,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     block_size: int | None = None,
 ) -> Any:
     r"""Prior covariance of the outputs of a network as its hidden layers get infinitely wide (the NNGP kernel).
@@ -79,7 +79,7 @@ def ntk(
     x2: Any = None,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     block_size: int | None = None,
 ) -> Any:
     r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely wide network.
@@ -123,7 +123,7 @@ def both_kernels(
     x1: Any,
     x2: Any = None,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     block_size: int | None = None,
     want_ntk: bool = True,
 ) -> Kernels:
@@ -235,7 +235,7 @@ def empirical_ntk(
     x2: Any = None,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     full: bool = False,
     block_size: int | None = None,
 ) -> Any:

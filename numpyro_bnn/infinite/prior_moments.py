@@ -1,7 +1,7 @@
 """Mean and variance that a prior gives to every parameter of a network, scaled as the wide limit requires."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
 from numpyro_bnn.priors import Normal
 from numpyro_bnn.priors.base import as_prior
+
+Scales: TypeAlias = Mapping[str, Any] | None  # values of the hyper-sites of a prior
 
 
 class SiteMoments(NamedTuple):
@@ -32,7 +34,7 @@ class PriorMoments(NamedTuple):
 
 
 def prior_moments(
-    call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Mapping[str, Any] | None = None
+    call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Scales = None
 ) -> PriorMoments:
     """Evaluate a prior, its hyper-sites at ``scales``, at every parameter of a network."""
     if not isinstance(net, Layer):

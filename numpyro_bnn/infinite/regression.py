@@ -1,6 +1,5 @@
 """Predictions of infinitely wide networks: exact Bayesian regression, and ensembles trained by gradient descent."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
 from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
+from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
 
 # Jitter added to the diagonal, relative to its mean: none, then from a few rounding errors upwards by factors of ten.
@@ -53,7 +53,7 @@ class GPRegression:
 
     net: Layer
     prior: Any
-    scales: Mapping[str, Any] | None
+    scales: Scales
     x: np.ndarray
     y: np.ndarray
     noise_sd: float
@@ -122,13 +122,7 @@ class GPRegression:
 
 
 def gp_regression(
-    net: Layer,
-    x: Any,
-    y: Any,
-    *,
-    noise_sd: float,
-    prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    net: Layer, x: Any, y: Any, *, noise_sd: float, prior: Any = None, scales: Scales = None
 ) -> GPRegression:
     r"""Exact posterior of an infinitely wide Bayesian network with normal noise: Gaussian process regression.
 
@@ -174,14 +168,7 @@ def gp_regression(
 
 
 def ntk_ensemble(
-    net: Layer,
-    x: Any,
-    y: Any,
-    x_new: Any,
-    *,
-    time: float = float("inf"),
-    prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    net: Layer, x: Any, y: Any, x_new: Any, *, time: float = np.inf, prior: Any = None, scales: Scales = None
 ) -> Prediction:
     r"""Predictions of an ensemble of infinitely wide networks, drawn from the prior and trained by gradient descent.
 
@@ -246,9 +233,6 @@ def check_data(call: str, x: Any, y: Any) -> None:
     if np.ndim(y) not in (1, 2):
         raise argument_error(call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K).")
     check_same_length(call, x=x, y=y)
-
-
-# -- factors and densities ---------------------------------------------------------------------------------
 
 
 class Factor(NamedTuple):

@@ -52,7 +52,7 @@ def predicted(
     call: str,
     idata: Any,
     site: str | None,
-    group: str | None = None,
+    group: str | None,
     scored: bool = False,
     target: str | None = None,
 ) -> Drawn:

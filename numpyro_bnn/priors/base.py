@@ -72,9 +72,6 @@ class Prior(ABC):
         return fan_in(name, shape) ** -0.5 if self.fan_in_scaling else 1.0
 
 
-# -- shared by the families ----------------------------------------------------------------------------
-
-
 def _check_positive(call: str, argument: str, value: Any) -> None:
     """Refuse a number that is not positive and a distribution whose support is not positive."""
     if not isinstance(value, dist.Distribution):
@@ -110,9 +107,6 @@ def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Dis
         return dist.Normal(0.0, scale)
     unit = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape))
     return NonCentered(unit, AffineTransform(0.0, jnp.broadcast_to(scale, shape)))
-
-
-# -- non-centered sites --------------------------------------------------------------------------------
 
 
 class NonCentered(dist.TransformedDistribution):
@@ -163,9 +157,6 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
     [('kernel_scale', 'sample'), ('kernel_base', 'sample'), ('kernel', 'deterministic')]
     """
     return _NonCenter(model, config=_noncenter_config)
-
-
-# -- priors by name ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,11 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn.infinite import GPRegression
+from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import (
-    CALL,
-    Arguments,
-    for_prediction,
-    map_draws,
-    observation_mean,
-    observed_elements,
-    site_trace,
-    training_statistics,
-)
+from numpyro_bnn.results.replay import CALL, Arguments, map_draws, site_trace, training_statistics
 
 SAMPLE_DIMS = ("chain", "draw")
 
@@ -120,9 +112,10 @@ def to_inference_data(
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
     exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
-    new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
+    if predictions is not None:
+        new = replay.for_prediction(fit.arguments, predictions, exporter.observed)
     groups = exporter.training_groups(train_key, *chosen)
-    if new is not None:
+    if predictions is not None:
         groups |= exporter.prediction_groups(new_key, new, set(predictions or {}), prediction_coords or {})
     return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
 
@@ -249,7 +242,7 @@ class _Exporter:
         values = {}
         for name in self.observed_sites:
             values[safe(name)] = sites[name]["value"]
-            mean = observation_mean(sites[name]["fn"])
+            mean = replay.observation_mean(sites[name]["fn"])
             if mean is not None:
                 values[f"{safe(name)}_{mean.suffix}"] = mean.value
         return values
@@ -284,7 +277,7 @@ class _Exporter:
             stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
             site = by_name[max(stems, key=len)]
             dims = site_dims(site, name, value.shape[2:])
-            kept = observed_elements(site["fn"], value) if name in densities else np.array(True)
+            kept = replay.observed_elements(site["fn"], value) if name in densities else np.array(True)
             if not kept.all():
                 dim = f"{safe(site['name'])}_observed"
                 labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())

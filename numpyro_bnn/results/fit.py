@@ -46,9 +46,6 @@ def key_text(key: jax.Array) -> str:
     return str(np.asarray(data).tolist())
 
 
-# ------------------------------------------------------------------------------------------------- MCMC
-
-
 def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     """Read an :class:`~numpyro.infer.mcmc.MCMC` that has run.
 
@@ -117,9 +114,6 @@ def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if name == "n_steps":
             stats["tree_depth"] = np.floor(np.log2(value)).astype(int) + 1
     return stats
-
-
-# ----------------------------------------------------------------------------------------------- guides
 
 
 def from_guide(

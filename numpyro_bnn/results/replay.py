@@ -23,9 +23,6 @@ Draws = Mapping[str, Any]
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 
 
-# --------------------------------------------------------------------------------------------- arguments
-
-
 @dataclass(frozen=True)
 class Arguments:
     """Arguments of one call of a model, by name."""
@@ -104,9 +101,6 @@ def _check_like(name: str, value: Any, old: Any) -> None:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and np.ndim(value) > 0
-
-
-# ------------------------------------------------------------------------------------- the model at draws
 
 
 def site_trace(

@@ -17,8 +17,6 @@ from numpyro_bnn.sgmcmc.interfaces import (
     squared_norm,
 )
 
-# --------------------------------------------------------------------------------------------------- Langevin
-
 
 @dataclass(frozen=True)
 class Overdamped(Dynamics):

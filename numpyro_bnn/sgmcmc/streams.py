@@ -126,8 +126,6 @@ def multiply_high(a: Array, b: Array) -> Array:
     return a_high * b_high + (cross >> shift) + (other >> shift)
 
 
-# minibatches
-
 # Each round spends one bit per element: 2^64 paths lead to fewer than 2^31 places.
 _ROUNDS = 64
 

@@ -25,13 +25,7 @@ class _RowwiseELBO(ELBO):
         return f"guides.{type(self).__name__}"
 
     def loss_with_mutable_state(
-        self,
-        rng_key: jax.Array,
-        param_map: dict[str, jax.Array],
-        model: Callable,
-        guide: Callable,
-        *args: Any,
-        **kwargs: Any,
+        self, rng_key: jax.Array, param_map: dict, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 

@@ -33,13 +33,7 @@ class Terms(NamedTuple):
 
 
 def read_terms(
-    rng_key: jax.Array,
-    params: Mapping[str, jax.Array],
-    model: Callable,
-    guide: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    call: str,
+    rng_key: Any, params: Mapping, model: Callable, guide: Callable, args: tuple, kwargs: Mapping, call: str
 ) -> Terms:
     """Run the guide once, and read the program of the model."""
     guide_key, model_key = jax.random.split(rng_key)
