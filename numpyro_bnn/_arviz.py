@@ -114,9 +114,7 @@ def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArra
 
 
 def dataset(
-    variables: Variables,
-    coords: Mapping[str, ArrayLike] | None = None,
-    attrs: Mapping[str, Any] | None = None,
+    variables: Variables, coords: Mapping[str, Any] | None = None, attrs: Mapping[str, Any] | None = None
 ) -> xr.Dataset:
     """Build one group of results.
 
@@ -134,15 +132,10 @@ def dataset(
     {'chain': 2, 'draw': 5, 'unit': 3}
     """
     arrays = {name: _variable(name, dims, values) for name, (dims, values) in variables.items()}
-    sizes = {
-        dim: size for dims, values in arrays.values() for dim, size in zip(dims, values.shape, strict=True)
-    }
+    sizes = {dim: n for dims, values in arrays.values() for dim, n in zip(dims, values.shape, strict=True)}
     for name in sizes.keys() & arrays.keys():
-        got, instead = (
-            f"{name!r} as a variable and as a dimension",
-            f"Rename the dimension, e.g. to '{name}_dim'.",
-        )
-        raise argument_error("dataset", "variables", got, instead)
+        got = f"{name!r} as a variable and as a dimension"
+        raise argument_error("dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'.")
     given = coords or {}
     used = {dim: np.asarray(given[dim]) if dim in given else np.arange(size) for dim, size in sizes.items()}
     return xr.Dataset(arrays, coords=used, attrs=_attributes("dataset", attrs))
@@ -171,9 +164,8 @@ def group_names(idata: Any) -> list[str]:
     if not _TREE and isinstance(idata, az.InferenceData):
         return list(idata.groups())
     got = f"an object of type {type(idata).__name__}"
-    raise argument_error(
-        "group_names", "idata", got, "Pass the result of `to_inference_data` or `load`.", TypeError
-    )
+    instead = "Pass the result of `to_inference_data` or `load`."
+    raise argument_error("group_names", "idata", got, instead, TypeError)
 
 
 def group(idata: Any, name: str) -> xr.Dataset:
@@ -230,9 +222,8 @@ def load(path: str | Path) -> Any:
     """
     target = Path(path)
     if not os.path.isfile(target):
-        raise argument_error(
-            "load", "path", f"{str(target)!r}, which is not a file", "Pass a file written by `save`."
-        )
+        got = f"{str(target)!r}, which is not a file"
+        raise argument_error("load", "path", got, "Pass a file written by `save`.")
     try:
         with xr.open_datatree(target, engine="h5netcdf") as tree:
             groups = {name: child.to_dataset().load() for name, child in tree.children.items()}

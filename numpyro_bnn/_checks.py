@@ -8,18 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = [
-    "argument_error",
-    "check_choice",
-    "check_count",
-    "check_finite",
-    "check_labels",
-    "check_number",
-    "check_rank",
-    "check_same_length",
-    "unknown_name",
-]
-
 
 def argument_error(
     call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError
@@ -96,9 +84,8 @@ def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -
 def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):
-        raise argument_error(
-            call, argument, f"empty data of shape {np.shape(value)}", "Pass at least one row."
-        )
+        came = f"empty data of shape {np.shape(value)}"
+        raise argument_error(call, argument, came, "Pass at least one row.")
     if isinstance(value, jax.core.Tracer):
         return
     bad = ~np.isfinite(np.asarray(value))
@@ -113,9 +100,8 @@ def check_rank(call: str, argument: str, value: Any, expected: int, meaning: str
     """Refuse an array of another rank; ``meaning`` names the axes, e.g. ``"(N, D)"``."""
     shape = np.shape(value)
     if len(shape) != expected:
-        raise argument_error(
-            call, argument, f"shape {shape}", f"Pass an array of rank {expected}, shaped {meaning}."
-        )
+        instead = f"Pass an array of rank {expected}, shaped {meaning}."
+        raise argument_error(call, argument, f"shape {shape}", instead)
 
 
 def check_same_length(call: str, **arrays: Any) -> None:
@@ -133,9 +119,8 @@ def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None
         return
     array = np.asarray(value)
     if not (np.issubdtype(array.dtype, np.integer) or array.dtype == bool):
-        raise argument_error(
-            call, argument, f"dtype {array.dtype}", "Pass integer class labels 0..K-1, e.g. `y.astype(int)`."
-        )
+        instead = "Pass integer class labels 0..K-1, e.g. `y.astype(int)`."
+        raise argument_error(call, argument, f"dtype {array.dtype}", instead)
     if array.min() < 0 or array.max() >= num_classes:
         instead = f"With {num_classes} classes pass labels 0..{num_classes - 1}."
         raise argument_error(call, argument, f"labels from {array.min()} to {array.max()}", instead)

@@ -7,17 +7,8 @@ import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 # Operations after which an index is still an index.
-ADDRESSING = {
-    "add",
-    "sub",
-    "broadcast_in_dim",
-    "concatenate",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "select_n",
-    "squeeze",
-}
+ADDRESSING = {"add", "sub", "copy", "reshape", "select_n", "squeeze"}
+ADDRESSING |= {"broadcast_in_dim", "concatenate", "convert_element_type"}
 
 # Operations that call a program once.
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
@@ -169,6 +160,5 @@ def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]
     if maker.params["dimension"] != len(index.aval.shape) - 1:
         return []
     columns = [part for part in maker.invars for _ in range(part.aval.shape[-1])]
-    return [
-        a for a, part in zip(axes, columns, strict=True) if not isinstance(part, Literal) and part in marked
-    ]
+    pairs = zip(axes, columns, strict=True)
+    return [axis for axis, part in pairs if not isinstance(part, Literal) and part in marked]

@@ -53,7 +53,7 @@ def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
     """
     base = unwrapped(fn, masked)
     if isinstance(base, dist.TransformedDistribution):
-        affine = all(isinstance(_elementwise(t), AffineTransform) for t in base.transforms)
+        affine = all(isinstance(elementwise(t), AffineTransform) for t in base.transforms)
         return affine and is_affine_normal(base.base_dist, masked)
     return type(base) is dist.Normal
 
@@ -73,7 +73,7 @@ def affine_normal(fn: dist.Distribution, masked: bool = False) -> tuple[jax.Arra
     transforms: list[AffineTransform] = []  # outermost first
     base = unwrapped(fn, masked)
     while isinstance(base, dist.TransformedDistribution):
-        transforms += [_elementwise(t) for t in reversed(base.transforms)]
+        transforms += [elementwise(t) for t in reversed(base.transforms)]
         base = unwrapped(base.base_dist, masked)
     loc, scale = base.loc, base.scale
     for transform in reversed(transforms):
@@ -81,7 +81,7 @@ def affine_normal(fn: dist.Distribution, masked: bool = False) -> tuple[jax.Arra
     return jnp.broadcast_to(loc, fn.shape()), jnp.broadcast_to(scale, fn.shape())
 
 
-def _elementwise(transform: Transform) -> Transform:
+def elementwise(transform: Transform) -> Transform:
     """The transform inside ``to_event``."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
@@ -143,9 +143,8 @@ class GroupStudentT(dist.Distribution):
         df = self.df + jnp.sum(~chosen)
         square = jnp.sum(jnp.where(chosen, 0.0, value) ** 2)
         scale = jnp.sqrt((self.df * self.scale**2 + square) / df)
-        return jnp.where(chosen, GroupStudentT(df, scale, value.shape).sample(rng_key), value).astype(
-            value.dtype
-        )
+        drawn = GroupStudentT(df, scale, value.shape).sample(rng_key)
+        return jnp.where(chosen, drawn, value).astype(value.dtype)
 
     @property
     def mean(self) -> jax.Array:

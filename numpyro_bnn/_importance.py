@@ -36,12 +36,7 @@ class WeightedDraw(NamedTuple):
 
 
 def weighted_draw(
-    model: Callable,
-    guide: Callable,
-    params: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
+    model: Callable, guide: Callable, params: Mapping, args: tuple, kwargs: Mapping, rng_key: jax.Array
 ) -> WeightedDraw:
     """Draw z from the guide and evaluate both densities on the full data; ``params`` are those of guide and model."""
     guide_key, model_key = jax.random.split(rng_key)
@@ -73,21 +68,16 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
     """
     size, largest = len(log_weights), log_weights.max()
     impossible = bool(np.isneginf(log_weights).any())
-    statistics = {
-        "elbo": -np.inf if impossible else float(log_weights.mean()),
-        "elbo_se": np.nan if impossible else float(log_weights.std(ddof=1) / np.sqrt(size)),
-    }
+    elbo = -np.inf if impossible else float(log_weights.mean())
+    elbo_se = np.nan if impossible else float(log_weights.std(ddof=1) / np.sqrt(size))
     if np.isneginf(largest):
-        return {
-            **statistics,
-            "iw_bound": -np.inf,
-            **dict.fromkeys(("iw_se", "iw_bias", "pareto_k"), np.nan),
-            "ess": 0.0,
-        }
+        undefined = dict.fromkeys(("iw_se", "iw_bias", "pareto_k"), np.nan)
+        return {"elbo": elbo, "elbo_se": elbo_se, "iw_bound": -np.inf, **undefined, "ess": 0.0}
     scaled = np.exp(log_weights - largest)
     error = float(scaled.std(ddof=1) / scaled.mean() / np.sqrt(size))
     return {
-        **statistics,
+        "elbo": elbo,
+        "elbo_se": elbo_se,
         "iw_bound": float(largest + np.log(scaled.mean())),
         "iw_se": error,
         "iw_bias": -0.5 * error**2,
@@ -111,12 +101,7 @@ def set_up(guide: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
 
 
 def check(
-    call: str,
-    model: Callable,
-    guide: Callable,
-    params: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    call: str, model: Callable, guide: Callable, params: Mapping, args: tuple, kwargs: Mapping[str, Any]
 ) -> Sites:
     """Refuse guides, models or parameters of the wrong type, missing parameters, and latent sites without a guide.
 
@@ -151,11 +136,8 @@ def check(
     if left_out:
         instead = "Give the guide a sample statement for each latent site of the model."
         raise argument_error(call, "guide", f"a guide without the latent sites {left_out}", instead)
-    random_sites = [site for site in traces["guide"].values() if _is_random(site)]
-    return Sites(
-        int(num_observations),
-        any(not isinstance(unwrapped(site["fn"], masked=True), dist.Delta) for site in random_sites),
-    )
+    drawn = [unwrapped(site["fn"], masked=True) for site in traces["guide"].values() if _is_random(site)]
+    return Sites(int(num_observations), not all(isinstance(fn, dist.Delta) for fn in drawn))
 
 
 def _check_params(call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]) -> None:

@@ -68,19 +68,17 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     if y is not None:
         y = _real_targets(call, x, y, targets)
     f = random_network("net", net, jnp.shape(x)[1:], prior)
-    sigma = 1.0
+    sigma: Any = 1.0
     if not heteroscedastic:
         sigma = numpyro.sample("sigma", noise) if isinstance(noise, dist.Distribution) else noise
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(jnp.asarray(x)[index])
-        mean = out[..., :targets]
+        mean, sd = out[..., :targets], sigma
         if heteroscedastic:
             sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
-        else:
-            sd = jnp.broadcast_to(sigma, mean.shape)
-        likelihood = (
-            dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
-        )
+        sd = jnp.broadcast_to(sd, mean.shape)
+        one = targets == 1
+        likelihood = dist.Normal(mean[..., 0], sd[..., 0]) if one else dist.Normal(mean, sd).to_event(1)
         numpyro.sample("y", likelihood, obs=None if y is None else y[index])
 
 
@@ -137,10 +135,8 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
 def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
     """Number of outputs of the network; refuse a network that does not match the likelihood."""
     shape = net.output_shape(jnp.shape(x)[1:])
-    good = len(shape) == 1 and (
-        shape[0] == multiple if call.endswith("classification") else shape[0] % multiple == 0
-    )
-    if not good:
+    exact = call.endswith("classification")
+    if len(shape) != 1 or shape[0] % multiple or (exact and shape[0] != multiple):
         instead = f"The last layer must have {multiple} outputs."
         raise argument_error(call, "net", f"a network with output shape {shape}", instead)
     return shape[0]

@@ -30,16 +30,13 @@ class RandomNetwork:
     """
 
     def __init__(self, name: str, net: Layer, params: Mapping[str, jax.Array]) -> None:
-        self.name = name
-        self.net = net
-        self.params = params
+        self.name, self.net, self.params = name, net, params
 
     def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> jax.Array:
         """Evaluate the network on a batch.
 
         :param x: inputs of shape ``(..., *input_shape)``.
-        :param statistics: batch statistics to normalize with instead of those of ``x``;
-            see :meth:`statistics`.
+        :param statistics: batch statistics to normalize with instead of those of ``x``; see :meth:`statistics`.
         """
         if statistics is None:
             statistics = _requested_statistics(self, x)
@@ -62,8 +59,7 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
     :param prior: a callable ``(name, shape) -> Distribution`` such as :class:`~numpyro_bnn.priors.Hierarchical`, a
         distribution for all parameters, or a dictionary of these by name pattern; ``priors.Normal()`` by default.
     :return: a callable on batches ``(..., *input_shape)``.
-    :raises ValueError: inside a plate, for an input shape the network cannot take, or for a parameter without a
-        prior.
+    :raises ValueError: inside a plate, for an input shape the network cannot take, for a parameter without prior.
     :raises TypeError: for any other kind of net or prior.
 
     >>> import jax, numpyro, numpyro.distributions as dist

@@ -23,12 +23,7 @@ from numpyro_bnn.datasets.dataset import Dataset
 
 _FOLDER_VARIABLE = "NUMPYRO_BNN_DATA"
 # Name -> arguments of scikit-learn's loader. By default it scales diabetes by all rows, test rows included.
-_SKLEARN: dict[str, dict[str, bool]] = {
-    "diabetes": {"scaled": False},
-    "breast_cancer": {},
-    "wine": {},
-    "digits": {},
-}
+_SKLEARN: dict[str, dict] = {"diabetes": {"scaled": False}, "breast_cancer": {}, "wine": {}, "digits": {}}
 _UCI = {
     "boston": "uci/bostonHousing.npz",
     "concrete": "uci/concrete.npz",
@@ -222,9 +217,6 @@ def load_images(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     return Dataset(x_train, y_train, x_test, y_test, name)
 
 
-# ------------------------------------------------------------------------------------------------ splits
-
-
 def _random_split(
     call: str, name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], test_fraction: Any, seed: Any
 ) -> Dataset:
@@ -252,9 +244,6 @@ def _check_splits(file: str, train: np.ndarray, test: np.ndarray, num_rows: int)
     if rows.shape[1] != num_rows or not (rows == np.arange(num_rows)).all():
         got = f"{file}, whose splits are not disjoint covers of its {num_rows} rows"
         raise argument_error("load_uci", "folder", got, "Replace it with an intact file.")
-
-
-# ------------------------------------------------------------------------------------------------- files
 
 
 def _data_file(call: str, folder: str | os.PathLike | None, relative: str, siblings: Iterable[str]) -> Path:

@@ -231,12 +231,10 @@ class AutoAmortized(AutoGuide):
     def _features(self, rows: jax.Array) -> jax.Array:
         network, shape = self.network, rows.shape[1:]
         if isinstance(network, Layer):
-            params = {
-                name: numpyro.param(
-                    f"{self.prefix}_network/{name}", lambda key, name=name: network.init(key, shape)[name]
-                )
-                for name in network.param_shapes(shape)
-            }
+            params = {}
+            for name in network.param_shapes(shape):
+                start = partial(lambda key, name: network.init(key, shape)[name], name=name)
+                params[name] = numpyro.param(f"{self.prefix}_network/{name}", start)
             if jax.eval_shape(partial(network.statistics, params), rows):
                 got = "a network with batch normalization"
                 instead = "Use `nn.LayerNorm`: batch normalization makes q of one row depend on other rows."
@@ -252,12 +250,7 @@ class AutoAmortized(AutoGuide):
     # -- draws and summaries ---------------------------------------------------------------------------
 
     def sample_posterior(
-        self,
-        rng_key: jax.Array,
-        params: Mapping[str, Any],
-        *args: Any,
-        sample_shape: Shape = (),
-        **kwargs: Any,
+        self, rng_key: jax.Array, params: Mapping, *args: Any, sample_shape: Shape = (), **kwargs: Any
     ) -> Values:
         """Draw the latent sites of every row of the data, and the sites outside the plate.
 
@@ -273,7 +266,7 @@ class AutoAmortized(AutoGuide):
         if self.rest is not None:
             rest = self.rest.sample_posterior(of_rest, params, *args, sample_shape=sample_shape, **kwargs)
         flat = posterior.draw(of_local, tuple(sample_shape))
-        return self._complete(of_model, flat, rest, len(sample_shape), params, args, kwargs)
+        return self._complete(of_model, flat, rest, len(sample_shape), params, (args, kwargs))
 
     def median(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Values:
         """Medians of all latent sites, and deterministic sites at these.
@@ -283,7 +276,7 @@ class AutoAmortized(AutoGuide):
         """
         args, kwargs, posterior = self._read(params, args, kwargs)
         rest = {} if self.rest is None else self.rest.median(params)
-        return self._complete(jax.random.key(0), posterior.loc, rest, 0, params, args, kwargs)
+        return self._complete(jax.random.key(0), posterior.loc, rest, 0, params, (args, kwargs))
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any, *args: Any, **kwargs: Any) -> Values:
         """Quantiles of all latent sites, along a new first axis, and deterministic sites at these.
@@ -296,7 +289,7 @@ class AutoAmortized(AutoGuide):
         at = jnp.atleast_1d(jnp.asarray(quantiles, float)).reshape(-1, 1, 1)
         flat = dist.Normal(posterior.loc, posterior.sd).icdf(at)
         rest = {} if self.rest is None else self.rest.quantiles(params, quantiles)
-        return self._complete(jax.random.key(0), flat, rest, 1, params, args, kwargs)
+        return self._complete(jax.random.key(0), flat, rest, 1, params, (args, kwargs))
 
     def _read(self, params: Mapping[str, Any], args: tuple, kwargs: Any) -> tuple[tuple, Any, Posterior]:
         """The arguments, by default those of the first run, and the posterior at these parameters."""
@@ -309,16 +302,10 @@ class AutoAmortized(AutoGuide):
         return args, kwargs, posterior
 
     def _complete(
-        self,
-        rng_key: jax.Array,
-        flat: jax.Array,
-        rest: Values,
-        batch_ndims: int,
-        params: Any,
-        args: tuple,
-        kwargs: Any,
+        self, key: jax.Array, flat: jax.Array, rest: Values, batch_ndims: int, params: Any, call: tuple
     ) -> Values:
         """All sites, from the local ones (..., B, L) in unconstrained space and those of the other guide."""
+        args, kwargs = call
         values = {**rest, **{site.name: site.transform(site.place(flat)) for site in self._sites}}
         names = [n for n, site in self.prototype_trace.items() if site["type"] == "deterministic"]
         if not names:
@@ -326,4 +313,4 @@ class AutoAmortized(AutoGuide):
         size, _ = plate_sizes(self.model, args, kwargs)[self.plate]
         model = full_plates(self.model) if self._rows(args, kwargs).shape[0] == size else self.model
         at = Predictive(model, values, params=dict(params), return_sites=names, batch_ndims=batch_ndims)
-        return {**values, **at(rng_key, *args, **kwargs)}
+        return {**values, **at(key, *args, **kwargs)}

@@ -11,25 +11,21 @@ import numpyro.distributions as dist
 from jax.scipy.special import ndtri
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
+from numpyro.distributions.transforms import IdentityTransform
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import transform_fn
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import pruned
+from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._plates import full_plates
+from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
-from numpyro_bnn.guides.initialization import (
-    base_sites,
-    base_spread,
-    check_init_scale,
-    init_to_fan_in,
-    initial_scales,
-    initial_spread,
-)
+from numpyro_bnn.guides.initialization import init_to_fan_in
 from numpyro_bnn.guides.scale_conditioning import Program, Scaled, prior_program, scaled_sites
+from numpyro_bnn.nn.base import Shape
 
 NUM_DRAWS = 4096  # for medians and quantiles without closed form
 
@@ -95,7 +91,7 @@ class AutoBlocks(AutoNormal):
         if not callable(model):
             instead = "Pass a NumPyro model (a function)."
             raise argument_error(self._call, "model", repr(model), instead, TypeError)
-        check_init_scale(self._call, init_scale)
+        initialization.check_init_scale(self._call, init_scale)
         self._asked = checked_blocks(self._call, blocks)
         self._condition_on_scales = condition_on_scales
         super().__init__(
@@ -140,7 +136,7 @@ class AutoBlocks(AutoNormal):
 
     def _base_weights(self) -> dict[str, jax.Array]:
         """The weight of each non-centered site, at the initial means."""
-        bases = base_sites(self.prototype_trace or {})
+        bases = initialization.base_sites(self.prototype_trace or {})
         if not bases:
             return {}
 
@@ -153,14 +149,15 @@ class AutoBlocks(AutoNormal):
 
     def _initialize(self) -> None:
         """Initial means and standard deviations, by site."""
-        spreads = {n: initial_spread(site, n in self._local_sites) for n, site in self._latent().items()}
+        sites, local = self._latent(), self._local_sites
+        spreads = {name: initialization.initial_spread(site, name in local) for name, site in sites.items()}
         strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
         for base, weight in self._base_weights().items():
-            spread = spreads[base] = base_spread(base, self._init_locs[base], weight)
+            spread = spreads[base] = initialization.base_spread(base, self._init_locs[base], weight)
             if strategy is init_to_fan_in:
                 self._init_locs[base] = self._init_locs[base] * spread
         shapes = {name: jnp.shape(value) for name, value in self._init_locs.items()}
-        self._init_scales = initial_scales(self._call, self._init_scale, spreads, shapes)
+        self._init_scales = initialization.initial_scales(self._call, self._init_scale, spreads, shapes)
         if self._scaled:
             values = {n: self._transforms[n](loc) for n, loc in self._init_locs.items()}
             for name, (loc, scale) in self._prior_program()(values).items():
@@ -179,10 +176,8 @@ class AutoBlocks(AutoNormal):
                     raise argument_error(self._call, "blocks", got, instead)
             label = self.prefix if label == "*" else f"{self.prefix}_{label}"
             shapes = {name: jnp.shape(self._init_locs[name]) for name in names}
-            loc, scale = (
-                jnp.concatenate([jnp.ravel(values[name]) for name in names])
-                for values in (self._init_locs, self._init_scales)
-            )
+            starts = ([jnp.ravel(at[name]) for name in names] for at in (self._init_locs, self._init_scales))
+            loc, scale = (jnp.concatenate(parts) for parts in starts)
             self._blocks.append((Block(label, shapes, loc, scale), family))
 
     def _prior_program(self, call: tuple | None = None, indices: Mapping[str, Any] | None = None) -> Program:
@@ -250,12 +245,7 @@ class AutoBlocks(AutoNormal):
     # -- draws and summaries ---------------------------------------------------------------------------
 
     def sample_posterior(
-        self,
-        rng_key: jax.Array,
-        params: Mapping[str, Any],
-        *args: Any,
-        sample_shape: tuple[int, ...] = (),
-        **kwargs: Any,
+        self, rng_key: jax.Array, params: Mapping, *args: Any, sample_shape: Shape = (), **kwargs: Any
     ) -> Values:
         """Draw latent sites, and compute deterministic sites from them.
 
@@ -288,7 +278,7 @@ class AutoBlocks(AutoNormal):
         self._check_called("quantiles")
         q = jnp.asarray(quantiles, float).reshape(-1)
         found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
-        mixing = [name for name in found if _elementwise(self._transforms[name]).domain.event_dim > 0]
+        mixing = [name for name in found if elementwise(self._transforms[name]).domain.event_dim > 0]
         sites = {n: _monotone(self._transforms[n], v) for n, v in found.items() if n not in mixing}
         if mixing:
             draws = self._sites(self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,))
@@ -315,7 +305,7 @@ class AutoBlocks(AutoNormal):
         with handlers.block():
             return handlers.substitute(build, data=dict(params))()
 
-    def _draw(self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: tuple[int, ...]) -> Values:
+    def _draw(self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: Shape) -> Values:
         """Unconstrained draws; for a conditioned site, draws of u."""
         values: Values = {}
         with handlers.block(), handlers.seed(rng_seed=rng_key):
@@ -326,10 +316,10 @@ class AutoBlocks(AutoNormal):
                 values[name] = numpyro.sample(name, fn, sample_shape=sample_shape)
         return values
 
-    def _sites(self, draws: Values, sample_shape: tuple[int, ...]) -> Values:
+    def _sites(self, draws: Values, sample_shape: Shape) -> Values:
         return self._constrain(self._rescale(draws, sample_shape), sample_shape)
 
-    def _rescale(self, draws: Values, sample_shape: tuple[int, ...]) -> Values:
+    def _rescale(self, draws: Values, sample_shape: Shape) -> Values:
         """Replace u by w = loc + scale u at conditioned sites."""
         if not self._scaled:
             return draws
@@ -348,7 +338,7 @@ class AutoBlocks(AutoNormal):
 
         return map_samples(single, draws, sample_shape)
 
-    def _constrain(self, values: Values, sample_shape: tuple[int, ...]) -> Values:
+    def _constrain(self, values: Values, sample_shape: Shape) -> Values:
         """Constrained values and deterministic sites, with full plates, from unconstrained values."""
 
         def single(one: Values) -> Values:
@@ -380,16 +370,9 @@ class AutoBlocks(AutoNormal):
         return {name: found[name] for name in self._transforms}
 
 
-def _elementwise(transform: Any) -> Any:
-    """The transform inside ``to_event``."""
-    while isinstance(transform, IndependentTransform):
-        transform = transform.base_transform
-    return transform
-
-
 def is_identity(transform: Any) -> bool:
     """Whether a transform, in ``to_event`` or not, is the identity."""
-    return isinstance(_elementwise(transform), IdentityTransform)
+    return isinstance(elementwise(transform), IdentityTransform)
 
 
 def _monotone(transform: Any, values: jax.Array) -> jax.Array:

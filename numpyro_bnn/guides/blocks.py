@@ -83,9 +83,6 @@ class Family(ABC):
         """
 
 
-# -- Gaussian families ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Diagonal(Family):
     """Independent Gaussians: N(m, diag(s^2)), with 2 D parameters.
@@ -125,11 +122,8 @@ class FullRank(Family):
         """Parameters ``loc`` (D,) and ``scale_tril`` (D, D)."""
         instead = "Use `guides.LowRank(rank)`, or smaller blocks, e.g. one per layer."
         _check_size("guides.FullRank", block, block.size**2, instead)
-        scale_tril = numpyro.param(
-            f"{block.name}_scale_tril",
-            jnp.diag(block.scale),
-            constraint=constraints.scaled_unit_lower_cholesky,
-        )
+        constraint = constraints.scaled_unit_lower_cholesky
+        scale_tril = numpyro.param(f"{block.name}_scale_tril", jnp.diag(block.scale), constraint=constraint)
         return dist.MultivariateNormal(declare_loc(block), scale_tril=scale_tril)
 
 
@@ -180,9 +174,6 @@ def _check_size(call: str, block: Block, numbers: int, instead: str) -> None:
     if numbers > MAX_NUMBERS:
         got = f"block {block.name!r} of {block.size} unknowns, with {numbers:.1e} numbers in its covariance"
         raise argument_error(call, "block", got, instead)
-
-
-# -- patterns ---------------------------------------------------------------------------------------
 
 
 def matches(name: str, patterns: Patterns) -> bool:

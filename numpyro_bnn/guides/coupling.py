@@ -5,14 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.distributions.transforms import (
-    AffineTransform,
-    ComposeTransform,
-    IndependentTransform,
-    Transform,
-)
+from numpyro.distributions.transforms import Transform
 from numpyro.infer.autoguide import AutoContinuous
 
 from numpyro_bnn._checks import argument_error
@@ -109,11 +105,11 @@ class AutoCoupling(AutoBlocks):
         transforms: list[Transform] = []
         sizes = []
         for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
-            transforms.append(ComposeTransform(list(fn.transforms)))
+            transforms.append(dist.transforms.ComposeTransform(list(fn.transforms)))
             sizes.append(block.size)
         for fn in self._normals(params).values():
-            affine = AffineTransform(jnp.ravel(fn.loc), jnp.ravel(fn.scale))
-            transforms.append(IndependentTransform(affine, 1))
+            affine = dist.transforms.AffineTransform(jnp.ravel(fn.loc), jnp.ravel(fn.scale))
+            transforms.append(dist.transforms.IndependentTransform(affine, 1))
             sizes.append(jnp.size(fn.loc))
         return transforms[0] if len(transforms) == 1 else Blockwise(transforms, sizes)
 
@@ -147,11 +143,7 @@ class Blockwise(Transform):
         self.sizes = tuple(sizes)
 
     def _parts(self, x: jax.Array) -> list[jax.Array]:
-        parts, start = [], 0
-        for size in self.sizes:
-            parts.append(x[..., start : start + size])
-            start += size
-        return parts
+        return jnp.split(x, np.cumsum(self.sizes)[:-1], axis=-1)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.concatenate([t(p) for t, p in zip(self.transforms, self._parts(x), strict=True)], axis=-1)

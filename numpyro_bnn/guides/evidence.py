@@ -136,12 +136,7 @@ def evidence(
     return _summary(call, weights, sites.num_observations)
 
 
-def log_weights(
-    guide: Any,
-    params: Mapping[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> NDArray[np.float64]:
+def log_weights(guide: Any, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> NDArray[np.float64]:
     """Log importance ratios log p(D, z_s) - log q(z_s) of draws z_s of a guide, on the full data.
 
     These are the field ``log_weights`` of :func:`evidence`, which has the same arguments and errors.

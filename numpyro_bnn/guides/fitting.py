@@ -211,13 +211,7 @@ class _Run:
 
 
 def _start(
-    svi: SVI,
-    rng_key: jax.Array,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    init_state: Any,
-    init_params: Mapping[str, Any] | None,
-    path: Path | None,
+    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, path: Path | None
 ) -> tuple[Any, np.ndarray]:
     """The state to continue from, and the losses so far."""
     state = init_state

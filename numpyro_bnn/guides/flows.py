@@ -11,12 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
-from numpyro.distributions.transforms import (
-    AffineTransform,
-    IndependentTransform,
-    PermuteTransform,
-    Transform,
-)
+from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import array_equiv
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
@@ -105,9 +100,7 @@ class AffineCoupling(Transform):
         log_scale, shift = self._scale_and_shift(fixed)
         return self._whole(fixed, (changed - shift) * jnp.exp(-log_scale))
 
-    def log_abs_det_jacobian(
-        self, x: jax.Array, y: jax.Array, intermediates: jax.Array | None = None
-    ) -> jax.Array:
+    def log_abs_det_jacobian(self, x: jax.Array, y: jax.Array, intermediates: Any = None) -> jax.Array:
         """log |det dy/dx|, (...)."""
         return self.call_with_intermediates(x)[1] if intermediates is None else intermediates
 
@@ -212,9 +205,7 @@ class Coupling(Family):
         :raises ValueError: for a D below 2.
         """
         if dim < 2:
-            instead = (
-                "A coupling flow needs two halves: add another site to the block, or leave this one out."
-            )
+            instead = "A coupling flow needs two halves: add a site to the block, or leave this one out."
             raise argument_error("guides.Coupling", "blocks", "a block of 1 number", instead)
         layers: list[Transform] = []
         split = dim // 2
@@ -224,7 +215,7 @@ class Coupling(Family):
             conditioner = declare_conditioner(f"{name}_flow{i}", read, 2 * (dim - read), self.hidden)
             layers.append(AffineCoupling(conditioner, split, swap, self.bound))
             if permutation is not None:  # a gather in the program; everything else is slices
-                layers.append(PermuteTransform(jnp.asarray(permutation)))
+                layers.append(dist.transforms.PermuteTransform(jnp.asarray(permutation)))
         return layers
 
     def distribution(self, block: Block) -> dist.TransformedDistribution:
@@ -232,9 +223,8 @@ class Coupling(Family):
         flow = self.transforms(block.name, len(block.loc))
         loc, scale = declare_loc(block), declare_scale(block)
         base = dist.Normal(jnp.zeros_like(loc), jnp.ones_like(scale)).to_event(1)
-        return dist.TransformedDistribution(
-            base, [*flow, IndependentTransform(AffineTransform(loc, scale), 1)]
-        )
+        last = dist.transforms.IndependentTransform(dist.transforms.AffineTransform(loc, scale), 1)
+        return dist.TransformedDistribution(base, [*flow, last])
 
 
 # -- flowjax, an optional package that nothing else imports --------------------------------------------
@@ -301,9 +291,10 @@ def _declare_flow(name: str, flow: Any) -> Any:
     import equinox
     import paramax
 
-    trainable, rest = equinox.partition(
-        flow, equinox.is_inexact_array, is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable)
-    )
+    def is_fixed(leaf: Any) -> bool:
+        return isinstance(leaf, paramax.NonTrainable)
+
+    trainable, rest = equinox.partition(flow, equinox.is_inexact_array, is_leaf=is_fixed)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(trainable)
     values = [numpyro.param(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
     return equinox.combine(jax.tree.unflatten(treedef, values), rest)
@@ -319,16 +310,12 @@ class FlowjaxDistribution(dist.Distribution):
         self.flow, self.loc, self.scale = flow, loc, scale
         super().__init__((), jnp.shape(loc), validate_args=validate_args)
 
-    @property
-    def has_rsample(self) -> bool:
-        return True
-
     def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
         return self.loc + self.scale * self.flow.sample(_typed(key), sample_shape)
 
     def sample_with_intermediates(
         self, key: jax.Array, sample_shape: tuple[int, ...] = ()
-    ) -> tuple[jax.Array, list[Any]]:
+    ) -> tuple[Any, list]:
         """Draw together with the density, so that no flow has to be inverted (some need a numerical inverse)."""
         z, log_prob = self.flow.sample_and_log_prob(_typed(key), sample_shape)
         return self.loc + self.scale * z, [log_prob - jnp.log(self.scale).sum()]

@@ -6,7 +6,6 @@ from typing import Any
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, is_identity
 from numpyro_bnn.guides.blocks import Family, FullRank, Patterns
-from numpyro_bnn.guides.initialization import init_to_fan_in
 
 PARAMETERS = ("kernel", "bias", "scale", "weight", "embedding")  # names in a network of a single layer
 
@@ -44,24 +43,8 @@ class AutoMeanField(AutoBlocks):
     (3,)
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        init_scale: Any = 0.1,
-        init_loc_fn: Callable = init_to_fan_in,
-        condition_on_scales: bool = False,
-        prefix: str = "auto",
-        create_plates: Callable | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            init_scale=init_scale,
-            init_loc_fn=init_loc_fn,
-            condition_on_scales=condition_on_scales,
-            prefix=prefix,
-            create_plates=create_plates,
-        )
+    def __init__(self, model: Callable, **settings: Any) -> None:
+        super().__init__(model, (), **settings)
 
 
 class AutoStructured(AutoBlocks):

@@ -67,13 +67,7 @@ class TraceInclusiveKL_ELBO(ELBO):
         super().__init__(num_particles=num_particles, vectorize_particles=vectorize_particles)
 
     def loss(
-        self,
-        rng_key: jax.Array,
-        param_map: dict[str, jax.Array],
-        model: Callable,
-        guide: Callable,
-        *args: Any,
-        **kwargs: Any,
+        self, rng_key: jax.Array, param_map: dict, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> jax.Array:
         """The negative importance-weighted bound, with the gradients of the class.
 
@@ -117,21 +111,16 @@ def _log_densities(
     seeded = handlers.seed(handlers.substitute(guide, data=fixed), guide_key)
     drawn = handlers.trace(seeded).get_trace(*args, **kwargs)
     batch = {name: site["value"] for name, site in drawn.items() if site["type"] == "plate"}
-    latent = {
-        name: lax.stop_gradient(site["value"])
-        for name, site in drawn.items()
-        if site["type"] == "sample" and not site["is_observed"]
-    }
+    unknown = [name for name, site in drawn.items() if site["type"] == "sample" and not site["is_observed"]]
+    latent = {name: lax.stop_gradient(drawn[name]["value"]) for name in unknown}
     # A Delta site is recomputed from the other draws: rounding could make its own value impossible.
     values = {name: value for name, value in latent.items() if not _is_delta(drawn[name])}
     log_q, guide_trace = _log_probs(guide, {**params, **batch, **values}, args, kwargs, guide_key)
     log_p, model_trace = _log_probs(model, {**params, **batch, **latent}, args, kwargs, model_key)
     check_model_guide_match(model_trace, guide_trace)
     dims, scale = _common_plates(model_trace)
-    joint, guided = (
-        sum((_by_index(value, dims) for value in log.values()), start=jnp.array(0.0)) / scale
-        for log in (log_p, log_q)
-    )
+    sums = (sum((_by_index(v, dims) for v in log.values()), start=jnp.array(0.0)) for log in (log_p, log_q))
+    joint, guided = (total / scale for total in sums)
     shape = jnp.broadcast_shapes(joint.shape, guided.shape)
     return jnp.broadcast_to(joint, shape), jnp.broadcast_to(guided, shape), scale
 

@@ -18,12 +18,7 @@ Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[jax.Array,
 
 
 def _moments(
-    model: Callable,
-    names: Iterable[str],
-    examples: Mapping,
-    args: tuple,
-    kwargs: Mapping,
-    plates: Mapping | None,
+    model: Callable, names: Iterable, examples: Mapping, args: tuple, kwargs: Mapping, plates: Mapping | None
 ) -> Program:
     """Prior loc and scale of the sites ``names`` at values of latent sites; other sites are at ``examples``."""
 
@@ -39,11 +34,7 @@ def _moments(
 
 
 def scaled_sites(
-    model: Callable,
-    trace: Mapping[str, dict[str, Any]],
-    local: set[str],
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    model: Callable, trace: Mapping[str, dict], local: set[str], args: tuple, kwargs: Mapping[str, Any]
 ) -> Scaled:
     """Find the Gaussian sites whose prior sd depends on other latent sites, and those sites.
 
@@ -63,20 +54,17 @@ def scaled_sites(
     plates = {n: site["value"] for n, site in trace.items() if site["type"] == "plate"}
     program = _moments(model, names, {}, args, kwargs, plates)
     values = {name: jnp.asarray(site["value"]) for name, site in latent.items()}
-    parents = dependence(
-        lambda at: {(n, part): pair[part] for n, pair in program(at).items() for part in (0, 1)}, values
-    )
+
+    def parts(values: Mapping[str, Any]) -> dict[tuple[str, int], jax.Array]:
+        return {(name, part): pair[part] for name, pair in program(values).items() for part in (0, 1)}
+
+    parents = dependence(parts, values)
     of_both = {name: parents[name, 0] | parents[name, 1] for name in names}
     return {n: frozenset(of_both[n]) for n in names if parents[n, 1] and not of_both[n] & local}
 
 
 def prior_program(
-    model: Callable,
-    scaled: Scaled,
-    examples: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    plates: Mapping[str, Any] | None = None,
+    model: Callable, scaled: Scaled, examples: Mapping, args: tuple, kwargs: Mapping, plates: Any = None
 ) -> Program:
     """A function from values of hyper-sites to prior loc and scale of the sites they scale, without the likelihood.
 

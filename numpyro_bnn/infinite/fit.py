@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 
 from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infinite.kernels import kernels
-from numpyro_bnn.infinite.prior_moments import PriorMoments, SiteMoments, prior_moments
+from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments
 from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
 from numpyro_bnn.nn import Dense, Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
@@ -52,7 +52,7 @@ def prior_fit(
     y: Any,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     noise_sd: float | None = None,
     ard: bool = False,
     log_sd: float = 3.0,
@@ -105,9 +105,7 @@ def prior_fit(
     return PriorFit(chosen, noise, float(value), first, plain, float(jitter), converged, evaluations)
 
 
-def _beginning(
-    call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool
-) -> dict[str, np.ndarray]:
+def _beginning(call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool) -> dict[str, Any]:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
@@ -131,13 +129,7 @@ def _begins_with_dense(net: Layer) -> bool:
 
 
 def _search(
-    net: Layer,
-    found: PriorMoments,
-    begin: dict[str, np.ndarray],
-    data: tuple[np.ndarray, np.ndarray],
-    spread: float,
-    log_sd: float,
-    max_steps: int,
+    net: Layer, found: PriorMoments, begin: dict, data: tuple, spread: float, log_sd: float, max_steps: int
 ) -> tuple[dict[str, np.ndarray], float, int, bool]:
     """L-BFGS on the logarithms, within bounds."""
     names = list(begin)
@@ -177,22 +169,17 @@ def _evidence(
     net: Layer, normal: frozenset[str], sites: Mapping[str, SiteMoments], log_scales: Any, x: Any, y: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Log marginal likelihood, and the jitter of its Cholesky factor."""
-    moved = {
-        name: site._replace(variance=jnp.exp(2 * log_scales[name])) if name in log_scales else site
-        for name, site in sites.items()
-    }
-    kernel = kernels(net, moved, normal, x, None, want_ntk=False).nngp
+    moved = {n: sites[n]._replace(variance=jnp.exp(2 * log_scales[n])) for n in sites if n in log_scales}
+    kernel = kernels(net, {**sites, **moved}, normal, x, None, want_ntk=False).nngp
     return zero_mean_log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
 
 
 _evidence_and_slope = jax.jit(jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1))
 
 
-def _patterns(
-    found: PriorMoments, fitted: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]
-) -> dict[str, Any]:
+def _patterns(found: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """One normal prior for each layer; plain distributions if its family has no such scale."""
-    layers: dict[str, dict[str, float]] = {}
+    layers: dict[str, dict[str, Any]] = {}
     special: dict[str, Any] = {}
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
@@ -204,5 +191,5 @@ def _patterns(
         else:
             option = "scale" if leaf == "kernel" else "bias_scale"
             layers.setdefault(layer, {})[option] = float(fitted[name])
-    normal = {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}  # type: ignore[arg-type]
+    normal = {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}
     return special | normal

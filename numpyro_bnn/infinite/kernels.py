@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_count, check_finite
-from numpyro_bnn.infinite.prior_moments import PriorMoments, SiteMoments, prior_moments, weight_fan_in
+from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments, weight_fan_in
 from numpyro_bnn.infinite.rules import Context, Covariance, Inputs, Units, contains, propagate
 from numpyro_bnn.nn import BatchNorm, Layer
 from numpyro_bnn.nn.base import Params
@@ -34,7 +34,7 @@ def nngp(
     x2: Any = None,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     block_size: int | None = None,
 ) -> Any:
     r"""Prior covariance of the outputs of a network as its hidden layers get infinitely wide (the NNGP kernel).
@@ -79,7 +79,7 @@ def ntk(
     x2: Any = None,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     block_size: int | None = None,
 ) -> Any:
     r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely wide network.
@@ -123,7 +123,7 @@ def both_kernels(
     x1: Any,
     x2: Any = None,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     block_size: int | None = None,
     want_ntk: bool = True,
 ) -> Kernels:
@@ -169,9 +169,7 @@ def _prior_moments(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> Pr
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _block(
-    net: Layer, normal: frozenset[str], want_ntk: bool, sites: Any, x1: jax.Array, x2: jax.Array
-) -> Kernels:
+def _block(net: Layer, normal: frozenset[str], want_ntk: bool, sites: Any, x1: Any, x2: Any) -> Kernels:
     out = _propagated(net, Context(sites, normal, want_ntk), Inputs(x1, x2))
     return Kernels(out.nngp, out.ntk)
 
@@ -237,7 +235,7 @@ def empirical_ntk(
     x2: Any = None,
     *,
     prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    scales: Scales = None,
     full: bool = False,
     block_size: int | None = None,
 ) -> Any:
@@ -274,10 +272,8 @@ def empirical_ntk(
     shape = np.shape(x1)[1:]
     found = prior_moments(call, net, shape, prior, scales)
     _check_params(call, net, params, shape)
-    weights = {
-        name: jnp.asarray(found.sites[name].variance) / weight_fan_in(name, np.shape(value))
-        for name, value in params.items()
-    }
+    variances = {name: jnp.asarray(found.sites[name].variance) for name in params}
+    weights = {name: variances[name] / weight_fan_in(name, np.shape(params[name])) for name in params}
     outputs = int(np.prod(net.output_shape(shape)))
     size = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
     if block_size is not None:
@@ -324,8 +320,6 @@ def _check_params(call: str, net: Layer, params: Params, shape: tuple[int, ...])
     if contains(net, BatchNorm):
         instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
         raise argument_error(call, "net", "a network with `BatchNorm`", instead)
-    expected = net.param_shapes(shape)
-    got = {name: np.shape(value) for name, value in params.items()}
+    expected, got = net.param_shapes(shape), {name: np.shape(value) for name, value in params.items()}
     if got != expected:
-        instead = f"Pass one array for each parameter: {expected}."
-        raise argument_error(call, "params", got, instead)
+        raise argument_error(call, "params", got, f"Pass one array for each parameter: {expected}.")

@@ -1,7 +1,7 @@
 """Mean and variance that a prior gives to every parameter of a network, scaled as the wide limit requires."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
 from numpyro_bnn.priors import Normal
 from numpyro_bnn.priors.base import as_prior
+
+Scales: TypeAlias = Mapping[str, Any] | None  # values of the hyper-sites of a prior
 
 
 class SiteMoments(NamedTuple):
@@ -32,7 +34,7 @@ class PriorMoments(NamedTuple):
 
 
 def prior_moments(
-    call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Mapping[str, Any] | None = None
+    call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Scales = None
 ) -> PriorMoments:
     """Evaluate a prior, its hyper-sites at ``scales``, at every parameter of a network."""
     if not isinstance(net, Layer):
@@ -60,22 +62,17 @@ def weight_fan_in(name: str, shape: Shape) -> int:
     return fan_in(name, shape) if role(name, shape) == "kernel" else 1
 
 
-def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, given: dict[str, Any]
-) -> tuple[Any, list[str]]:
+def _distribution(call: str, prior: Any, name: str, shape: Shape, given: dict) -> tuple[Any, list[str]]:
     """The distribution of one parameter at the given values of its hyper-sites, and their names."""
     seeded = handlers.seed(handlers.substitute(prior, data=given), rng_seed=0)
     with handlers.block(), handlers.trace() as trace:
         fn = seeded(name, shape)
     hyper = [site for site, message in trace.items() if message["type"] == "sample"]
     if missing := [site for site in hyper if site not in given]:
-        raise argument_error(
-            call,
-            "prior",
-            f"a prior of {name!r} with the unknown scale {missing[0]!r}",
-            "Such a prior is a mixture of Gaussian processes, one for each value: choose one, "
-            f"`scales={{{missing[0]!r}: 1.0}}`, or a prior without hyper-sites, `priors.Normal()`.",
-        )
+        came = f"a prior of {name!r} with the unknown scale {missing[0]!r}"
+        choose = f"choose one, `scales={{{missing[0]!r}: 1.0}}`, or a prior without hyper-sites, `priors.Normal()`."
+        instead = f"Such a prior is a mixture of Gaussian processes, one for each value: {choose}"
+        raise argument_error(call, "prior", came, instead)
     return fn, hyper
 
 

@@ -1,6 +1,5 @@
 """Predictions of infinitely wide networks: exact Bayesian regression, and ensembles trained by gradient descent."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
 from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
+from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
 
 # Jitter added to the diagonal, relative to its mean: none, then from a few rounding errors upwards by factors of ten.
@@ -53,7 +53,7 @@ class GPRegression:
 
     net: Layer
     prior: Any
-    scales: Mapping[str, Any] | None
+    scales: Scales
     x: np.ndarray
     y: np.ndarray
     noise_sd: float
@@ -122,13 +122,7 @@ class GPRegression:
 
 
 def gp_regression(
-    net: Layer,
-    x: Any,
-    y: Any,
-    *,
-    noise_sd: float,
-    prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    net: Layer, x: Any, y: Any, *, noise_sd: float, prior: Any = None, scales: Scales = None
 ) -> GPRegression:
     r"""Exact posterior of an infinitely wide Bayesian network with normal noise: Gaussian process regression.
 
@@ -168,21 +162,13 @@ def gp_regression(
             raise argument_error(call, "noise_sd", came, "Pass a larger one, or remove repeated inputs.")
         whitened = solve_triangular(factor.lower, y, lower=True)
         value = _whitened_log_density(factor.lower, whitened)
+        numbers = float(noise_sd), float(value), float(factor.jitter)
         lower, half = np.asarray(factor.lower), np.asarray(whitened)
-    return GPRegression(
-        net, prior, scales, x, y, float(noise_sd), float(value), float(factor.jitter), lower, half
-    )
+    return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
 
 
 def ntk_ensemble(
-    net: Layer,
-    x: Any,
-    y: Any,
-    x_new: Any,
-    *,
-    time: float = float("inf"),
-    prior: Any = None,
-    scales: Mapping[str, Any] | None = None,
+    net: Layer, x: Any, y: Any, x_new: Any, *, time: float = np.inf, prior: Any = None, scales: Scales = None
 ) -> Prediction:
     r"""Predictions of an ensemble of infinitely wide networks, drawn from the prior and trained by gradient descent.
 
@@ -221,10 +207,8 @@ def ntk_ensemble(
     check_number(call, "time", time, infinite=True)
     x, y, x_new = (np.asarray(value, np.float64) for value in (x, y, x_new))
     with jax.enable_x64(True):
-        train, cross, new = (
-            both_kernels(call, net, x1, x2, prior, scales)
-            for x1, x2 in ((x, None), (x_new, x), (x_new, None))
-        )
+        pairs = (x, None), (x_new, x), (x_new, None)
+        train, cross, new = (both_kernels(call, net, x1, x2, prior, scales) for x1, x2 in pairs)
         gain = jnp.asarray(cross.ntk) @ _learned(jnp.asarray(train.ntk), float(time))
         half = gain @ train.nngp
         mixed = gain @ jnp.asarray(cross.nngp).T
@@ -249,9 +233,6 @@ def check_data(call: str, x: Any, y: Any) -> None:
     if np.ndim(y) not in (1, 2):
         raise argument_error(call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K).")
     check_same_length(call, x=x, y=y)
-
-
-# -- factors and densities ---------------------------------------------------------------------------------
 
 
 class Factor(NamedTuple):
@@ -304,10 +285,8 @@ def _zero_mean_log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, An
     inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
     slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
     change = jnp.sum(slope * d_matrix) - jnp.sum(solved * d_y)
-    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (
-        change,
-        jnp.zeros_like(factor.jitter),
-    )
+    value = _whitened_log_density(factor.lower, whitened)
+    return (value, factor.jitter), (change, jnp.zeros_like(factor.jitter))
 
 
 def _whitened_log_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:

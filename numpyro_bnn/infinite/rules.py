@@ -6,20 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_bnn import nn
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite.activations import Dual, dual, nodes
 from numpyro_bnn.infinite.prior_moments import SiteMoments
-from numpyro_bnn.nn import (
-    Activation,
-    BatchNorm,
-    Dense,
-    Flatten,
-    ForwardContext,
-    Layer,
-    LayerNorm,
-    Residual,
-    Sequential,
-)
+from numpyro_bnn.nn import Layer
 
 GAIN_NODES = 24
 
@@ -131,7 +122,7 @@ def contains(layer: Layer, kind: type[Layer]) -> bool:
 
 
 def _on_inputs(layer: Layer, context: Context, state: Inputs) -> Inputs:
-    return Inputs(*(layer.forward(ForwardContext({}, context.path), x) for x in state))
+    return Inputs(*(layer.forward(nn.ForwardContext({}, context.path), x) for x in state))
 
 
 def _unsupported(layer: Layer, context: Context, why: str) -> Exception:
@@ -140,11 +131,8 @@ def _unsupported(layer: Layer, context: Context, why: str) -> Exception:
     return argument_error("infinite", "net", place, why)
 
 
-# -- weights -----------------------------------------------------------------------------------------------
-
-
-@rule(Dense)
-def dense(layer: Dense, context: Context, state: State) -> Units:
+@rule(nn.Dense)
+def dense(layer: nn.Dense, context: Context, state: State) -> Units:
     """K = s^2 K_in + b^2, and for the tangent kernel K + s^2 T_in."""
     if isinstance(state, Inputs):
         return _first_dense(layer, context, state)
@@ -154,7 +142,7 @@ def dense(layer: Dense, context: Context, state: State) -> Units:
     return _centered(nngp, ntk, weight * k.own1 + bias, weight * k.own2 + bias)
 
 
-def _first_dense(layer: Dense, context: Context, state: Inputs) -> Units:
+def _first_dense(layer: nn.Dense, context: Context, state: Inputs) -> Units:
     """s^2 x1 . x2 / D + b^2; the variances may differ by input."""
     x1, x2 = state
     context.need_normal("kernel", "The number of inputs is finite")
@@ -173,8 +161,8 @@ def _centered(nngp: jax.Array, ntk: jax.Array | None, own1: jax.Array, own2: jax
     return Units(Covariance(nngp, ntk, own1, own2, jnp.zeros_like(own1), jnp.zeros_like(own2)))
 
 
-@rule(Activation)
-def activation(layer: Activation, context: Context, state: State) -> State:
+@rule(nn.Activation)
+def activation(layer: nn.Activation, context: Context, state: State) -> State:
     """E f(x) f(y), and T E f'(x) f'(y) for the tangent kernel."""
     if isinstance(state, Inputs):
         return _on_inputs(layer, context, state)
@@ -207,8 +195,8 @@ def _average(given: Given) -> Covariance:
     return jax.tree.map(lambda part: jnp.tensordot(given.weights, part, 1), given.k)
 
 
-@rule(LayerNorm)
-def layer_norm(layer: LayerNorm, context: Context, state: State) -> State:
+@rule(nn.LayerNorm)
+def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
     """Covariance over the sds of both data points; then gains 1 + g v and biases b u, independent for each unit."""
     if isinstance(state, Inputs):
         if layer.use_scale or layer.use_bias:
@@ -246,28 +234,28 @@ def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
     return k._replace(nngp=nngp, ntk=ntk, own1=own1, own2=own2)
 
 
-@rule(BatchNorm)
-def batch_norm(layer: BatchNorm, context: Context, state: State) -> State:
+@rule(nn.BatchNorm)
+def batch_norm(layer: nn.BatchNorm, context: Context, state: State) -> State:
     """Statistics of a batch couple all its data points."""
     raise _unsupported(layer, context, "Batch statistics have no kernel of two data points: use `LayerNorm`.")
 
 
-@rule(Flatten)
-def flatten(layer: Flatten, context: Context, state: State) -> State:
+@rule(nn.Flatten)
+def flatten(layer: nn.Flatten, context: Context, state: State) -> State:
     """No operation: units already have one axis."""
     return _on_inputs(layer, context, state) if isinstance(state, Inputs) else state
 
 
-@rule(Sequential)
-def sequential(layer: Sequential, context: Context, state: State) -> State:
+@rule(nn.Sequential)
+def sequential(layer: nn.Sequential, context: Context, state: State) -> State:
     """Apply the layers in order."""
     for name, part in layer.children():
         state = propagate(part, context.child(name), state)
     return state
 
 
-@rule(Residual)
-def residual(layer: Residual, context: Context, state: State) -> State:
+@rule(nn.Residual)
+def residual(layer: nn.Residual, context: Context, state: State) -> State:
     """Branches with separate weights are independent: covariances add, and so do products of their means."""
     a: State = state
     if layer.shortcut is not None:
@@ -278,10 +266,9 @@ def residual(layer: Residual, context: Context, state: State) -> State:
     if isinstance(a, Inputs) or isinstance(b, Inputs):
         why = "Inputs plus random units have no limit in the width: put a Dense layer before the block."
         raise _unsupported(layer, context, why)
-    if not any(contains(branch, Dense) for branch in (layer.body, layer.shortcut) if branch is not None):
-        raise _unsupported(
-            layer, context, "A branch needs weights: otherwise it depends on the other branch."
-        )
+    if not any(contains(branch, nn.Dense) for branch in (layer.body, layer.shortcut) if branch is not None):
+        why = "A branch needs weights: otherwise it depends on the other branch."
+        raise _unsupported(layer, context, why)
     return Units(_sum(a.k, b.k), gaussian=a.gaussian and b.gaussian)
 
 

@@ -7,6 +7,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, check_finite, check_labels, check_rank, check_same_length
 
+Floats = NDArray[np.float64]
+
 # Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a forgotten softmax is larger.
 _SUM_TOLERANCE = 1e-2
 
@@ -56,9 +58,7 @@ def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     return array.reshape(-1, array.shape[-1])
 
 
-def draws_and_targets(
-    call: str, draws: ArrayLike, y: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def draws_and_targets(call: str, draws: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
     """Finite draws, as (S, N), and the targets (N,) they predict."""
     array, target = stacked(call, "draws", draws), vector(call, "y", y)
     check_finite(call, "draws", array)
@@ -84,9 +84,7 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
     return array
 
 
-def probs_and_labels(
-    call: str, probs: ArrayLike, labels: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def probs_and_labels(call: str, probs: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
     """Predictive probabilities (N, K), averaged over draws, and the labels (N,) in 0..K-1."""
     array = probabilities(call, probs, {2: "(N, K)", 3: "(S, N, K)", 4: "(C, S, N, K)"})
     array, known = array.reshape(-1, *array.shape[-2:]).mean(axis=0), np.asarray(labels)

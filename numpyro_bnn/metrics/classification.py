@@ -10,14 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, check_count, check_finite
-from numpyro_bnn.metrics._inputs import (
-    Score,
-    mean_score,
-    probabilities,
-    probs_and_labels,
-    standard_error,
-    vector,
-)
+from numpyro_bnn.metrics import _inputs
+from numpyro_bnn.metrics._inputs import Score, mean_score, probs_and_labels, standard_error, vector
 
 
 class Reliability(NamedTuple):
@@ -169,7 +163,7 @@ def uncertainty(probs: ArrayLike) -> Uncertainty:
     >>> uncertainty(draws).mutual_information.round(4).tolist()
     [0.6931, 0.0]
     """
-    array = probabilities("uncertainty", probs, {3: "(S, N, K)", 4: "(C, S, N, K)"})
+    array = _inputs.probabilities("uncertainty", probs, {3: "(S, N, K)", 4: "(C, S, N, K)"})
     draws = array.reshape(-1, *array.shape[-2:])
     total, aleatoric = _entropy(draws.mean(axis=0)), _entropy(draws).mean(axis=0)
     # Not negative by Jensen's inequality; rounding can make it so.

@@ -87,9 +87,8 @@ class Activation(Layer):
 
     def __post_init__(self) -> None:
         check_choice("nn.Activation", "name", self.name, ACTIVATIONS)
-        check_number(
-            "nn.Activation", "negative_slope", self.negative_slope, minimum=-float("inf"), strict=True
-        )
+        slope = self.negative_slope
+        check_number("nn.Activation", "negative_slope", slope, minimum=-float("inf"), strict=True)
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         return {}, input_shape

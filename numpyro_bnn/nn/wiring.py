@@ -102,8 +102,6 @@ class Wiring:
         """Numbers of all segments, merged ones once."""
         return [i for i, same in enumerate(self._same) if i == same]
 
-    # -- called by layers ------------------------------------------------------------------------------
-
     def begin(self, units: int, *writers: Wire, bound: bool = False) -> Feature:
         """Begin a segment that ``writers`` write to."""
         self.segments.append(Segment(units, list(writers), bound=bound))

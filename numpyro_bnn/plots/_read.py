@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_choice, unknown_name
@@ -52,7 +52,7 @@ def predicted(
     call: str,
     idata: Any,
     site: str | None,
-    group: str | None = None,
+    group: str | None,
     scored: bool = False,
     target: str | None = None,
 ) -> Drawn:
@@ -90,9 +90,7 @@ def is_results(given: Any) -> bool:
     return True
 
 
-def input_values(
-    call: str, idata: Any, drawn: Drawn, x: str | ArrayLike | None
-) -> tuple[str | None, NDArray]:
+def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | None, NDArray]:
     """Name (None for values given by the user) and values (N,) of the one-dimensional input."""
     draws = drawn.function if drawn.y is None else drawn.y
     size = 0 if draws is None else draws.shape[2]
@@ -107,9 +105,8 @@ def input_values(
     if x is not None:
         check_choice(call, "x", x, known)
     elif len(known) != 1:
-        raise argument_error(
-            call, "x", f"nothing, and there are {len(known)} inputs", f"Name one of {known}."
-        )
+        got = f"nothing, and there are {len(known)} inputs"
+        raise argument_error(call, "x", got, f"Name one of {known}.")
     name = known[0] if x is None else x
     values = np.asarray(data[name], dtype=np.float64)
     if values.size != size:

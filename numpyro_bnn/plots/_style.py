@@ -55,9 +55,8 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as cause:
-        raise ImportError(
-            'numpyro_bnn.plots needs Matplotlib, which is not installed: pip install "numpyro_bnn[plots]"'
-        ) from cause
+        install = 'pip install "numpyro_bnn[plots]"'
+        raise ImportError(f"numpyro_bnn.plots needs Matplotlib, which is not installed: {install}") from cause
     return plt
 
 
@@ -85,10 +84,7 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def axes(
-    call: str,
-    given: Any,
-    shape: tuple[int, int] = (1, 1),
-    size: Sequence[float] = (COLUMN, 2.4),
+    call: str, given: Any, shape: tuple[int, int] = (1, 1), size: Sequence[float] = (COLUMN, 2.4)
 ) -> np.ndarray:
     """The axes to draw on, (rows x columns) as a flat array: the user's, or those of a new figure."""
     count = shape[0] * shape[1]

@@ -63,9 +63,8 @@ def member_intervals(
         instead = "Pass predictions of the same points."
         raise argument_error(call, "fits", f"numbers of points {sizes}", instead)
     name, first = next(iter(drawn.items()))
-    observed = None if first.observed is None or first.classes else first.targets()
-    if observed is not None and observed.size != sizes[name]:
-        observed = None
+    scored = first.observed is not None and not first.classes and first.targets().size == sizes[name]
+    observed = first.targets() if scored else None
     chosen = _chosen(call, points, sizes[name], observed)
     (axis,) = _style.axes(call, ax, size=(2 * _style.COLUMN, 2.8))
     _draw(axis, functions, chosen, level, alone)
@@ -81,13 +80,7 @@ def member_intervals(
     return axis
 
 
-def _draw(
-    axis: Any,
-    functions: Mapping[str, NDArray[np.float64]],
-    chosen: NDArray[np.intp],
-    level: float,
-    alone: bool,
-) -> None:
+def _draw(axis: Any, functions: Mapping[str, NDArray], chosen: NDArray, level: float, alone: bool) -> None:
     """Intervals of all chains side by side at each point, with a gap of two intervals between fits."""
     at = np.arange(len(chosen), dtype=np.float64)
     chains = [len(function) for function in functions.values()]
@@ -113,9 +106,7 @@ def _one_output(call: str, drawn: _read.Drawn, output: int) -> NDArray[np.float6
     return flat[..., output]
 
 
-def _chosen(
-    call: str, points: int | Sequence[int], size: int, observed: NDArray[np.float64] | None
-) -> NDArray[np.intp]:
+def _chosen(call: str, points: int | Sequence[int], size: int, observed: NDArray | None) -> NDArray[np.intp]:
     """Indices of the points, sorted by their targets."""
     order = np.arange(size) if observed is None else np.argsort(observed, kind="stable")
     if not isinstance(points, Sequence | np.ndarray) or isinstance(points, str):

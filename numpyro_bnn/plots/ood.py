@@ -13,6 +13,10 @@ from numpyro_bnn.plots import _read, _style
 Score = Callable[[NDArray[np.float64]], ArrayLike]
 
 
+def _mutual_information(probs: NDArray[np.float64]) -> ArrayLike:
+    return metrics.uncertainty(probs).mutual_information
+
+
 def _function_sd(function: NDArray[np.float64]) -> NDArray[np.float64]:
     """Root of the variance over chains and draws, summed over outputs."""
     variance = function.reshape(-1, *function.shape[2:]).var(axis=0)
@@ -21,17 +25,9 @@ def _function_sd(function: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # Name -> axis label, whether it takes class probabilities, and the score (N,) of draws (C, S, N, ...).
 SCORES: dict[str, tuple[str, bool, Score]] = {
-    "mutual_information": (
-        "mutual information of label and weights [nats]",
-        True,
-        lambda probs: metrics.uncertainty(probs).mutual_information,
-    ),
+    "mutual_information": ("mutual information of label and weights [nats]", True, _mutual_information),
     "entropy": ("entropy of the prediction [nats]", True, lambda probs: metrics.uncertainty(probs).total),
-    "max_prob": (
-        "1 - largest class probability",
-        True,
-        lambda probs: 1 - probs.mean(axis=(0, 1)).max(axis=-1),
-    ),
+    "max_prob": ("1 - largest class probability", True, lambda probs: 1 - probs.mean((0, 1)).max(-1)),
     "function_sd": ("sd of the function over draws", False, _function_sd),
 }
 
@@ -140,10 +136,7 @@ def _edges(call: str, groups: list[NDArray[np.float64]], bins: int, log: bool) -
     if low == high:
         low, high = (low / 2, 2 * high) if log else (low - 0.5, high + 0.5)
     edges = np.geomspace(low, high, bins + 1) if log else np.linspace(low, high, bins + 1)
-    edges[0], edges[-1] = (
-        low,
-        high,
-    )  # computed from logarithms, they might miss the extreme scores by rounding
+    edges[0], edges[-1] = low, high  # computed from logarithms, they might miss these by rounding
     return edges
 
 

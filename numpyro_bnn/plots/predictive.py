@@ -160,9 +160,7 @@ def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
     return draws.reshape(-1, draws.shape[2])
 
 
-def _bands(
-    axis: Any, x: NDArray, draws: NDArray[np.float64], levels: Sequence[float], color: str, name: str
-) -> None:
+def _bands(axis: Any, x: NDArray, draws: NDArray, levels: Sequence[float], color: str, name: str) -> None:
     """Nested central intervals, the widest first and palest."""
     rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     for place, level in enumerate(sorted(levels, reverse=True), start=1):

@@ -72,9 +72,6 @@ class Prior(ABC):
         return fan_in(name, shape) ** -0.5 if self.fan_in_scaling else 1.0
 
 
-# -- shared by the families ----------------------------------------------------------------------------
-
-
 def _check_positive(call: str, argument: str, value: Any) -> None:
     """Refuse a number that is not positive and a distribution whose support is not positive."""
     if not isinstance(value, dist.Distribution):
@@ -110,9 +107,6 @@ def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Dis
         return dist.Normal(0.0, scale)
     unit = dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape))
     return NonCentered(unit, AffineTransform(0.0, jnp.broadcast_to(scale, shape)))
-
-
-# -- non-centered sites --------------------------------------------------------------------------------
 
 
 class NonCentered(dist.TransformedDistribution):
@@ -165,9 +159,6 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
     return _NonCenter(model, config=_noncenter_config)
 
 
-# -- priors by name ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BySite:
     """Different priors for different parameters: the first pattern that matches a name determines its prior.
@@ -205,9 +196,7 @@ class BySite:
         prior = next(matching, self.default)
         if prior is None:
             came = f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})"
-            instead = (
-                'Add one, or a `default=`; in a dictionary the last entry may be `"*": priors.Normal()`.'
-            )
+            instead = 'Add one, or a `default=`; a dictionary may end with `"*": priors.Normal()`.'
             raise argument_error("priors.BySite", "patterns", came, instead)
         return prior if isinstance(prior, dist.Distribution) else prior(name, shape)
 

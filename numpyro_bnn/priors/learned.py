@@ -117,9 +117,7 @@ class GammaPrecision(Prior):
         super().__post_init__()
         if self.centered and self.marginal:
             got = "True with `centered=True`"
-            instead = (
-                "With the precision integrated out there is nothing to center on: pass only one of them."
-            )
+            instead = "With the precision integrated out there is nothing to center: pass only one of them."
             raise argument_error("priors.GammaPrecision", "marginal", got, instead)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:

@@ -16,19 +16,11 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn.infinite import GPRegression
+from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import (
-    CALL,
-    Arguments,
-    for_prediction,
-    map_draws,
-    observation_mean,
-    observed_elements,
-    site_trace,
-    training_statistics,
-)
+from numpyro_bnn.results.replay import CALL, Arguments, map_draws, site_trace, training_statistics
 
 SAMPLE_DIMS = ("chain", "draw")
 
@@ -109,9 +101,8 @@ def to_inference_data(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     chosen = (log_likelihood, posterior_predictive)
     if isinstance(result, GPRegression):
-        groups = process_groups(
-            result, predictions, rng_key, num_samples, *chosen, coords or {}, prediction_coords or {}
-        )
+        both_coords = coords or {}, prediction_coords or {}
+        groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
         return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
@@ -121,9 +112,10 @@ def to_inference_data(
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
     exporter = _Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
-    new = None if predictions is None else for_prediction(fit.arguments, predictions, exporter.observed)
+    if predictions is not None:
+        new = replay.for_prediction(fit.arguments, predictions, exporter.observed)
     groups = exporter.training_groups(train_key, *chosen)
-    if new is not None:
+    if predictions is not None:
         groups |= exporter.prediction_groups(new_key, new, set(predictions or {}), prediction_coords or {})
     return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
 
@@ -139,23 +131,17 @@ class _Exporter:
         self.first = {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
         self.sites = self._trace(fit.arguments)
         self._check_parameters()
+        sampled = {name: site for name, site in self.sites.items() if site["type"] == "sample"}
         self.observed_sites = [
             name
-            for name, site in self.sites.items()
-            if site["type"] == "sample"
-            and site["is_observed"]
-            and not site.get("infer", {}).get("is_auxiliary", False)
+            for name, site in sampled.items()
+            if site["is_observed"] and not site.get("infer", {}).get("is_auxiliary", False)
         ]
-        self.latent = {
-            name: value
-            for name, value in fit.posterior.items()
-            if name in self.sites and self.sites[name]["type"] == "sample"
-        }
+        self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
         found = dependence(self._values, fit.arguments.arrays)
         self.observed = set().union(*(found[name] for name in self.observed_sites))
-        self.dependent = [
-            name for name, site in self.sites.items() if site["type"] == "deterministic" and found[name]
-        ]
+        computed = [name for name, site in self.sites.items() if site["type"] == "deterministic"]
+        self.dependent = [name for name in computed if found[name]]
 
     # -- the model at the first draw -------------------------------------------------------------------
 
@@ -167,10 +153,8 @@ class _Exporter:
 
     def _values(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the observed and deterministic sites as a function of the array arguments."""
-        sites = self._trace(self.fit.arguments, values=arrays)
-        return {
-            name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")
-        }
+        sites, kinds = self._trace(self.fit.arguments, values=arrays), ("sample", "deterministic")
+        return {name: site["value"] for name, site in sites.items() if site["type"] in kinds}
 
     def _check_parameters(self) -> None:
         """Parameter sites must not depend on the key, because their values in the run are not stored."""
@@ -178,14 +162,11 @@ class _Exporter:
         for name, site in self.sites.items():
             if site["type"] not in ("param", "mutable"):
                 continue
-            pairs = zip(
-                *(jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again)), strict=True
-            )
+            first, second = (jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again))
+            pairs = zip(first, second, strict=True)
             if any(isinstance(a, jax.Array) and not np.array_equal(a, b) for a, b in pairs):
                 got = f"a model whose parameter site {name!r} starts at random values"
-                instead = (
-                    "MCMC froze it and does not store it: fix it by `handlers.substitute` before the run."
-                )
+                instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
                 raise argument_error(CALL, "result", got, instead)
 
     # -- groups ----------------------------------------------------------------------------------------
@@ -205,7 +186,7 @@ class _Exporter:
                 values |= self._predicted(site_trace(fit.model, draw, key, *call, predict=True))
                 values |= self._functions(given)
             if log_likelihood:
-                values |= self._log_likelihood(given, prefix="log_likelihood/")
+                values |= self._log_likelihood(given, "log_likelihood/{}")
             return values
 
         wanted = self.observed_sites if log_likelihood else []
@@ -236,7 +217,7 @@ class _Exporter:
             if scored:
                 with training_statistics(model, draw, key, training):
                     observed = site_trace(model, draw, key, *call, predict=False)
-                values |= self._log_likelihood(observed, suffix="_log_likelihood")
+                values |= self._log_likelihood(observed, "{}_log_likelihood")
             return values
 
         with training_statistics(model, self.first, rng_key, training):
@@ -261,7 +242,7 @@ class _Exporter:
         values = {}
         for name in self.observed_sites:
             values[safe(name)] = sites[name]["value"]
-            mean = observation_mean(sites[name]["fn"])
+            mean = replay.observation_mean(sites[name]["fn"])
             if mean is not None:
                 values[f"{safe(name)}_{mean.suffix}"] = mean.value
         return values
@@ -270,21 +251,17 @@ class _Exporter:
         """Deterministic sites that are functions of the inputs."""
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
-    def _log_likelihood(
-        self, sites: Mapping[str, dict], prefix: str = "", suffix: str = ""
-    ) -> dict[str, jax.Array]:
-        return {
-            f"{prefix}{safe(name)}{suffix}": sites[name]["fn"].log_prob(sites[name]["value"])
-            for name in self.observed_sites
-        }
+    def _log_likelihood(self, sites: Mapping[str, dict], variable: str) -> dict[str, jax.Array]:
+        """Pointwise log likelihoods of the observed sites, called e.g. ``variable="{}_log_likelihood"``."""
+        observed = {safe(name): sites[name] for name in self.observed_sites}
+        return {variable.format(k): site["fn"].log_prob(site["value"]) for k, site in observed.items()}
 
     # -- datasets --------------------------------------------------------------------------------------
 
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
-        return self._dataset(
-            {name: (SAMPLE_DIMS + self._dims(name, v.shape[2:]), v) for name, v in values.items()}
-        )
+        dims = {name: SAMPLE_DIMS + self._dims(name, value.shape[2:]) for name, value in values.items()}
+        return self._dataset({name: (dims[name], value) for name, value in values.items()})
 
     def _sampled(
         self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
@@ -300,7 +277,7 @@ class _Exporter:
             stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
             site = by_name[max(stems, key=len)]
             dims = site_dims(site, name, value.shape[2:])
-            kept = observed_elements(site["fn"], value) if name in densities else np.array(True)
+            kept = replay.observed_elements(site["fn"], value) if name in densities else np.array(True)
             if not kept.all():
                 dim = f"{safe(site['name'])}_observed"
                 labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())

@@ -16,12 +16,8 @@ from numpyro_bnn._plates import full_plates
 from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.
-SAMPLE_STATS = {
-    "potential_energy": "lp",
-    "adapt_state.step_size": "step_size",
-    "num_steps": "n_steps",
-    "accept_prob": "acceptance_rate",
-}
+SAMPLE_STATS = {"potential_energy": "lp", "adapt_state.step_size": "step_size"}
+SAMPLE_STATS |= {"num_steps": "n_steps", "accept_prob": "acceptance_rate"}
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,6 @@ def key_text(key: jax.Array) -> str:
     """The numbers of a random key, legacy or typed, as text."""
     data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return str(np.asarray(data).tolist())
-
-
-# ------------------------------------------------------------------------------------------------- MCMC
 
 
 def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
@@ -123,9 +116,6 @@ def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return stats
 
 
-# ----------------------------------------------------------------------------------------------- guides
-
-
 def from_guide(
     result: Any,
     guide: Any,
@@ -182,9 +172,7 @@ def from_guide(
 
 def _check_guide(result: Any, guide: Any) -> None:
     if not hasattr(result, "params"):
-        instead = (
-            "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` with `guide=`."
-        )
+        instead = "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` and `guide=`."
         raise argument_error(CALL, "result", type(result).__name__, instead, TypeError)
     if guide is None:
         instead = "An SVI or ADF result needs `guide=` and `args=`: its guide and the model's arguments."
@@ -194,17 +182,12 @@ def _check_guide(result: Any, guide: Any) -> None:
         raise argument_error(CALL, "guide", type(guide).__name__, instead, TypeError)
 
 
-def _weighted(
-    guide: Any, params: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any], key: jax.Array
-) -> dict[str, jax.Array]:
+def _weighted(guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array) -> dict[str, Any]:
     """One draw of the guide, its log density (of unconstrained values, as in MCMC) and its log weight."""
     found = weighted_draw(guide.model, guide, params, args, kwargs, key)
-    values = {
-        name: site["value"]
-        for name, site in found.model.items()
-        if site["type"] == "deterministic" or (site["type"] == "sample" and not site["is_observed"])
-    }
-    return values | {
-        "stats:lp": found.log_joint + log_jacobian(found.model),
-        "stats:log_weight": found.log_joint - found.log_guide,
-    }
+    values = {}
+    for name, site in found.model.items():
+        if site["type"] == "deterministic" or (site["type"] == "sample" and not site["is_observed"]):
+            values[name] = site["value"]
+    values["stats:lp"] = found.log_joint + log_jacobian(found.model)
+    return values | {"stats:log_weight": found.log_joint - found.log_guide}

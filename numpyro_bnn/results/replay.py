@@ -20,9 +20,7 @@ from numpyro_bnn.networks import record_statistics, use_statistics
 CALL = "to_inference_data"
 
 Draws = Mapping[str, Any]
-
-
-# --------------------------------------------------------------------------------------------- arguments
+Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Arguments:
     signature: inspect.Signature
     values: Mapping[str, Any]
 
-    def call(self, values: Mapping[str, Any] | None = None) -> tuple[tuple, dict[str, Any]]:
+    def call(self, values: Mapping[str, Any] | None = None) -> Call:
         """Positional and keyword arguments, some of them replaced by ``values``."""
         given = {**self.values, **(values or {})}
         bound = self.signature.bind_partial()
@@ -88,9 +86,8 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
             instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
             raise argument_error(CALL, "predictions", got, instead)
     parameters = arguments.signature.parameters
-    dropped = {
-        name: None for name in observed - set(new) if name in parameters and parameters[name].default is None
-    }
+    optional = {name for name, parameter in parameters.items() if parameter.default is None}
+    dropped = dict.fromkeys(observed & optional - set(new))
     return replace(arguments, values={**arguments.values, **new, **dropped})
 
 
@@ -104,9 +101,6 @@ def _check_like(name: str, value: Any, old: Any) -> None:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and np.ndim(value) > 0
-
-
-# ------------------------------------------------------------------------------------- the model at draws
 
 
 def site_trace(
@@ -127,9 +121,7 @@ def site_trace(
         return full_trace(inner, latent, args, kwargs, rng_key)
 
 
-def training_statistics(
-    model: Callable, draw: Draws, rng_key: jax.Array, call: tuple[tuple, dict]
-) -> use_statistics:
+def training_statistics(model: Callable, draw: Draws, rng_key: jax.Array, call: Call) -> use_statistics:
     """Batch statistics of every network of the model on its training data, as a context for a prediction."""
     with record_statistics() as training:
         site_trace(model, draw, rng_key, *call, predict=False)

@@ -17,8 +17,6 @@ from numpyro_bnn.sgmcmc.interfaces import (
     squared_norm,
 )
 
-# --------------------------------------------------------------------------------------------------- Langevin
-
 
 @dataclass(frozen=True)
 class Overdamped(Dynamics):
@@ -37,9 +35,7 @@ class Overdamped(Dynamics):
     1
     """
 
-    def step(
-        self, context: StepContext, position: Array, memory: tuple[()], draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         seen = context.evaluate(position, draw.batch)
         drift = (-0.5 * context.step_size) * context.transpose(seen.adaptation, seen.gradient)
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
@@ -107,9 +103,7 @@ class BAOAB(_Underdamped):
     1
     """
 
-    def step(
-        self, context: StepContext, position: Array, memory: Momentum, draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         half = 0.5 * jnp.sqrt(context.step_size)
         kicked = self._kick(context, memory.momentum, memory.gradient)
         fresh = refreshed(kicked, draw.noise[0], self._rate(context), context.temperature)
@@ -139,9 +133,7 @@ class OBABO(_Underdamped):
 
     rows = 2
 
-    def step(
-        self, context: StepContext, position: Array, memory: Momentum, draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         h, rate = jnp.sqrt(context.step_size), 0.5 * self._rate(context)
         fresh = refreshed(memory.momentum, draw.noise[0], rate, context.temperature)
         kicked = self._kick(context, fresh, memory.gradient)
@@ -325,9 +317,7 @@ class Microcanonical(Dynamics):
         length = jnp.asarray(position.size**0.5 if self.length is None else self.length, position.dtype)
         return Direction(normalized(draw.noise[0]), seen.potential, seen.gradient, length)
 
-    def step(
-        self, context: StepContext, position: Array, memory: Direction, draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         # Bounded, because an infinite weight of the noise would give NaN.
         blur = jnp.minimum(2.0 * context.step_size / memory.length, 50.0)
         spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
@@ -340,9 +330,7 @@ class Microcanonical(Dynamics):
         after = memory._replace(direction=direction, potential=potential, gradient=seen.gradient)
         return StepResult(seen.position, after, seen, energy_error=error if self.energy else None)
 
-    def _integrate(
-        self, context: StepContext, seen: Evaluation, direction: Array, batch: Any
-    ) -> tuple[Evaluation, Array, Array]:
+    def _integrate(self, context: StepContext, seen: Evaluation, direction: Array, batch: Any) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and energy error."""
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature

@@ -227,16 +227,12 @@ class Sampler:
                 raise argument_error(call, "num_warmup", num_warmup, instead)
         return position
 
-    def _start_memory(
-        self, position: Array, step: Array, seeds: Seeds, estimator: Any, adaptation: Any
-    ) -> Any:
+    def _start_memory(self, position: Array, step: Array, seeds: Seeds, estimator: Any, learned: Any) -> Any:
         """Return the initial memory of the dynamics at a position: momenta drawn, gradients evaluated."""
-        draw = StepRandomness(
-            streams.normal(seeds.start, step, position.shape[0], position.dtype)[None],
-            self.gradient.stream.draw(seeds.start_batch, step),
-            jnp.ones((), position.dtype),
-        )
-        context = self._context(estimator, adaptation, step, jnp.asarray(False), position.dtype)
+        noise = streams.normal(seeds.start, step, position.shape[0], position.dtype)[None]
+        batch = self.gradient.stream.draw(seeds.start_batch, step)
+        draw = StepRandomness(noise, batch, jnp.ones((), position.dtype))
+        context = self._context(estimator, learned, step, jnp.asarray(False), position.dtype)
         return self.dynamics.init(context, position, draw)
 
     def _draw(self, seeds: Seeds, step: Array, position: Array) -> StepRandomness:
@@ -252,21 +248,15 @@ class Sampler:
         uniform = streams.uniform(seeds.uniform, step, position.dtype)
         return StepRandomness(flat.reshape(rows, size), batch, uniform)
 
-    def _context(
-        self, estimator: Any, adaptation: Any, step: Array, warming: Array, dtype: Any
-    ) -> StepContext:
+    def _context(self, estimator: Any, adaptation: Any, step: Array, warming: Any, dtype: Any) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)
             learned = self.preconditioner.update(adaptation, gradient, warming)
             return Evaluation(position, potential, gradient, learned)
 
+        scales = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
         return StepContext(
-            evaluate,
-            self.preconditioner.root,
-            self.preconditioner.transpose,
-            adaptation,
-            jnp.asarray(self.schedule(step), dtype),
-            jnp.asarray(self.temperature(step), dtype),
+            evaluate, self.preconditioner.root, self.preconditioner.transpose, adaptation, *scales
         )
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
@@ -279,14 +269,8 @@ class Sampler:
         # Both sums are finite only if all their terms are: cheaper than testing each.
         finite = jnp.isfinite(squared_norm(move.position) + virial) & (state.first_divergence < 0)
         spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
-        statistics = self._count(state.statistics, move, virial, spent)
-        new = {
-            "position": move.position,
-            "memory": move.memory,
-            "estimator": estimator,
-            "adaptation": move.evaluation.adaptation,
-            "statistics": statistics,
-        }
+        new = {"position": move.position, "memory": move.memory, "adaptation": move.evaluation.adaptation}
+        new |= {"estimator": estimator, "statistics": self._count(state.statistics, move, virial, spent)}
         old = {name: getattr(state, name) for name in new}
         newly = ~finite & (state.first_divergence < 0)
         first_divergence = jnp.where(newly, step, state.first_divergence)
@@ -298,9 +282,7 @@ class Sampler:
         momentum = self.dynamics.momentum(move.memory)
         kinetic = None if momentum is None else squared_norm(momentum) / size
         seen = (kinetic, virial / size, move.accept_prob)
-        kinetic, virial, accept = jax.tree.map(
-            lambda mean, x: mean + weight * (x - mean), statistics[1:4], seen
-        )
+        kinetic, virial, accept = jax.tree.map(lambda m, x: m + weight * (x - m), statistics[1:4], seen)
         energy = statistics.energy_variance
         if move.energy_error is not None and energy is not None:
             energy = energy + weight * (jnp.square(move.energy_error) / size - energy)
@@ -340,10 +322,6 @@ def build(
     if dynamics.exact and preconditioner.biased:
         instead = f"{type(dynamics).__name__} is exact only with a frozen one."
         raise argument_error(call, "preconditioner", preconditioner, instead)
-    return Sampler(
-        gradient,
-        dynamics,
-        preconditioner,
-        as_schedule(call, "schedule", schedule, strict=True),
-        as_schedule(call, "temperature", temperature, strict=False),
-    )
+    step_size = as_schedule(call, "schedule", schedule, strict=True)
+    heat = as_schedule(call, "temperature", temperature, strict=False)
+    return Sampler(gradient, dynamics, preconditioner, step_size, heat)

@@ -122,9 +122,7 @@ class ControlVariates(Gradient):
         there = _value_and_grad(self.potential_fn, state.position, batch)
         return state.potential + (here[0] - there[0]), state.gradient + (here[1] - there[1])
 
-    def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], Gradient]:
-        prepare, finish = separate(self.potential_fn, position, batch)
-        return prepare, replace(self, potential_fn=finish)
+    separate = Minibatch.separate
 
     def _center_at(self, position: Array) -> Center:
         return Center(position, *jax.value_and_grad(self.full_potential_fn)(position))
@@ -165,11 +163,10 @@ class SVRG(ControlVariates):
 
 def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tuple[Array, Array]:
     # A minibatch (and its key, if it holds one) is deliberately evaluated at several positions.
-    shared = jax.tree.map(
-        lambda leaf: jax.random.clone(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
-        batch,
-    )
-    return jax.value_and_grad(potential_fn)(position, shared)
+    def shared(leaf: Any) -> Any:
+        return jax.random.clone(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return jax.value_and_grad(potential_fn)(position, jax.tree.map(shared, batch))
 
 
 # ------------------------------------------------------------------------- work that needs the minibatch alone
@@ -183,9 +180,8 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
     the whole array for the work of a fused gather and hands it to several threads.
     """
     leaves, tree = jax.tree.flatten(batch)
-    closed = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))(
-        position, *leaves
-    )
+    read = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))
+    closed = read(position, *leaves)
     jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     # Python callbacks stay in the step: they may not support batches of steps.

@@ -66,11 +66,8 @@ class MALA(Dynamics):
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Evaluation:
         return context.evaluate(position, draw.batch)
 
-    def step(
-        self, context: StepContext, position: Array, memory: Evaluation, draw: StepRandomness
-    ) -> StepResult:
-        h, temperature = jnp.sqrt(context.step_size), context.temperature
-        adaptation = context.adaptation
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
+        h, temperature, adaptation = jnp.sqrt(context.step_size), context.temperature, context.adaptation
         start = jnp.sqrt(temperature) * draw.noise[0]
         kicked = start - 0.5 * h * context.transpose(adaptation, memory.gradient)
         seen = context.evaluate(position + h * context.root(adaptation, kicked), draw.batch)
@@ -153,9 +150,7 @@ class HMC(Dynamics):
         kept, momentum = select(accepted, (there.position, end), (position, -start))
         return StepResult(kept, Phase(momentum), here, probability)
 
-    def _leapfrog(
-        self, context: StepContext, here: Evaluation, momentum: Array, h: Array, batch: Any
-    ) -> tuple[Evaluation, Array]:
+    def _leapfrog(self, context: StepContext, here: Evaluation, momentum: Array, h: Array, batch: Any) -> Any:
         adaptation = context.adaptation
 
         def kick(r: Array, share: float, seen: Evaluation) -> Array:
@@ -230,18 +225,14 @@ class GGMC(Dynamics):
     def check(self, gradient: Gradient) -> None:
         if not (gradient.markov and gradient.stream.independent):
             got = f"{type(gradient).__name__} on {type(gradient.stream).__name__}"
-            instead = (
-                "Its minibatches depend on the past of the chain: sample with replacement, without SVRG."
-            )
+            instead = "Its minibatches depend on the chain's past: sample with replacement, without SVRG."
             raise argument_error("sgmcmc.GGMC", "gradient", got, instead)
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
         return Trajectory(start, self.full_potential_fn(position))
 
-    def step(
-        self, context: StepContext, position: Array, memory: Trajectory, draw: StepRandomness
-    ) -> StepResult:
+    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         end, momentum, work, seen = self._simulate(context, position, memory.momentum, draw)
         potential = self.full_potential_fn(end)
         error = potential - memory.potential + work
@@ -252,7 +243,7 @@ class GGMC(Dynamics):
 
     def _simulate(
         self, context: StepContext, position: Array, momentum: Array, draw: StepRandomness
-    ) -> tuple[Array, Array, Array, Evaluation]:
+    ) -> tuple:
         """Return the end (theta_L, r_L), the sum of kinetic changes, and the first evaluation."""
         h, adaptation = jnp.sqrt(context.step_size), context.adaptation
         rate = 0.5 * self.friction * h

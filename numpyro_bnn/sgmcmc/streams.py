@@ -22,13 +22,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 # Chebyshev interpolants on [0, 1] of sin(pi a / 4) / a and cos(pi a / 4) in a^2; largest errors 3e-9 and 5e-11.
 _SINE = (0.7853981609766183, -0.08074543470810158, 0.0024900068014925836, -3.5954290725115357e-05)
-_COSINE = (
-    0.9999999999524891,
-    -0.30842513515828135,
-    0.01585432522840392,
-    -0.0003259385858800123,
-    3.529797104073023e-06,
-)
+_COSINE: tuple[float, ...] = (0.9999999999524891, -0.30842513515828135, 0.01585432522840392)
+_COSINE += (-0.0003259385858800123, 3.529797104073023e-06)
 
 
 def seeds(rng_key: Array, count: int) -> Array:
@@ -130,8 +125,6 @@ def multiply_high(a: Array, b: Array) -> Array:
     other = a_low * b_high + (cross & mask)
     return a_high * b_high + (cross >> shift) + (other >> shift)
 
-
-# minibatches
 
 # Each round spends one bit per element: 2^64 paths lead to fewer than 2^31 places.
 _ROUNDS = 64
@@ -289,10 +282,8 @@ class ProductStream:
         return all(stream.independent for stream in self.streams.values())
 
     def draw(self, words: Array, step: Array) -> dict[str, Any]:
-        return {
-            name: stream.draw(_child(words, number), step)
-            for number, (name, stream) in enumerate(self.streams.items())
-        }
+        numbered = enumerate(self.streams.items())
+        return {name: stream.draw(_child(words, number), step) for number, (name, stream) in numbered}
 
 
 def _child(words: Array, number: int) -> Array:

@@ -25,13 +25,7 @@ class _RowwiseELBO(ELBO):
         return f"guides.{type(self).__name__}"
 
     def loss_with_mutable_state(
-        self,
-        rng_key: jax.Array,
-        param_map: dict[str, jax.Array],
-        model: Callable,
-        guide: Callable,
-        *args: Any,
-        **kwargs: Any,
+        self, rng_key: jax.Array, param_map: dict, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
@@ -78,10 +72,8 @@ class _RowwiseELBO(ELBO):
         found = self._uses(terms)
         if not found.uses:
             self._warn(self._methods(terms, found))
-        values = [
-            RandomWeight(name, *terms.normals[name]) if name in found.uses else value
-            for name, value in terms.values.items()
-        ]
+        weights = {name: RandomWeight(name, *terms.normals[name]) for name in found.uses}
+        values = [weights.get(name, value) for name, value in terms.values.items()]
         noise = draw_noise(rng_key, found.uses, self.local)
         outputs = run(terms.program, values, terms.needed, noise, self._call)
         return sum((jnp.sum(term) for term in outputs if term is not None), start=terms.rest)

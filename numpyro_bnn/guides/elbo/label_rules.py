@@ -175,14 +175,10 @@ RULES: dict[str, tuple[Move, str]] = {
     "select_n": (STAY, "in cases"),
     "mul": (STAY, "in each"),
 }
-RULES |= dict.fromkeys(
-    ("add", "sub", "neg", "add_any", "copy", "stop_gradient", "reduce_precision", "real", "imag"),
-    (STAY, "in all"),
-)
-RULES |= dict.fromkeys(
-    ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"),
-    (_reduce, "in none"),
-)
+_LINEAR = "add sub neg add_any copy stop_gradient reduce_precision real imag"
+RULES |= dict.fromkeys(_LINEAR.split(), (STAY, "in all"))
+_REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+RULES |= dict.fromkeys(_REDUCTIONS.split(), (_reduce, "in none"))
 RULES |= dict.fromkeys(("cummax", "cummin", "cumprod", "cumlogsumexp"), (_unless_along("axis"), "in none"))
 _ELEMENTWISE = """
     abs ceil floor round sign square sqrt rsqrt cbrt exp exp2 expm1 log log1p logistic

@@ -164,15 +164,10 @@ class _Search:
         move, linear = rule_of(equation, columns)
         found = Rows()
         for label in {label: None for held in rows for label in held}:
-            is_linear = linear(
-                [i for i, held in enumerate(rows) if label.site in {other.site for other in held}]
-            )
-            places = {
-                place if place is SUMMED or move is None else move(equation, i, place)
-                for i, held in enumerate(rows)
-                if label in held
-                for place in [held[label]]
-            }
+            is_linear = linear([i for i, held in enumerate(rows) if label.site in {at.site for at in held}])
+            places = set()
+            for i, place in ((i, held[label]) for i, held in enumerate(rows) if label in held):
+                places.add(place if place is SUMMED or move is None else move(equation, i, place))
             if move is not None and len(places) == 1 and (is_linear or SUMMED not in places):
                 (found[label],) = places
             elif move is not None and is_linear:

@@ -27,21 +27,13 @@ class Terms(NamedTuple):
     needed: list[bool]  # which of its outputs add up, with ``rest``, to the bound
     values: dict[str, jax.Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
-    normals: dict[
-        str, tuple[jax.Array, jax.Array]
-    ]  # loc and scale of the sites that may be drawn for each row
+    normals: dict[str, tuple[jax.Array, jax.Array]]  # loc and scale of sites that may be drawn for each row
     plain: dict[str, str]  # why the other sites are drawn once
     rest: jax.Array  # terms of the guide alone
 
 
 def read_terms(
-    rng_key: jax.Array,
-    params: Mapping[str, jax.Array],
-    model: Callable,
-    guide: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    call: str,
+    rng_key: Any, params: Mapping, model: Callable, guide: Callable, args: tuple, kwargs: Mapping, call: str
 ) -> Terms:
     """Run the guide once, and read the program of the model."""
     guide_key, model_key = jax.random.split(rng_key)

@@ -69,9 +69,8 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
     if name == "conv_general_dilated":
         outputs = (numbers.out_spec[1],)  # positions share weights, so they index neither rows nor weights
     rows = {axis: [Piece(out[axis], True)] for axis in links}
-    return Use(
-        name, shapes[operand], out, rows, outputs, equation.where(), shapes[1 - operand], links, inputs
-    )
+    own, other = shapes[operand], shapes[1 - operand]
+    return Use(name, own, out, rows, outputs, equation.where(), other, links, inputs)
 
 
 def dot_axes(equation: Equation, other: int) -> tuple[dict[int, int], tuple[int, ...]]:
@@ -137,10 +136,8 @@ def _spread(values: jax.Array, axes: Axes) -> jax.Array:
     """Put pieces of axes together; an axis without rows keeps length 1 and is broadcast."""
     if all(len(pieces) == 1 for pieces in axes):
         return values
-    sizes = [
-        [piece.size for piece in pieces] if any(piece.fresh for piece in pieces) else [1] * len(pieces)
-        for pieces in axes
-    ]
+    varied = [any(piece.fresh for piece in pieces) for pieces in axes]
+    sizes = [[p.size if fresh else 1 for p in pieces] for pieces, fresh in zip(axes, varied, strict=True)]
     values = jnp.broadcast_to(values, [size for parts in sizes for size in parts])
     return values.reshape([prod(parts) for parts in sizes])
 
@@ -164,9 +161,8 @@ def _signs(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Arra
     shapes = {name: _compact(axes) for name, axes in wanted.items()}
     words = {name: _word_shape(shape) for name, shape in shapes.items()}
     flat = random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32)
-    return {
-        name: _spread(_unpack(part, shapes[name]), wanted[name]) for name, part in _cut(flat, words).items()
-    }
+    bits = _cut(flat, words)
+    return {name: _spread(_unpack(part, shapes[name]), wanted[name]) for name, part in bits.items()}
 
 
 def _word_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -189,9 +185,7 @@ class RandomWeight:
     grown: bool = False
 
 
-def run(
-    program: Any, values: Sequence[Any], needed: Sequence[bool], noise: Mapping[str, Noise], call: str
-) -> list[Any]:
+def run(program: Any, values: Sequence[Any], needed: Sequence[bool], noise: Mapping, call: str) -> list[Any]:
     """Outputs of a program some of whose inputs are :class:`RandomWeight`, with the noise of their uses."""
     sampler = _Sampler(noise)
     walk = Interpreter({}, lambda value: isinstance(value, RandomWeight), call, sampler.visit)
@@ -276,7 +270,7 @@ def _positions(equation: Equation, operand: int, signs_out: jax.Array) -> tuple[
 
 
 def _product_by_row(
-    equation: Equation, x: jax.Array, mean: jax.Array, change: jax.Array, noise: Noise
+    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: Noise
 ) -> jax.Array:
     """Every row with its own weights, mean + r change t: one product forward and backward instead of two."""
     signs = noise.signs_out.reshape(len(x), 1, -1)  # type: ignore[union-attr]
