@@ -306,6 +306,35 @@ def test_a_redrawn_precision_keeps_the_standardized_weights():
     np.testing.assert_allclose(standard, jnp.broadcast_to(values["w"], (2000, 3)), rtol=1e-5)
 
 
+def test_a_redrawn_scale_is_corrected_for_a_site_that_stays():
+    """Moves take draws of the prior to draws of the prior; failure rate 1e-6 each."""
+
+    def model():
+        s = numpyro.sample("s", dist.Gamma(3.0, 2.0))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
+        numpyro.sample("t", dist.HalfNormal(s))
+
+    (entry,) = plan(model, [symmetry.JointScale("w", "s")])
+    assert entry.method == "hyperprior"
+    assert entry.affected == ("s", "t", "w")
+    s = dist.Gamma(3.0, 2.0).sample(random.key(0), (3000,))
+    noise = random.normal(random.key(1), (3000, 3))
+    draws = {"s": s, "w": s[:, None] * noise[:, :2], "t": s * jnp.abs(noise[:, 2])}
+    prior = PriorProgram(model, {"s": s[0], "w": draws["w"][0], "t": draws["t"][0]}, (), {})
+
+    def moved(key, values):
+        def body(values, key):
+            return values | move(entry, key, values, prior, jnp.ones(()))[0], None
+
+        return lax.scan(body, values, random.split(key, 3))[0]
+
+    after = jax.jit(jax.vmap(moved))(random.split(random.key(2), 3000), draws)
+    assert stats.kstest(after["s"], stats.gamma(3.0, scale=0.5).cdf).pvalue > 1e-6
+    assert stats.kstest(after["t"] / after["s"], stats.halfnorm.cdf).pvalue > 1e-6
+    np.testing.assert_array_equal(after["t"], draws["t"])
+    assert (after["s"] != s).mean() > 0.5
+
+
 COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
 
 
