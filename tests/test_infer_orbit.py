@@ -218,6 +218,197 @@ def test_walks_agree_with_exact_draws():
         assert stats.ks_2samp(one[:, unit], other[:, unit]).pvalue > 1e-5
 
 
+LOC, SD = np.array([[0.4, -1.0], [2.0, 0.3]]), np.array([[0.5, 2.0], [1.5, 0.8]])
+W, V = np.array([[0.3, -1.2], [0.7, 1.9]]), np.array([[1.1], [-0.6]])
+
+
+def log_normal_density(value, loc, sd):
+    return -0.5 * ((value - loc) / sd) ** 2
+
+
+# Symmetry, means of the prior, exact method, and the log density of the group element of unit u.
+EXACT_DRAWS = {
+    "radius": (
+        symmetry.Scale([("w", 1)]),
+        0.0,
+        "gig",
+        lambda g, u: 2 * g + log_normal_density(np.exp(g) * W[:, [u]], 0.0, SD[:, [u]]).sum(0),
+    ),
+    "factor": (
+        symmetry.Rescale([("w", 1)], [("v", 0)]),
+        0.0,
+        "gig",
+        lambda g, u: (
+            (2 - 1) * g
+            + log_normal_density(np.exp(g) * W[:, [u]], 0.0, SD[:, [u]]).sum(0)
+            + log_normal_density(np.exp(-g) * V[u], 0.0, 0.7)
+        ),
+    ),
+    "shift": (
+        symmetry.Shift([("w", 1)]),
+        1.0,
+        "normal",
+        lambda g, u: log_normal_density(g + W[:, [u]], LOC[:, [u]], SD[:, [u]]).sum(0),
+    ),
+    "shift of one element": (
+        symmetry.Shift([("v", 0)]),
+        1.0,
+        "prior",
+        lambda g, u: log_normal_density(g + V[u], 0.0, 0.7),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_DRAWS)
+def test_exact_draws_have_the_density_on_the_orbit(name):
+    """Group elements of one point against quadrature; Kolmogorov-Smirnov, failure rate 1e-6 each."""
+    group, loc, method, log_density = EXACT_DRAWS[name]
+    values = {"w": jnp.asarray(W, jnp.float32), "v": jnp.asarray(V, jnp.float32)}
+
+    def model():
+        numpyro.sample("w", dist.Normal(loc * jnp.asarray(LOC), jnp.asarray(SD)).to_event(2))
+        numpyro.sample("v", dist.Normal(jnp.zeros((2, 1)), 0.7).to_event(2))
+
+    (entry,) = plan(model, [group])
+    assert entry.method == method
+    prior = PriorProgram(model, values, (), {})
+    site = group.sites[0]
+    after = jax.vmap(lambda key: move(entry, key, values, prior, jnp.ones(()))[0][site])(
+        random.split(random.key(0), 4000)
+    )
+    first = np.asarray(after, np.float64)[:, 0] if site == "w" else np.asarray(after, np.float64)[..., 0]
+    start = W[0] if site == "w" else V[:, 0]
+    drawn = np.log(first / start) if group.sites[0] == "w" and method == "gig" else first - start
+    grid = np.linspace(-12.0, 12.0, 40_001)
+    for unit in range(2):
+        density = np.exp(log_density(grid, unit) - log_density(grid, unit).max())
+        cdf = np.cumsum(density) / density.sum()
+        assert stats.kstest(drawn[:, unit], lambda x, cdf=cdf: np.interp(x, grid, cdf)).pvalue > 1e-6, unit
+    assert abs(np.corrcoef(drawn.T)[0, 1]) < 5 / np.sqrt(4000)  # units draw independently
+
+
+def test_a_redrawn_precision_keeps_the_standardized_weights():
+    """And has its prior; failure rate 1e-6."""
+
+    def model():
+        precision = numpyro.sample("p", dist.Gamma(2.0, 2.0))
+        numpyro.sample("w", dist.Normal(0.0, precision**-0.5).expand([3]).to_event(1))
+
+    (entry,) = plan(model, [symmetry.JointScale("w", "p", -2.0)])
+    assert entry.method == "scale prior"
+    values = {"p": jnp.asarray(3.0), "w": jnp.array([0.5, -1.0, 2.0])}
+    prior = PriorProgram(model, values, (), {})
+    after = jax.vmap(lambda key: move(entry, key, values, prior, jnp.ones(()))[0])(
+        random.split(random.key(0), 2000)
+    )
+    assert stats.kstest(after["p"], stats.gamma(2.0, scale=0.5).cdf).pvalue > 1e-6
+    standard = after["w"] * jnp.sqrt(after["p"] / values["p"])[:, None]
+    np.testing.assert_allclose(standard, jnp.broadcast_to(values["w"], (2000, 3)), rtol=1e-5)
+
+
+def test_a_redrawn_scale_is_corrected_for_a_site_that_stays():
+    """Moves take draws of the prior to draws of the prior; failure rate 1e-6 each."""
+
+    def model():
+        s = numpyro.sample("s", dist.Gamma(3.0, 2.0))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
+        numpyro.sample("t", dist.HalfNormal(s))
+
+    (entry,) = plan(model, [symmetry.JointScale("w", "s")])
+    assert entry.method == "hyperprior"
+    assert entry.affected == ("s", "t", "w")
+    s = dist.Gamma(3.0, 2.0).sample(random.key(0), (3000,))
+    noise = random.normal(random.key(1), (3000, 3))
+    draws = {"s": s, "w": s[:, None] * noise[:, :2], "t": s * jnp.abs(noise[:, 2])}
+    prior = PriorProgram(model, {"s": s[0], "w": draws["w"][0], "t": draws["t"][0]}, (), {})
+
+    def moved(key, values):
+        def body(values, key):
+            return values | move(entry, key, values, prior, jnp.ones(()))[0], None
+
+        return lax.scan(body, values, random.split(key, 3))[0]
+
+    after = jax.jit(jax.vmap(moved))(random.split(random.key(2), 3000), draws)
+    assert stats.kstest(after["s"], stats.gamma(3.0, scale=0.5).cdf).pvalue > 1e-6
+    assert stats.kstest(after["t"] / after["s"], stats.halfnorm.cdf).pvalue > 1e-6
+    np.testing.assert_array_equal(after["t"], draws["t"])
+    assert (after["s"] != s).mean() > 0.5
+
+
+COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
+
+
+@pytest.mark.parametrize("group", [symmetry.SignFlip, symmetry.Scale, symmetry.Shift])
+def test_units_that_depend_on_one_another_move_one_by_one(group):
+    """Moves take draws of a correlated prior to draws of it: second moments, 5 standard errors (6e-7 each)."""
+
+    def model():
+        numpyro.sample("w", dist.MultivariateNormal(jnp.zeros(3), jnp.asarray(COUPLED)))
+
+    (entry,) = plan(model, [group([("w", 0)])])
+    assert entry.method == ("flip" if group is symmetry.SignFlip else "walk")
+    assert not entry.by_unit
+    prior = PriorProgram(model, {"w": jnp.ones(3)}, (), {})
+    draws = random.multivariate_normal(random.key(0), jnp.zeros(3), jnp.asarray(COUPLED), (6000,))
+
+    def moved(key, w):
+        def body(w, key):
+            return move(entry, key, {"w": w}, prior, jnp.ones(()))[0]["w"], None
+
+        return lax.scan(body, w, random.split(key, 4))[0]
+
+    after = np.asarray(jax.jit(jax.vmap(moved))(random.split(random.key(1), 6000), draws))
+    # Var(x y) = 1 + r^2 of standard normals.
+    error = np.sqrt((1 + COUPLED**2) / 6000)
+    np.testing.assert_array_less(np.abs(after.T @ after / 6000 - COUPLED), 5 * error)
+    assert ((after != np.asarray(draws)).mean(0) > 0.2).all()
+
+
+def test_no_key_is_used_twice():
+    """Every kind of move, as JAX counts the uses of a key."""
+
+    def model():
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        numpyro.sample("t", dist.HalfNormal(s))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([3, 2]).to_event(2))
+        numpyro.sample("v", dist.Normal(jnp.arange(3.0), 1.0).to_event(1))
+        numpyro.sample("c", dist.MultivariateNormal(jnp.zeros(3), jnp.asarray(COUPLED)))
+
+    groups = [
+        symmetry.Scale([("w", 1)]),
+        symmetry.Scale("c"),
+        symmetry.Scale([("v", 0)]),
+        symmetry.SignFlip([("w", 1)]),
+        symmetry.SignFlip([("c", 0)]),
+        symmetry.Shift("v"),
+        symmetry.Shift([("v", 0)]),
+        symmetry.Shift([("c", 0)]),
+        symmetry.Permutation([("w", 1)]),
+        symmetry.Permutation([("v", 0)]),
+        symmetry.JointScale("w", "s"),
+    ]
+    plans = plan(model, groups)
+    assert {entry.method for entry in plans} == {
+        "gig",
+        "walk",
+        "flip",
+        "normal",
+        "prior",
+        "order",
+        "shuffle",
+        "hyperprior",
+    }
+    values = {"s": jnp.ones(()), "t": jnp.ones(()), "w": jnp.ones((3, 2)), "v": jnp.ones(3), "c": jnp.ones(3)}
+    prior = PriorProgram(model, values, (), {})
+
+    def all_moves(rng_key):
+        keys = random.split(rng_key, len(plans))
+        return [move(plans[i], keys[i], values, prior, jnp.ones(())) for i in range(len(plans))]
+
+    with jax.debug_key_reuse(True):
+        jax.jit(all_moves)(random.key(0))
+
+
 @pytest.mark.parametrize("units", [2, 3])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_orders_of_few_units_are_corrected_where_the_prior_tells_units_apart(units, pinned):
@@ -237,6 +428,24 @@ def test_orders_of_few_units_are_corrected_where_the_prior_tells_units_apart(uni
     np.testing.assert_allclose(moved.mean(0), loc, atol=4.5 / np.sqrt(2000))
     changed = float(jnp.mean(jnp.any(moved != draws, axis=1)))
     assert changed < 0.01 if pinned else changed > 0.4
+
+
+RING = np.eye(4) + 0.4 * (np.roll(np.eye(4), 1, axis=0) + np.roll(np.eye(4), -1, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (lambda: dist.Normal(jnp.array([0.0, 0.0, 6.0]), 1.0).to_event(1), "shuffle"),
+        (lambda: dist.MultivariateNormal(jnp.zeros(4), jnp.asarray(RING)), "shuffle"),
+        (lambda: dist.MultivariateNormal(jnp.zeros(4), jnp.asarray(0.6 * np.eye(4) + 0.4)), "order"),
+    ],
+    ids=["two exchangeable units of three", "rotations only", "exchangeable"],
+)
+def test_orders_are_accepted_only_if_all_orders_are_equally_likely(make, method):
+    """Neither one exchange of units nor a rotation of all shows that."""
+    (entry,) = plan(lambda: numpyro.sample("w", make()), [symmetry.Permutation([("w", 0)])])
+    assert entry.method == method
 
 
 @pytest.mark.parametrize("scale", [0.3, 4.0])
@@ -450,6 +659,19 @@ def test_a_quotient_has_the_prior_in_any_order_of_its_symmetries(order):
         assert stats.kstest(standard.ravel(), "norm").pvalue > 1e-6, name
 
 
+def test_orbits_of_a_quotient_are_drawn_independently():
+    """Radii of two sites with one prior: correlation, 5 standard errors."""
+
+    def model(y=None):
+        for name in "wv":
+            numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    draws = prior_draws(symmetry.quotient(model, [symmetry.Scale("w"), symmetry.Scale("v")], 0.3))
+    radii = [np.linalg.norm(draws[name], axis=1) for name in "wv"]
+    assert abs(np.corrcoef(*radii)[0, 1]) < 5 / np.sqrt(2000)
+
+
 # -- deterministic sites of a quotient --------------------------------------------------------------------
 
 
@@ -498,6 +720,55 @@ def test_a_quotient_records_non_centered_kernels():
     for layer in ("net/Dense_0.kernel", "net/Dense_1.kernel"):  # w = s w_base / sqrt(2)
         expected = draws[f"{layer}_scale"][:, None, None] * draws[f"{layer}_base"] / np.sqrt(2)
         np.testing.assert_allclose(draws[layer], expected, rtol=1e-5)
+
+
+# -- hyperparameters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("centered", [True, False])
+def test_scales_of_single_units_move_with_the_units(centered):
+    """So an order of the units is always accepted, and each weight keeps its scale."""
+    axes = [("w", 1), ("v", 0)]
+
+    def weights(name, scale, shape):
+        if centered:
+            return numpyro.sample(name, dist.Normal(0.0, scale).expand(shape).to_event(2))
+        base = numpyro.sample(f"{name}_base", dist.Normal(0.0, 1.0).expand(shape).to_event(2))
+        return numpyro.deterministic(name, scale * base)
+
+    def model():
+        s, t = (numpyro.sample(name, dist.HalfCauchy(1.0).expand([3]).to_event(1)) for name in "st")
+        numpyro.sample("other", dist.HalfCauchy(1.0).expand([3]).to_event(1))
+        weights("w", s, (2, 3))
+        weights("v", t[:, None], (3, 4))
+
+    (entry,) = plan(model, [symmetry.Permutation(axes)])
+    end = "" if centered else "_base"
+    assert {axis[:2] for axis in entry.symmetry.unit_axes} == {
+        (f"w{end}", 1),
+        (f"v{end}", 0),
+        ("s", 0),
+        ("t", 0),
+    }
+    assert entry.method == "order"
+
+
+def test_find_includes_learned_scales():
+    """With the powers of scales and of precisions, and of those that stand behind the units."""
+
+    def joint(name):
+        found = symmetry.find(MODELS[name], X, Y)
+        return {s for s in found if isinstance(s, symmetry.JointScale | symmetry.JointRescale)}
+
+    first, last = "net/Dense_0.kernel", "net/Dense_1.kernel"
+    assert joint("LN, gamma precision, centered") == {
+        symmetry.JointScale([first, "net/Dense_0.bias"], f"{first}_precision", -2.0),
+        symmetry.JointScale([first, "net/Dense_0.bias"], "net/Dense_0.bias_precision", -2.0),
+    }
+    rescale = symmetry.JointRescale(
+        [first, "net/Dense_0.bias"], [last], [(f"{first}_scale", 1.0), (f"{last}_scale", -1.0)]
+    )
+    assert joint("ReLU, centered") == joint("ReLU, non-centered") == {rescale}
 
 
 # -- exactness: simulation-based calibration ----------------------------------------------------------
@@ -550,6 +821,65 @@ def test_simulation_based_calibration(kind):
         p = stats.chisquare(np.bincount(ranks, minlength=draws + 1)).pvalue
         print(f"{kind}, {name}: p = {p:.3f}")
         assert p > 1e-4 / 4, name
+
+
+# -- transitions of a kernel --------------------------------------------------------------------------------
+
+
+def two_walks_and_two_radii():
+    """Walks of different best widths, and exact draws of two radii, the first with a sign."""
+
+    def model(y=None):
+        numpyro.sample("narrow", dist.Normal(2.0, 0.1).expand([2]).to_event(1))
+        numpyro.sample("wide", dist.StudentT(2.0, 0.0, 3.0))
+        for name in "wv":
+            numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    radii = [symmetry.Scale(site) for site in ("narrow", "wide", "w", "v")]
+    return infer.OrbitMoves(HMC(model), [*radii, symmetry.SignFlip("w")])
+
+
+def transitions(num_warmup, count, chains=1):
+    """States after each transition of the moves alone: (chains, count, ...)."""
+    kernel = two_walks_and_two_radii()
+    state = kernel.init(random.key(0), num_warmup, None, (0.3,), {})
+
+    def chain(key):
+        def step(state, key):
+            state = kernel._transition(state, key, (0.3,), {})
+            return state, (state.orbit_accept_prob, state.orbit_width, state.z)
+
+        return lax.scan(step, state, random.split(key, count))[1]
+
+    found = jax.jit(jax.vmap(chain))(random.split(random.key(1), chains))
+    return jax.tree.map(np.asarray, (*found, state.z))
+
+
+def test_each_walk_finds_its_width_in_warm_up():
+    accepted, widths, _, _ = transitions(1000, 1000, 4)
+    # Independent chains: their mean has a standard error near 0.003.
+    np.testing.assert_allclose(accepted[:, 300:, :2].mean((0, 1)), 0.44, atol=0.03)
+    assert (accepted[..., 2:4] == 1.0).all()
+    assert (widths[:, -1, 1] > 10 * widths[:, -1, 0]).all()
+
+
+def test_widths_stay_after_warm_up():
+    _, widths, _, _ = transitions(3, 10)
+    assert (widths[0, 1:3, :2] != widths[0, :2, :2]).all()
+    assert (widths[0, 3:] == widths[0, 2]).all()
+
+
+def test_moves_of_one_transition_are_independent_and_follow_one_another():
+    """From one point; failure rate 1e-6 each."""
+    _, _, after, start = transitions(0, 1, 2000)
+    radii = {name: np.linalg.norm(after[name][:, 0], axis=-1) for name in "wv"}
+    for radius in radii.values():
+        assert stats.kstest(radius, stats.chi(2).cdf).pvalue > 1e-6
+    assert abs(np.corrcoef(radii["w"], radii["v"])[0, 1]) < 5 / np.sqrt(2000)
+    signs = np.sign(after["w"][:, 0] / start["w"])
+    assert stats.binomtest(int((signs[:, 0] > 0).sum()), 2000).pvalue > 1e-6
+    assert (after["v"][:, 0] / start["v"] > 0).all()
 
 
 # -- mixing -------------------------------------------------------------------------------------------

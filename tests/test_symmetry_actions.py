@@ -425,12 +425,16 @@ def test_a_single_number_has_a_wiring():
     [
         (symmetry.SignFlip(["w"]), 0),
         (symmetry.SignFlip(["w"]), 10),
+        (symmetry.SignFlip(["w"]), 2),
         (symmetry.Permutation([("v", 0)]), 0),
         (symmetry.Permutation([("v", 0)]), 34),
     ],
 )
 def test_a_false_symmetry_of_one_flip_or_two_orders_is_refused_wherever_it_stands(false, place):
-    """Random elements of such a group are all the identity at one place of the list in eight, here at 10 and 34."""
+    """Random elements of such a group are all the identity at one place of the list in eight, here at 10 and 34.
+
+    At 2 they are all the flip, and their opposite is the identity.
+    """
 
     def model():
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))

@@ -196,6 +196,28 @@ def test_signs_and_order_are_decided_together():
         assert fit({site: placed[site][0, n] for site in placed}) == pytest.approx(best)
 
 
+def test_draws_agree_with_their_mean():
+    """No flip or order of a single draw is closer to the mean of the canonical draws, however wide they scatter."""
+    rng = np.random.default_rng(3)
+    axes = [("w", 1), ("v", 0)]
+    center = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 2))}
+    draws = {site: value + 1.5 * rng.normal(size=(1, 60, *value.shape)) for site, value in center.items()}
+    placed = canonical(draws, [SignFlip(axes), Permutation(axes)], sweeps=100)
+    mean = {site: value.mean((0, 1)) for site, value in placed.items()}
+    again = canonical(placed, [SignFlip(axes), Permutation(axes)], mean)
+    assert_close(again, placed, 1e-12)
+
+
+def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
+    """Norms of its units fall and sums of cubes are positive; an outlier with another order decides nothing."""
+    w = np.diag([1.0, 2.0, 3.0])
+    draws = np.stack([[w, w, w, np.diag([1000.0, 100.0, 1.0])]])
+    placed = canonical({"w": draws[..., [1, 0, 2]]}, [Permutation([("w", 1)])])
+    np.testing.assert_array_equal(placed["w"], draws[..., ::-1])
+    placed = canonical({"w": -draws}, [SignFlip([("w", 1)])])
+    np.testing.assert_array_equal(placed["w"], draws)
+
+
 def test_a_reference_is_met():
     """Two runs are brought to one labeling by the mean of the first."""
     net, input_shape = nn.MLP([5, 4, 1], "relu"), (2,)

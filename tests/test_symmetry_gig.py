@@ -1,5 +1,7 @@
 """Draws of log t for a generalized inverse Gaussian t, against quadrature and closed forms in float64."""
 
+from decimal import Decimal, localcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +93,22 @@ def test_quadrature_agrees_with_bessel_functions_and_scipy(distributions):
     np.testing.assert_allclose(
         distribution(np.log(t)), stats.geninvgauss.cdf(t, 2.5, 1.0, scale=1.0 / RATIO), atol=1e-6
     )
+
+
+@pytest.mark.parametrize(("low", "order"), [(2.0, 0.0), (0.0, 3.0), (1.5, 0.7)])
+def test_the_density_keeps_its_digits(x64, low, order):
+    """f and |f'| in decimal arithmetic with 60 digits, also near 0, where exp(x) - 1 - x cancels."""
+    sizes = np.concatenate([np.logspace(-8, 1.6, 60), [0.0999, 0.1, 0.1001, 0.9999, 1.0]])
+    points = np.concatenate([-sizes, sizes])
+    values, slopes = [], []
+    with localcontext(prec=60):
+        for x in map(Decimal, points):
+            up, down = x.exp(), (-x).exp()
+            values.append(Decimal(low) * ((up + down) / 2 - 1) + Decimal(order) * (up - 1 - x))
+            slopes.append(abs(Decimal(low) * (up - down) / 2 + Decimal(order) * (up - 1)))
+    found = gig._Shape(jnp.asarray(low), jnp.asarray(order)).minus_log_density(jnp.asarray(points))
+    for computed, exact in zip(found, (values, slopes), strict=True):  # exact up to rounding
+        np.testing.assert_allclose(computed, np.array(exact, float), rtol=1e-13)
 
 
 def test_draws_have_the_distribution(draws, distributions):
