@@ -51,12 +51,12 @@ GROUPS: dict[str, dict[str, Callable[[Problem], Figure]]] = {
 ALL_FAMILIES = tuple(FAMILIES)
 NO_PLATES = tuple(family for family in FAMILIES if family != "plates")
 FAMILIES_OF: dict[str, Sequence[str]] = {
-    **dict.fromkeys(ways.RESULTS, tuple(FAMILIES)),
+    **dict.fromkeys(ways.RESULTS, tuple(family for family in FAMILIES if family != "random inside")),
     **dict.fromkeys(ways.KERNELS, ("supports",)),
     # Some kernels are also crossed with the rest: all of ours share one density, which is tested on every problem.
     "NUTS of NumPyro": ("supports", "learned scales"),
-    "MALA": ("supports", "learned scales", "handlers"),
-    **dict.fromkeys(("SGLD", "MCLMC"), ("supports", "learned scales", "handlers", "plates")),
+    "MALA": ("supports", "learned scales", "handlers", "random inside"),
+    **dict.fromkeys(("SGLD", "MCLMC"), ("supports", "learned scales", "handlers", "random inside", "plates")),
     **{name: ("hidden units",) for name in ways.WRAPPERS if "Orbit" in name},
     "UnitMoves": ("hidden units", "supports"),
     "symmetry.quotient": ("hidden units",),
