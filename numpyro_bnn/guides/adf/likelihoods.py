@@ -180,7 +180,9 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     classes = logits.mean.shape[-1]
     other = (jnp.arange(classes) != index).astype(float)
     ones = jnp.ones((*won.shape[:-1], 1))
-    terms, signs = (jnp.concatenate(pair, axis=-1) for pair in ((0 * ones, -won), ((2 - classes) * ones, other)))
+    terms, signs = (
+        jnp.concatenate(pair, axis=-1) for pair in ((0 * ones, -won), ((2 - classes) * ones, other))
+    )
     return -logsumexp(terms, axis=-1, b=signs)
 
 
@@ -335,7 +337,9 @@ def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str,
             return fn(values)
         name, *rest = names
         mean, var = gaussians[name]
-        at = jax.vmap(lambda z: integral(rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z}))(jnp.asarray(z))
+        at = jax.vmap(
+            lambda z: integral(rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z})
+        )(jnp.asarray(z))
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), at)
 
     return integral(list(gaussians), {})
