@@ -160,7 +160,7 @@ def _sums(
         def of_panel(ends: Any) -> jax.Array:
             @jax.checkpoint
             def add(sums: Any, node: Any) -> tuple[jax.Array, None]:
-                value, density = at(*ends, node[0])
+                value, density = at(ends[0], ends[1], node[0])
                 powers = jnp.stack(_powers(density, value - center))
                 return sums + node[1].reshape(-1, *(1,) * powers.ndim) * powers, None
 
