@@ -12,7 +12,7 @@ import tqdm
 from jax import lax
 
 from numpyro_bnn.guides.adf import moment_matching
-from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers
+from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
 from numpyro_bnn.guides.adf.reading import Arguments
@@ -82,7 +82,7 @@ class Problem:
         def check() -> None:
             state = problem.start({name: weight.loc for name, weight in sites.weights.items()})
             context = problem.context(state, rows, arrays)
-            problem.likelihood.check(state.weights, state.hyperparameters, context)
+            problem.likelihood.check(state.weights, context)
 
         jax.eval_shape(check)
         return problem
@@ -153,7 +153,7 @@ class Problem:
         before = state.hyperparameters[name]
         shape = before.concentration.shape
         log_z = [self.likelihood.log_z(quantities, state.hyperparameters, context, k) for k in range(3)]
-        return moment_matching.gamma_update(before, jnp.stack([_sum_to(z, shape) for z in log_z]))
+        return moment_matching.gamma_update(before, jnp.stack([sum_to(z, shape) for z in log_z]))
 
     def sweep(self, state: ADFState, rows: Any, arrays: Any, one: Any) -> tuple[ADFState, Records]:
         """One pass over rows in the order given; for ``one`` see :func:`fusion_barrier`."""
@@ -202,14 +202,6 @@ def _sampled_mean(mask: jax.Array) -> jax.Array:
         return mask.astype(float)
     slices = max(1, SAMPLE * mask.shape[0] // mask.size)
     return mask[:: -(-mask.shape[0] // slices)].astype(float).mean()
-
-
-def _sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sum over the axes along which ``shape`` was broadcast."""
-    extra = value.ndim - len(shape)
-    value = value.sum(axis=tuple(range(extra)))
-    axes = tuple(k for k, size in enumerate(shape) if size == 1 and value.shape[k] != 1)
-    return value.sum(axis=axes, keepdims=True)
 
 
 def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
