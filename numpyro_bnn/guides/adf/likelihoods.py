@@ -22,6 +22,8 @@ NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
 FIRST, OTHERS = (65, 8.0), (25, 7.2)
 # Grid around a mode: nested grids to find it, points on each side, reach in prior sd, and the smallest t.
 ZOOMS, SIDE, REACH, START = 7, 49, 12.0, -2.3
+# Largest distance of a mode, in prior sd: data that are further away contradict the model.
+FARTHEST = 50.0
 # Smallest variance, relative to the square of the mean.
 SMALLEST = 1e-20
 # Largest difference of log Z by a grid and by half of it, on the grid as wide as the prior, and around the mode.
@@ -221,7 +223,8 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
     half of it agree, otherwise on a grid around the mode, the others always on a grid as wide as the prior.
 
     Gradients are those of the Gaussian densities at fixed points, so that a kink or step does no harm. They are NaN
-    where a grid and half of it disagree, so that the update is refused, and counted.
+    where a grid and half of it disagree, or where the mode is far outside of the prior, so that the update is refused,
+    and counted.
     """
     if not gaussians:
         return fn({})
@@ -258,7 +261,14 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
     z, step = _grid(*FIRST)
     wide = both(_column(z, first), np.log(step))
     enough = (jnp.abs(wide[0] - wide[1]) < WIDE).all()
-    found, half = lax.cond(enough, lambda: wide, lambda: both(*_around_the_mode(log_integrand, first)))
+
+    def narrow() -> jax.Array:
+        z, spacing = _around_the_mode(log_integrand, first)
+        by_all, by_half = both(z, spacing)
+        far = sum_to((jnp.abs(z[SIDE - 1] + z[SIDE]) > 2 * FARTHEST).astype(z.dtype), by_half.shape)
+        return jnp.stack([by_all, jnp.where(far > 0, jnp.inf, by_half)])
+
+    found, half = lax.cond(enough, lambda: wide, narrow)
     return _trusted(found, jnp.abs(found - half) < ALLOWED)
 
 
