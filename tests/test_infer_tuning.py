@@ -18,7 +18,13 @@ from numpyro_bnn import infer
 from numpyro_bnn.infer.chain import AcceptanceTuner
 from numpyro_bnn.infer.mclmc import DECOHERENCE, EnergyTuner
 from numpyro_bnn.infer.preconditioning import resolve
-from numpyro_bnn.infer.tuning import Spread, Stages, gradient_noise, largest_curvature
+from numpyro_bnn.infer.tuning import (
+    Spread,
+    Stages,
+    autocorrelation_time,
+    gradient_noise,
+    largest_curvature,
+)
 from numpyro_bnn.infer.warm_start import held_out_rows, learning_gradient
 
 
@@ -141,6 +147,37 @@ def test_lengths_follow_the_autocorrelation_time():
     assert tuner._relaxed(state._replace(tuning=noise)).engine.memory.length == 7.0
 
 
+@pytest.mark.parametrize("size", [7, 12])
+def test_the_autocorrelation_time_of_a_few_draws(size):
+    """Lag by lag: pairs of autocorrelations are summed until one is negative; the mean over coordinates."""
+    draws = np.cumsum(np.random.default_rng(0).normal(size=(size, 5)), axis=0)
+    times = []
+    for column in (draws - draws.mean(0)).T:
+        lags = np.array([column[: size - lag] @ column[lag:] for lag in range(size)]) / (column @ column)
+        pairs = lags[: size // 2 * 2].reshape(-1, 2).sum(1)
+        first = np.flatnonzero(pairs <= 0)
+        times.append(2 * pairs[: first[0] if len(first) else None].sum() - 1)
+    found = autocorrelation_time(jnp.asarray(draws, jnp.float32))
+    np.testing.assert_allclose(found, np.maximum(times, 1 / size).mean(), rtol=1e-4)
+
+
+def test_new_scales_make_the_spread_even_and_set_the_length():
+    """Variances of whitened positions become equal; the length is their root sum of squares on the new scales."""
+    tuner, variances, old = (
+        energy_tuner(sets_scales=True),
+        np.array([0.01, 1.0, 25.0]),
+        np.array([2.0, 3.0, 1.0]),
+    )
+    spread = Spread(jnp.zeros(3), jnp.asarray(variances * 1e6, jnp.float32), jnp.array(1e6))
+    tuning = tuner.start(jnp.zeros(3), 1.0)._replace(spread=spread)
+    engine = Engine(adaptation=jnp.asarray(old), memory=Memory(jnp.array(1.0)))
+    state = tuner._rescaled(State(tuning=tuning, engine=engine, base_step_size=jnp.array(0.1)))
+    evened = variances / (np.asarray(state.engine.adaptation) / old) ** 2
+    np.testing.assert_allclose(evened, evened[0], rtol=1e-3)
+    np.testing.assert_allclose(state.engine.memory.length, evened.sum() ** 0.5, rtol=1e-3)
+    assert state.tuning.spread.total == 0
+
+
 def test_scales_even_out_the_noise_of_gradients():
     """L' V L is the same in every direction, but for a hundredth of the mean."""
     noise = np.array([1.0, 4.0, 100.0, 0.0])
@@ -206,7 +243,7 @@ def test_noise_is_measured_behind_the_preconditioner():
     """From 16 minibatches, within 5 standard errors of the exact covariance: failure rate 6e-7 each."""
     size = 200
     slopes = RNG.normal(3.0, 1.0, (N, size)) * np.linspace(0.5, 2.0, size)
-    metric = np.linspace(2.0, 0.3, size)
+    metric = np.linspace(20.0, 3.0, size)
     kernel = infer.SGLD(linear, 1e-3, preconditioner=metric, warm_start=0.0)
     args = (jnp.asarray(slopes, jnp.float32), jnp.zeros(size), B)
     sampler, state = built(kernel, args)
