@@ -240,6 +240,17 @@ def test_marginal_density_of_powers_of_densities():
     assert float(log_marginal(gaussian, slope)) == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_draws_of_powers_of_densities(shape):
+    """A power of a normal density is one of a smaller precision."""
+    (x, y), (n, p) = make_data(*shape), shape
+    weight, gamma = np.linspace(0.0, 1.5, n), np.linspace(0.3, 2.0, p)
+    arrays = (np.full(p, 1.2), gamma, y, np.zeros(n), np.full(n, 0.7), weight)
+    gaussian = LinearGaussian(*(jnp.asarray(part, jnp.float32) for part in arrays))
+    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    assert_normal(draws, *posterior(x, y, 0.7, np.zeros(p), 1.2 / np.sqrt(gamma), weight))
+
+
 @pytest.mark.slow
 def test_network_runs_in_gibbs_and_exports():
     """The output layer of a network integrated out, its precisions drawn by Gibbs, all groups in the results."""

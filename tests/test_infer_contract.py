@@ -388,3 +388,17 @@ def test_models_get_fresh_keys_at_every_step():
     assert len(np.unique(steps.round(5))) > 950
     assert abs(steps.mean()) < 4 / 1000**0.5  # failure rate 6e-5 each
     assert abs(steps.var() - 1) < 4 * (2 / 1000) ** 0.5
+
+
+def test_keys_of_one_evaluation_differ():
+    """Two layers of dropout have two masks: steps along their sites are uncorrelated, failure rate 6e-5."""
+
+    def noisy():
+        for name in ("v", "w"):
+            site = numpyro.sample(name, dist.ImproperUniform(dist.constraints.real, (), ()))
+            numpyro.factor(f"f_{name}", site * jax.random.normal(numpyro.prng_key()))
+
+    kernel = infer.SGLD(noisy, 2.0, temperature=0.0, steps_per_draw=1, warm_start=0.0)
+    state = kernel.init(jax.random.key(0), 0, {"v": jnp.zeros(()), "w": jnp.zeros(())}, (), {})
+    draws = scan(kernel, state, 1000, (), {})[1]
+    assert abs(np.corrcoef(np.diff(draws["v"]), np.diff(draws["w"]))[0, 1]) < 4 / 1000**0.5

@@ -391,6 +391,7 @@ def test_cyclical_keeps_draws_of_the_sampling_phase_only():
     np.testing.assert_array_equal(steps[:, 0], [13, 17, 21, 34, 38, 42, 55, 59, 63][warmup:])
     assert all(schedule.collects(step - 1) for step in steps.ravel())
     assert (state.num_gradients == 63).all()  # those of exploration were spent too
+    assert (state.engine.num_warmup == 17).all()
     np.testing.assert_allclose(state.step_size, schedule(62), rtol=1e-5)
 
 

@@ -205,6 +205,28 @@ def test_one_precision_of_two_sites_with_scales_and_masks():
     assert_distribution(draws, stats.gamma(1 + number / 2, scale=1 / (0.5 + squares / 2)).cdf)
 
 
+def test_two_scales_of_one_site_take_turns():
+    """A sweep from exact draws of both given the weights: product and ratio keep their distribution."""
+
+    def model():
+        a = numpyro.sample("a", dist.HalfNormal(1.0))
+        b = numpyro.sample("b", dist.HalfNormal(2.0))
+        numpyro.sample("w", dist.Normal(0.0, a * b).expand([3]).to_event(1))
+
+    # By rejection from the prior: the density of w is largest where the product is its root mean square.
+    rng, w = np.random.default_rng(0), W[0].astype(float)
+    a, b = np.abs(rng.normal(size=(2, 200_000))) * [[1.0], [2.0]]
+    log_density = stats.norm.logpdf(w, 0.0, (a * b)[:, None]).sum(1)
+    largest = stats.norm.logpdf(w, 0.0, np.sqrt((w**2).mean())).sum()
+    kept = np.flatnonzero(np.log(rng.uniform(size=a.size)) < log_density - largest)
+    assert len(kept) > 2 * NUM_DRAWS
+    a, b = a[kept], b[kept]
+    start = {name: jnp.asarray(v[:NUM_DRAWS], jnp.float32) for name, v in (("a", a), ("b", b))}
+    found = {k: np.asarray(v, float) for k, v in many(model, {"w": jnp.asarray(W[0])}, start=start).items()}
+    for one, other in ((found["a"] * found["b"], a * b), (found["a"] / found["b"], a / b)):
+        assert stats.ks_2samp(one, other[NUM_DRAWS:]).pvalue > FAILURE
+
+
 # ------------------------------------------------------------------------------------------------ reading a model
 
 

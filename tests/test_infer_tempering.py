@@ -2,16 +2,18 @@
 
 import pickle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from jax import random
+from jax import lax, random
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
+from numpyro.infer.gibbs import conditioned
 from numpyro.infer.reparam import TransformReparam
 from numpyro.infer.util import compute_log_probs, constrain_fn
 from scipy import stats
@@ -20,6 +22,7 @@ import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
 from numpyro_bnn.infer.tempering import exchange, respaced
 from numpyro_bnn.infer.wrapper import with_constrained
+from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
@@ -288,6 +291,50 @@ def test_inner_kernels(name):
     assert idata["sample_stats"]["swap_accept_prob"].dims == ("chain", "draw", "neighbors")
     assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
     assert idata.attrs["num_replicas"] == 3
+
+
+def test_the_ladder_is_fixed_after_warm_up():
+    """It is spaced after 2, 4, 8 and 16 transitions by the rejections since the last time, and never afterwards."""
+    kernel = infer.ParallelTempering(hmc(conjugate), 3)
+    state = kernel.init(random.key(0), 20)
+    first = state.inverse_temperatures
+
+    def body(state, _):
+        state = kernel.sample(state, (), {})
+        return state, state._replace(base=(), z=(), rng_key=())
+
+    state, seen = jax.jit(lambda s: lax.scan(body, s, None, 150))(state)
+    betas = np.concatenate([first[None], seen.inverse_temperatures])
+    moved = np.flatnonzero(np.abs(np.diff(betas, axis=0)).max(1)) + 1
+    np.testing.assert_array_equal(moved, [2, 4, 8, 16])
+    total = np.zeros(2)
+    for i, (accept_prob, rejections) in enumerate(
+        zip(seen.swap_accept_prob, seen.rejections, strict=True), 1
+    ):
+        total = total + 1 - np.asarray(accept_prob)
+        total = np.zeros(2) if i in moved else total
+        np.testing.assert_allclose(rejections, total, rtol=1e-4, atol=1e-5)
+    assert (seen.round_trips[:20] == 0).all()
+    assert state.round_trips > 0
+    # What the replicas cache belongs to their values and temperatures.
+    fresh = kernel.refresh(state, (), {})
+    np.testing.assert_allclose(state.base.potential_energy, fresh.base.potential_energy, rtol=1e-5)
+
+
+def test_sites_that_other_blocks_hold_are_not_tempered():
+    """As a block of ``Gibbs``, exchanges and replicas agree: what is given is no data."""
+
+    def model():
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0))
+        w = numpyro.sample("w", dist.Normal(u, 0.5))
+        numpyro.sample("y", dist.Normal(w + u, 1.0), obs=1.0)
+
+    kernel = infer.ParallelTempering(hmc(model).wrap_model(conditioned), 3)
+    kwargs = {CONDITIONED: {"w": jnp.array(2.0)}}
+    kernel.init(random.key(0), 0, None, (), kwargs)
+    for u in (-0.3, 0.8):
+        found = kernel._tempered_density({"u": jnp.array(u)}, (), kwargs)
+        assert float(found) == pytest.approx(stats.norm.logpdf(1.0, 2.0 + u), rel=1e-5)
 
 
 def test_refresh_takes_the_first_replica_to_z():

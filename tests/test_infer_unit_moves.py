@@ -1,5 +1,8 @@
 """Moves that redraw hidden units from their prior: invariance, modes, and what they refuse."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +86,102 @@ def test_joint_law_of_sites_and_data_is_invariant(model):
     products = [f * np.asarray(y[:, 0], float) for f in fit]
     gap = products[1] - products[0]
     assert abs(gap.mean()) < 4.5 * gap.std() / number**0.5
+
+
+def parent(scale=None):
+    """One weight, and a site below it that stays; the weaker the prior, the weaker the data."""
+    spread = 0.7 if scale is None else 10.0
+    with handlers.scale(scale=scale) if scale else nullcontext():
+        w = numpyro.sample("w", dist.Normal(0.3, 1.0).expand([1]).to_event(1))
+    numpyro.sample("v", dist.Normal(w[0], spread))
+    numpyro.sample("y", dist.Normal(w[0] ** 2, spread), obs=1.5)
+
+
+def moved_from(kernel, start, num_warmup=0):
+    """One transition's moves of each of many states of the first site; the others stay as they are."""
+    state = kernel.init(random.key(1), num_warmup)
+    keys = random.split(random.key(2), len(start))
+
+    def moves(key, w):
+        here = state._replace(base=state.base._replace(z={**state.base.z, "w": w}))
+        return kernel._transition(here, key, (), {}).base.z["w"]
+
+    return np.asarray(jax.jit(jax.vmap(moves))(keys, start), float)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_moves_leave_an_exact_conditional_as_it_is(scale):
+    """Of a weight given data and a site below it, by quadrature; its prior may have a scale of its own."""
+    model = partial(parent, scale)
+    kernel = infer.UnitMoves(HMC(model), {"w": 0}, num_moves=10)
+    v = kernel.init(random.key(1), 0).base.z["v"]
+    w, spread = np.linspace(-9, 9, 40_001), 0.7 if scale is None else 10.0
+    log_density = (scale or 1) * scipy.stats.norm.logpdf(w, 0.3)
+    log_density += scipy.stats.norm.logpdf(v, w, spread) + scipy.stats.norm.logpdf(1.5, w**2, spread)
+    cdf = scipy.integrate.cumulative_trapezoid(np.exp(log_density), w, initial=0)
+    cdf /= cdf[-1]
+    start = np.interp(np.random.default_rng(0).permutation((np.arange(20_000) + 0.5) / 20_000), cdf, w)
+    found = moved_from(kernel, jnp.asarray(start[:, None], jnp.float32))
+    assert np.mean(np.abs(found[:, 0] - start) > 1e-5) > 0.2
+    assert scipy.stats.kstest(found[:, 0], lambda at: np.interp(at, w, cdf)).pvalue > RATE
+    # In warm-up nothing moves.
+    still = moved_from(infer.UnitMoves(HMC(model), {"w": 0}), jnp.ones((5, 1)), num_warmup=1)
+    assert (still == 1).all()
+
+
+def test_moves_of_weights_with_a_common_scale_leave_their_radius():
+    """Without data every move is accepted; sums of squares have the F distribution of their prior."""
+
+    def model():
+        numpyro.sample("w", priors.GroupStudentT(3.0, 0.5, (4,)))
+        numpyro.factor("none", 0.0)
+
+    fn = priors.GroupStudentT(3.0, 0.5, (4,))
+    start = jax.vmap(fn.sample)(random.split(random.key(0), 3000))
+    found = moved_from(infer.UnitMoves(HMC(model), {"w": 0}, num_moves=4), start)
+    assert (np.abs(found - start) > 0).mean() > 0.5
+    radius = (found**2).sum(1) / 4 / 0.5**2
+    assert scipy.stats.kstest(radius, scipy.stats.f(4, 3).cdf).pvalue > RATE
+
+
+def test_moves_stay_where_the_data_are_possible():
+    """Outside of its support a uniform density that is not validated is finite."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
+        fn = dist.Uniform(w[0] - 1.0, w[0] + 1.0, validate_args=False)
+        numpyro.sample("y", fn, obs=jnp.array(0.5))
+
+    found = moved_from(infer.UnitMoves(HMC(model), {"w": 0}, num_moves=10), jnp.full((200, 1), 0.5))
+    assert np.abs(found - 0.5).max() <= 1
+    assert np.std(found) > 0.3
+
+
+def test_sites_with_bounds_that_move_keep_their_values():
+    """A site that the moves leave alone, between bounds that depend on those that they move, in any inner kernel."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+        u = numpyro.sample("u", dist.Uniform(0.0, jnp.ones(2)).to_event(1))
+        v = numpyro.sample("v", dist.Uniform(w[0] - 20.0, w[0] + 20.0))
+        numpyro.sample("y", dist.Normal(v + u.sum(), 0.3), obs=y)
+
+    kernels = (
+        infer.UnitMoves(HMC(model), {"w": 0}, num_moves=5),
+        infer.OrbitMoves(infer.MALA(model, 0.1, warm_start=0.0), [symmetry.Shift("w")], exact=False),
+    )
+    for kernel in kernels:
+        state = kernel.init(random.key(0), 0, None, (1.5,), {})
+        values = kernel.get_constrain_fn((1.5,), {})
+
+        def move(key, kernel=kernel, state=state, values=values):
+            return values(kernel._transition(state, key, (1.5,), {}).base.z)
+
+        before, after = values(state.base.z), jax.vmap(move)(random.split(random.key(1), 50))
+        assert (np.abs(after["w"] - before["w"]) > 1e-3).any()
+        for name in ("u", "v"):
+            expected = np.broadcast_to(before[name], after[name].shape)
+            np.testing.assert_allclose(after[name], expected, atol=1e-4)
 
 
 def two_modes(y=None):

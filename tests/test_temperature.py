@@ -6,6 +6,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
@@ -57,6 +58,41 @@ def test_potential_holds_jacobians_times_the_temperature(temperature):
     jacobian = -plain - log_joint
     assert abs(jacobian) > 0.1
     assert float(tempered) == pytest.approx(float(-log_joint - temperature * jacobian), rel=1e-5)
+
+
+def bounded(inside=None):
+    s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
+    with numpyro.plate("groups", 3), inside or handlers.scale(scale=1.0):
+        u = numpyro.sample("u", dist.Uniform(-1.0, 2.0))
+    with numpyro.plate("data", 2):
+        numpyro.sample("y", dist.Normal(u.sum(), s), obs=jnp.asarray(OBSERVED))
+
+
+HANDLED = {
+    "scale": handlers.scale(bounded, scale=0.3),
+    "scale in a scope": handlers.scope(handlers.scale(bounded, scale=3.0), prefix="net"),
+    "no density": handlers.mask(bounded, mask=False),
+    "scale and mask": handlers.mask(handlers.scale(bounded, scale=0.3), mask=jnp.array(True)),
+    "one site": lambda: bounded(handlers.scale(scale=jnp.array([0.2, 1.0, 3.0]))),
+    "elements": lambda: bounded(handlers.mask(mask=jnp.array([True, False, True]))),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("name", HANDLED)
+def test_handlers_scale_and_mask_densities_but_no_jacobian(name, temperature):
+    """As densities of constrained values do not depend on how their sites are transformed."""
+    model = HANDLED[name]
+    target, z = bind("test", model, random.key(0), init_to_uniform(), (), {}, temperature)
+    z = {site: jnp.asarray(0.5 + np.arange(value.size).reshape(value.shape)) for site, value in z.items()}
+    values = target.constrain((), {})(z)
+    log_joint, _ = log_density(model, (), {}, values)
+    s, u = (np.asarray(next(z[site] for site in z if site.endswith(end))) for end in ("s", "u"))
+    # Of exp, and of 3 sigmoid - 1.
+    jacobian = s + np.sum(np.log(3.0) + stats.logistic.logpdf(u))
+    assert float(target.potential((), {}, {})(z)) == pytest.approx(
+        float(-log_joint - temperature * jacobian), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.4, 3.0])

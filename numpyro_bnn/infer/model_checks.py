@@ -102,6 +102,18 @@ class scale_sites(Messenger):
             msg["scale"] = self.factor if msg.get("scale") is None else msg["scale"] * self.factor
 
 
+class weight_jacobians(Messenger):
+    """Multiply the Jacobians of NumPyro's potential by a factor, and by nothing that handlers inside do to a site."""
+
+    def __init__(self, fn: Callable, factor: float) -> None:
+        super().__init__(fn)
+        self.factor = factor
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and is_jacobian(msg):
+            msg["scale"], msg["fn"] = self.factor, unwrapped(msg["fn"], masked=True)
+
+
 def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
     """Add a keyword ``_batch`` to a model: indices by plate, ``None`` for random ones, "full", or a ``RowSubset``."""
 

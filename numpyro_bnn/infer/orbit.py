@@ -110,9 +110,7 @@ class OrbitMoves(Wrapper):
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
         """One move along every orbit."""
         prior = PriorProgram(self.model, values, args, kwargs)
-        # Sites that stay, too, where their support depends on what moves: the kernel holds unconstrained values.
-        affected = {site for plan_ in self._plans for site in plan_.affected}
-        moved = {site: value for site, value in values.items() if site in affected}
+        moved: dict[str, jax.Array] = {}
         accepted = []
         for i, plan_ in enumerate(self._plans):
             changed, accept_prob = move(

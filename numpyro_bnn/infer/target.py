@@ -21,13 +21,12 @@ from numpyro_bnn.infer.model_checks import (
     check_indices,
     check_latent_sites,
     first_batch,
-    is_jacobian,
     observed_log_density,
     on_batch,
     only_rows,
-    scale_sites,
     subsampled,
     trace_of,
+    weight_jacobians,
 )
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
@@ -109,8 +108,7 @@ def bind(
     :param rng_key: one key, or a batch of them for vectorized chains.
     """
     kwargs = dict(kwargs or {})
-    if temperature != 1:  # U(z) / T has the Jacobian once if U has it T times
-        model = scale_sites(model, temperature, is_jacobian)
+    model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
     # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
     with jax.ensure_compile_time_eval():
         traced, stochastic = trace_of(model, 0, args, kwargs)

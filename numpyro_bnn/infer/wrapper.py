@@ -8,16 +8,24 @@ from typing import Any
 
 import jax
 from numpyro.distributions import biject_to
-from numpyro.infer.gibbs import GIBBS_SITES_KWARG, CustomGibbs, DiscreteGibbs, Gibbs, with_conditioning
+from numpyro.infer.gibbs import (
+    GIBBS_SITES_KWARG,
+    CustomGibbs,
+    DiscreteGibbs,
+    Gibbs,
+    latent_sample_sites,
+    with_conditioning,
+)
 from numpyro.infer.hmc import HMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import dependence
 from numpyro_bnn._keys import split
-from numpyro_bnn._plates import full_plates
-from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
+from numpyro_bnn._plates import full_plates, full_trace
+from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 
 CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
 
@@ -53,6 +61,7 @@ class Wrapper(MCMCKernel):
         check_kernel(self._call, kernel, ("refresh",))
         self._kernel = kernel
         self._num_warmup = 0
+        self._bounded: tuple[str, ...] = ()
         self._sample_fn: Callable | None = None
 
     @abstractmethod
@@ -107,6 +116,7 @@ class Wrapper(MCMCKernel):
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
             self._prepare(model_args, model_kwargs)
+            self._bounded = _bounded_by_others(self.model, model_args, model_kwargs)
         self._num_warmup = num_warmup
         keys = split(rng_key)
         if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
@@ -135,6 +145,11 @@ class Wrapper(MCMCKernel):
         kernel = self._kernel
         values = kernel.get_constrain_fn(model_args, model_kwargs)(getattr(state.base, self.sample_field))
         state, moved, prior = self._move(state, values, rng_key, model_args, model_kwargs)
+        if self._bounded:  # the inner kernel must hold their values relative to the new bounds
+            held, kwargs = held_values(model_kwargs)
+            moved = {name: values[name] for name in self._bounded} | moved
+            traced = full_trace(self.model, {**held, **values, **moved}, model_args, kwargs)
+            prior = {name: traced[name]["fn"] for name in moved}
         return state._replace(base=with_constrained(kernel, state.base, moved, prior), i=state.i + 1)
 
     def refresh(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Any:
@@ -178,6 +193,19 @@ class Wrapper(MCMCKernel):
     def divergence_report(self, state: Any) -> str | None:
         """The report of the inner kernel."""
         return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
+
+
+def _bounded_by_others(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Latent sites whose support depends on other latent sites."""
+    held, kwargs = held_values(kwargs)
+    traced = full_trace(model, held, args, kwargs)
+    values = {name: traced[name]["value"] for name in latent_sample_sites(traced) if name not in held}
+
+    def bounds(at: Mapping[str, jax.Array]) -> dict[str, list]:
+        found = full_trace(model, {**held, **at}, args, kwargs)
+        return {name: jax.tree.leaves(found[name]["fn"].support) for name in values}
+
+    return tuple(name for name, others in dependence(bounds, values).items() if others)
 
 
 # --------------------------------------------------------------------------------- the state of a wrapped kernel

@@ -9,6 +9,7 @@ and are too far apart once sqrt(v) exceeds the width of the step.
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -157,7 +158,7 @@ def _sums(
         )
     else:
 
-        def of_panel(ends: Any) -> jax.Array:
+        def of_panel(center: Any, ends: Any) -> jax.Array:
             @jax.checkpoint
             def add(sums: Any, node: Any) -> tuple[jax.Array, None]:
                 value, density = at(ends[0], ends[1], node[0])
@@ -167,7 +168,10 @@ def _sums(
             start = jnp.zeros((2, 3, *middle.shape[1:]), middle.dtype)
             return jax.lax.scan(add, start, (nodes, rules.T))[0]
 
-        fine, rough = jnp.moveaxis(jax.lax.map(of_panel, (middle, half)), 0, 2)
+        # First the mean: squares about any other center would lose digits.
+        sums = jax.lax.stop_gradient(jax.lax.map(partial(of_panel, center), (middle, half))[:, 0].sum(0))
+        center = center + sums[1] / sums[0]
+        fine, rough = jnp.moveaxis(jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2)
     total, first, second = (jnp.sum(part, 0) for part in fine)
     mean = first / total
     # A function that grows too fast has not faded in the last two units of z.

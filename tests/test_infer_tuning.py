@@ -1,0 +1,378 @@
+"""Parts of the warm-up alone: step sizes and scales chosen from exact quantities, the optimizer and its rows."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import random
+from jax.flatten_util import ravel_pytree
+from numpyro.distributions import constraints
+from scipy import linalg
+
+from numpyro_bnn import infer
+from numpyro_bnn.infer.chain import AcceptanceTuner
+from numpyro_bnn.infer.mclmc import DECOHERENCE, EnergyTuner
+from numpyro_bnn.infer.preconditioning import resolve
+from numpyro_bnn.infer.tuning import (
+    Spread,
+    Stages,
+    autocorrelation_time,
+    gradient_noise,
+    largest_curvature,
+)
+from numpyro_bnn.infer.warm_start import held_out_rows, learning_gradient
+
+
+class State(NamedTuple):
+    """The fields of a chain's state that tuners read."""
+
+    base_step_size: Any = None
+    accept_prob: Any = None
+    energy_variance: Any = None
+    tuning: Any = None
+    engine: Any = None
+
+
+class Engine(NamedTuple):
+    position: Any = None
+    adaptation: Any = None
+    memory: Any = None
+
+
+class Memory(NamedTuple):
+    length: Any = None
+
+
+# -- step sizes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("curvature", "noise"), [(3.0, 0.0), (1.0, 40.0)])
+def test_chosen_step_sizes_of_sgld_have_the_bias_they_state(curvature, noise):
+    """The stationary variance of its linear recursion, to first order in the tolerance."""
+    kernel = infer.SGLD(lambda: None, bias_tolerance=0.01, temperature=2.0)
+    eps = float(kernel.choose_step_size(jnp.array(curvature), jnp.array(noise), 1))
+    variance = (2.0 * eps + eps**2 * noise / 4) / (1 - (1 - eps * curvature / 2) ** 2)
+    assert variance * curvature / 2.0 - 1 == pytest.approx(0.01, rel=0.02)
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.6])
+def test_chosen_step_sizes_of_sghmc_have_the_bias_they_state(decay):
+    """The stationary covariance of BAOAB, from a discrete Lyapunov equation, where noise dominates.
+
+    The tolerance is that of the momenta; their refresh, a = 1 - decay, leaves (1 + a)^2 / 4 of it to the positions.
+    """
+    curvature, noise, temperature = 1.0, 500.0, 2.0
+    kernel = infer.SGHMC(lambda: None, momentum_decay=decay, bias_tolerance=0.01, temperature=temperature)
+    h = float(kernel.choose_step_size(jnp.array(curvature), jnp.array(noise), 1)) ** 0.5
+    drift = np.array([[1, h / 2], [0, 1]])
+    refresh, kick = np.diag([1, 1 - decay]), np.array([[1, 0], [-h * curvature, 1]])
+    source = (1 - (1 - decay) ** 2) * temperature * np.diag([0, 1.0])
+    whole = drift @ refresh @ drift
+    added = drift @ source @ drift.T + whole @ np.diag([0, h**2 * noise]) @ whole.T
+    variance = linalg.solve_discrete_lyapunov(whole @ kick, added)[0, 0]
+    assert variance * curvature / temperature - 1 == pytest.approx(0.01 * (1 - decay / 2) ** 2, rel=0.01)
+
+
+def test_first_steps_of_mclmc_have_a_quarter_of_the_stable_length():
+    """Leapfrog steps on a curvature lam are stable up to h = 2 / sqrt(lam), a distance of h sqrt(P)."""
+    step = infer.MCLMC(lambda: None).choose_step_size(jnp.array(9.0), jnp.array(0.0), 16)
+    assert float(step) == pytest.approx(2 / 3 / 4 * 4)
+
+
+@pytest.mark.parametrize("step_size", [1e-4, 0.04])
+def test_frictions_are_per_unit_of_time(step_size):
+    """A step of h = sqrt(eps) keeps the fraction exp(-friction h); the thermostat's mass is (20 h)^2."""
+    for kind in (infer.SGHMC, infer.SGNHT, infer.GGMC):
+        dynamics = kind(lambda: None, momentum_decay=0.3).dynamics(lambda z: z, step_size)
+        assert np.exp(-dynamics.friction * step_size**0.5) == pytest.approx(0.7)
+    thermostat = infer.SGNHT(lambda: None).dynamics(lambda z: z, step_size)
+    assert thermostat.mass == pytest.approx(400 * step_size)
+
+
+def test_step_sizes_are_adapted_to_an_acceptance():
+    """Acceptance exp(-eps): a target of 0.574 is met at eps = 0.555, and later changes are ignored."""
+    tuner, eps = AcceptanceTuner(0.574, 0, 300), jnp.array(5.0)
+    for i in range(320):
+        seen = jnp.exp(-eps) if i < 300 else jnp.array(0.0)
+        eps = tuner.adapt(State(), State(base_step_size=eps, accept_prob=seen), None, i).base_step_size
+        if i == 299:
+            assert float(eps) == pytest.approx(-np.log(0.574), rel=1e-3)
+            final = eps
+    assert eps == final
+
+
+def energy_tuner(**options):
+    plain = {
+        "stages": Stages.of(0, 100),
+        "num_warmup": 100,
+        "steps_per_draw": 3,
+        "energy_targets": (1e-3, 1e-3),
+        "steers_step_size": True,
+        "sets_length": True,
+        "sets_scales": False,
+        "evens_noise": False,
+    }
+    return EnergyTuner(**plain | options)
+
+
+def test_steps_are_steered_to_the_energy_variance():
+    """Energy errors 5 eps^6 without noise: the first transition suffices, as past errors are scaled with the step."""
+    tuner, eps = energy_tuner(), jnp.array(0.4)
+    exact = (1e-3 / 5) ** (1 / 6)
+    tuning = tuner.start(jnp.zeros(2), eps)
+    for i in range(4):
+        seen = State(base_step_size=eps, energy_variance=5 * eps**6, tuning=tuning)
+        state = tuner._steered(seen, jnp.array(False), i)
+        eps, tuning = state.base_step_size, state.tuning
+        assert float(eps) == pytest.approx(exact, rel=1e-3)
+
+
+def test_lengths_follow_the_autocorrelation_time():
+    """An autoregression with time (1 + rho) / (1 - rho) = 4, in transitions of three steps."""
+    tuner, rng = energy_tuner(), np.random.default_rng(0)
+    draws = np.zeros((1000, 200))
+    for t in range(1, 1000):
+        draws[t] = 0.6 * draws[t - 1] + rng.normal(size=200)
+    tuning = tuner.start(jnp.zeros(200), 1.0)._replace(record=jnp.asarray(draws[100:], jnp.float32))
+    state = State(tuning=tuning, base_step_size=jnp.array(0.5), engine=Engine(memory=Memory(jnp.array(7.0))))
+    found = tuner._relaxed(state).engine.memory.length
+    np.testing.assert_allclose(found, DECOHERENCE * 4 * 3 * 0.5 * tuner.stages.stride, rtol=0.07)
+    # Independent draws leave it as it is.
+    noise = tuning._replace(record=random.normal(random.key(0), (900, 200)))
+    assert tuner._relaxed(state._replace(tuning=noise)).engine.memory.length == 7.0
+
+
+@pytest.mark.parametrize("size", [7, 12])
+def test_the_autocorrelation_time_of_a_few_draws(size):
+    """Lag by lag: pairs of autocorrelations are summed until one is negative; the mean over coordinates."""
+    draws = np.cumsum(np.random.default_rng(0).normal(size=(size, 5)), axis=0)
+    times = []
+    for column in (draws - draws.mean(0)).T:
+        lags = np.array([column[: size - lag] @ column[lag:] for lag in range(size)]) / (column @ column)
+        pairs = lags[: size // 2 * 2].reshape(-1, 2).sum(1)
+        first = np.flatnonzero(pairs <= 0)
+        times.append(2 * pairs[: first[0] if len(first) else None].sum() - 1)
+    found = autocorrelation_time(jnp.asarray(draws, jnp.float32))
+    np.testing.assert_allclose(found, np.maximum(times, 1 / size).mean(), rtol=1e-4)
+
+
+def test_new_scales_make_the_spread_even_and_set_the_length():
+    """Variances of whitened positions become equal; the length is their root sum of squares on the new scales."""
+    tuner, variances, old = (
+        energy_tuner(sets_scales=True),
+        np.array([0.01, 1.0, 25.0]),
+        np.array([2.0, 3.0, 1.0]),
+    )
+    spread = Spread(jnp.zeros(3), jnp.asarray(variances * 1e6, jnp.float32), jnp.array(1e6))
+    tuning = tuner.start(jnp.zeros(3), 1.0)._replace(spread=spread)
+    engine = Engine(adaptation=jnp.asarray(old), memory=Memory(jnp.array(1.0)))
+    state = tuner._rescaled(State(tuning=tuning, engine=engine, base_step_size=jnp.array(0.1)))
+    evened = variances / (np.asarray(state.engine.adaptation) / old) ** 2
+    np.testing.assert_allclose(evened, evened[0], rtol=1e-3)
+    np.testing.assert_allclose(state.engine.memory.length, evened.sum() ** 0.5, rtol=1e-3)
+    assert state.tuning.spread.total == 0
+
+
+def test_scales_even_out_the_noise_of_gradients():
+    """L' V L is the same in every direction, but for a hundredth of the mean."""
+    noise = np.array([1.0, 4.0, 100.0, 0.0])
+
+    class Sampler:
+        def gradient_noise(self, engine, num_batches):
+            return jnp.asarray(noise)
+
+    engine = Engine(position=jnp.zeros(4), adaptation=jnp.ones(4))
+    found = energy_tuner(evens_noise=True).precondition(Sampler(), engine, jnp.array(0)).adaptation
+    evened = np.asarray(found) ** 2 * (noise + 0.01 * noise.mean())
+    np.testing.assert_allclose(evened, evened[0], rtol=1e-5)
+    np.testing.assert_allclose(np.prod(found), 1.0, rtol=1e-5)
+
+
+def test_running_variances_are_those_of_all_positions():
+    """Shrunk towards their geometric mean with the weight of five."""
+    draws = np.random.default_rng(0).normal(3.0, [1.0, 5.0, 0.2], (20, 3))
+    spread = Spread(jnp.zeros(3), jnp.zeros(3), jnp.zeros(()))
+    for draw in draws:
+        spread = spread.add(jnp.asarray(draw))
+    exact = draws.var(0, ddof=1)
+    center = np.exp(np.log(exact).mean())
+    np.testing.assert_allclose(spread.variance(), (20 * exact + 5 * center) / 25, rtol=1e-4)
+
+
+# -- curvature and noise ----------------------------------------------------------------------------
+
+N, B = 120, 4
+RNG = np.random.default_rng(0)
+
+
+def built(kernel, args, step_size=1e-3, key=0):
+    """The engine of a kernel at its start, and its sampler."""
+    state = kernel.init(random.key(key), 0, None, args, {})
+    return kernel.sampler(kernel.target, state.z, jnp.array(step_size), args, {}), state
+
+
+def linear(slopes, curvatures, batch_size):
+    """Rows with gradients slopes[i] and a common diagonal curvature."""
+    w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), slopes.shape[1:]))
+    numpyro.factor("curvature", -0.5 * jnp.sum(curvatures * w**2))
+    with numpyro.plate("data", slopes.shape[0], subsample_size=batch_size) as i:
+        numpyro.factor("slope", slopes[i] @ w)
+
+
+def test_curvature_is_measured_behind_the_preconditioner():
+    """The largest eigenvalue of L' H L, for a Hessian whose largest one is elsewhere."""
+    hessian = np.array([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 30.0]])
+    metric = np.array([[9.0, 2.0, 0.0], [2.0, 5.0, 0.1], [0.0, 0.1, 0.05]])
+
+    def model():
+        w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), (3,)))
+        numpyro.factor("f", -0.5 * w @ jnp.asarray(hessian, jnp.float32) @ w)
+
+    sampler, state = built(infer.SGLD(model, 1e-3, preconditioner=metric, warm_start=0.0), ())
+    root = np.linalg.cholesky(metric)
+    exact = np.linalg.eigvalsh(root.T @ hessian @ root)[-1]
+    assert float(largest_curvature(sampler, state.engine)) == pytest.approx(exact, rel=1e-3)
+
+
+def test_noise_is_measured_behind_the_preconditioner():
+    """From 16 minibatches, within 5 standard errors of the exact covariance: failure rate 6e-7 each."""
+    size = 200
+    slopes = RNG.normal(3.0, 1.0, (N, size)) * np.linspace(0.5, 2.0, size)
+    metric = np.linspace(20.0, 3.0, size)
+    kernel = infer.SGLD(linear, 1e-3, preconditioner=metric, warm_start=0.0)
+    args = (jnp.asarray(slopes, jnp.float32), jnp.zeros(size), B)
+    sampler, state = built(kernel, args)
+    noise = gradient_noise(sampler, state.engine)
+    white = slopes * np.sqrt(metric)
+    covariance = N**2 / B * np.cov(white.T, bias=True)
+    total, mean = np.trace(covariance), N * white.mean(0)
+    error = np.sqrt(2 / 15 * np.sum(covariance**2)) / total
+    assert error < 0.05
+    assert float(noise.mean) == pytest.approx(total / size, rel=5 * error)
+    # The squared length of the mean of 16 estimates is too large by a sixteenth of the noise.
+    expected = total / (mean @ mean + total / 16)
+    assert float(noise.relative) == pytest.approx(expected, rel=5 * error + 0.1)
+
+
+def test_noise_along_its_largest_direction():
+    """15 degrees of freedom: within the quantiles 1e-6 and 1 - 1e-6 of chi-squared."""
+    slopes = np.outer(RNG.normal(size=N), [1.0, 2.0])
+    sampler, state = built(
+        infer.SGLD(linear, 1e-3, warm_start=0.0), (jnp.asarray(slopes, jnp.float32), jnp.zeros(2), B)
+    )
+    exact = N**2 / B * 5 * slopes[:, 0].var()
+    assert 0.06 < float(gradient_noise(sampler, state.engine).largest) / exact < 3.9
+
+
+def test_preconditioners_by_site_are_in_the_order_of_the_flat_position():
+    z = {"b": jnp.zeros(2), "a": jnp.zeros(3), "c": jnp.zeros(())}
+    by_site = {"b": jnp.array([4.0, 9.0]), "a": 25.0}
+    found = resolve("test", by_site, z, 10)
+    flat, _ = ravel_pytree({"a": 5.0 * jnp.ones(3), "b": jnp.array([2.0, 3.0]), "c": jnp.ones(())})
+    np.testing.assert_allclose(found.root(found.init(flat), jnp.ones(6)), flat)
+    assert resolve("test", "rmsprop", z, 10).num_data == 10
+
+
+# -- the warm start ---------------------------------------------------------------------------------
+
+
+def one_of_many_rows(num_rows, batch_size):
+    """The potential falls in direction i by N / B for each row i of a minibatch."""
+    w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), (num_rows,)))
+    with numpyro.plate("data", num_rows, subsample_size=batch_size) as i:
+        numpyro.factor("f", w[i])
+
+
+def test_every_optimizer_step_has_a_minibatch_of_its_own():
+    """Gradient descent counts how often it sees each row."""
+    warm = infer.WarmStart(0.5, num_steps=60, optimizer=optax.sgd(1 / 30))
+    kernel = infer.SGLD(one_of_many_rows, 1e-3, steps_per_draw=1, warm_start=warm)
+    args = (30, 1)
+    state = kernel.init(random.key(0), 4, {"w": jnp.zeros(30)}, args, {})
+    first = kernel.sample(state, args, {})
+    counts = [np.asarray(s.z["w"]) for s in (first, kernel.sample(first, args, {}))]
+    for number, count in zip((30, 60), counts, strict=True):
+        np.testing.assert_allclose(count, count.round(), atol=1e-3)
+        assert count.sum() == pytest.approx(number, rel=1e-4)
+    later = counts[1] - counts[0]
+    # The share of the most frequent of 30 rows in 30 draws is above a third with probability 1e-7.
+    assert counts[0].max() < 10
+    assert np.abs(later - counts[0]).max() > 0.5
+
+
+def unit_steps():
+    """An optimizer that moves up by 1 each step, whatever the gradient."""
+    return optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (jnp.ones_like(g), s))
+
+
+def all_threes(num_rows):
+    w = numpyro.sample("w", dist.Normal(0.0, 100.0))
+    with numpyro.plate("data", num_rows) as i:
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=3.0 * jnp.ones(num_rows)[i])
+
+
+def test_sampling_starts_where_held_out_rows_were_predicted_best():
+    warm = infer.WarmStart(0.6, num_steps=6, optimizer=unit_steps(), held_out=0.25)
+    kernel = infer.SGLD(all_threes, 1e-9, steps_per_draw=1, warm_start=warm)
+    state = kernel.init(random.key(0), 10, {"w": jnp.zeros(())}, (8,), {})
+    seen = []
+    for _ in range(6):
+        state = kernel.sample(state, (8,), {})
+        seen.append(float(state.z["w"]))
+    np.testing.assert_allclose(seen, [1, 2, 3, 4, 5, 3])
+    assert float(state.optimizer.score) == pytest.approx(-np.log(2 * np.pi), rel=1e-5)  # of two rows
+
+
+def test_starts_are_spread():
+    def start(spread):
+        kernel = infer.SGLD(all_threes, warm_start=infer.WarmStart(spread=spread))
+        return kernel.init(random.key(0), 4, None, (8,), {}).z["w"]
+
+    np.testing.assert_allclose(start(3.0), 3.0 * start(1.0), rtol=1e-6)
+
+
+def test_scales_come_from_the_squared_gradients_of_the_warm_start():
+    """An optimizer that stays: G is one over the root mean square of the gradients at the start, of mean 1."""
+    slopes = RNG.normal(size=(N, 3)) * np.array([1.0, 3.0, 0.2])
+    warm = infer.WarmStart(0.5, num_steps=4000, optimizer=optax.sgd(0.0))
+    kernel = infer.PSGLD(linear, 1e-6, preconditioner="warm_start", warm_start=warm, steps_per_draw=1)
+    args = (jnp.asarray(slopes, jnp.float32), jnp.zeros(3), 1)
+    state = kernel.init(random.key(0), 2, {"w": jnp.zeros(3)}, args, {})
+    found = np.asarray(jax.jit(lambda s: kernel.sample(s, args, {}))(state).engine.adaptation) ** 2
+    exact = (slopes**2).mean(0) ** -0.5
+    # Mean squares of 4000 rows have relative standard errors of about sqrt(2 / 4000).
+    np.testing.assert_allclose(found, exact / exact.mean(), rtol=5 * (2 / 4000) ** 0.5)
+
+
+def grouped(y, batch_size=None):
+    """Two groups of rows; the plate of groups holds a latent site as well."""
+    with numpyro.plate("groups", 2, dim=-2):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", y.shape[1], subsample_size=batch_size, dim=-1) as i:
+            numpyro.sample("y", dist.Normal(a, 1.0), obs=y[:, i])
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_rows_that_are_not_held_out_weigh_as_much_as_all(batch_size):
+    """With all of them, the exact gradient; with one per minibatch, the exact gradients of each, and no others."""
+    y = jnp.asarray(RNG.normal(size=(2, 10)), jnp.float32)
+    kernel = infer.SGLD(grouped, 1e-3, warm_start=0.0)
+    state = kernel.init(random.key(0), 0, None, (y, batch_size), {})
+    unravel = ravel_pytree(state.z)[1]
+    gradient = learning_gradient(kernel.target, 0.3, unravel, (y, batch_size), {})
+    learned = np.asarray(held_out_rows(10, 0.3)[0])
+    at = jnp.array([0.3, -0.8])
+    by_row = np.asarray(at)[:, None] + 10 * (np.asarray(at)[:, None] - np.asarray(y)[:, learned])
+    if batch_size is None:
+        np.testing.assert_allclose(gradient((), at, {})[1], by_row.mean(1), rtol=1e-5)
+        return
+    batches = jax.vmap(gradient.stream.draw, (None, 0))(state.engine.seeds.batch, jnp.arange(60))
+    found = jax.vmap(lambda batch: gradient((), at, batch)[1])(batches)
+    distance = np.abs(np.asarray(found)[:, None] - by_row.T).max(-1)
+    assert distance.min(1).max() < 1e-4
+    assert set(distance.argmin(1)) == set(range(7))
