@@ -131,9 +131,6 @@ def _integrate(
             numpyro.deterministic(name, site["value"])
 
 
-# ------------------------------------------------------------------------------------------ the linear Gaussian model
-
-
 def log_marginal(model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
     r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`, A the (N, P) ``jacobian``.
 

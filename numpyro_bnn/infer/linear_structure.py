@@ -110,9 +110,6 @@ class LinearModel:
         return jnp.zeros(sum(map(prod, self.structure.shapes.values())))
 
 
-# --------------------------------------------------------------------------------------------------------- reading
-
-
 def read(
     call: str, model: Callable, sites: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]
 ) -> LinearStructure:
@@ -219,9 +216,6 @@ def _check_linear(call: str, linear: LinearModel) -> None:
                 f" (off by {worst:.2g} at random values)",
                 "Name sites that enter linearly, such as the weights of an output layer.",
             )
-
-
-# --------------------------------------------------------------------------------------------------- single sites
 
 
 def log_density(site: Mapping[str, Any]) -> jax.Array:

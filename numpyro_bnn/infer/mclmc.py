@@ -207,9 +207,6 @@ def _measure_some_steps(
     return quiet.run(engine, num_steps - measured)
 
 
-# -- warm-up ---------------------------------------------------------------------------------------------
-
-
 class Tuning(NamedTuple):
     """What a chain accumulates in warm-up.
 

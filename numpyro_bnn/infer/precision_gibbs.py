@@ -182,9 +182,6 @@ class PrecisionGibbs(MCMCKernel):
         return {**self.__dict__, "_sample_fn": None}
 
 
-# ----------------------------------------------------------------------------------------------------------- draws
-
-
 class GIG(NamedTuple):
     """The generalized inverse Gaussian: density of t > 0 proportional to t^(p - 1) exp(-(a t + b / t) / 2)."""
 

@@ -113,9 +113,6 @@ def optimize(
     return state._replace(position=position), memory, squares
 
 
-# -- rows held out ---------------------------------------------------------------------------------------
-
-
 def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
     """Split rows into training and held-out rows; the split depends only on ``size`` and ``share``.
 

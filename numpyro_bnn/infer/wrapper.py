@@ -208,9 +208,6 @@ def _bounded_by_others(model: Callable, args: tuple, kwargs: Mapping[str, Any]) 
     return tuple(name for name, others in dependence(bounds, values).items() if others)
 
 
-# --------------------------------------------------------------------------------- the state of a wrapped kernel
-
-
 def with_constrained(
     kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
 ) -> Any:

@@ -131,9 +131,6 @@ def _alone(axes: tuple[UnitAxis, ...]) -> tuple[UnitAxis, ...]:
     return tuple(axis for axis in axes if sites.count(axis.site) == 1) or axes
 
 
-# -- signs and orders of all draws --------------------------------------------------------------------
-
-
 def _first_pass(groups: Sequence[_Group], points: Points, target: Points) -> Points:
     """Match layer by layer, each by sites that later layers do not change, so that the start does not matter."""
     for group, later in _with_later(groups):
@@ -212,9 +209,6 @@ def _signed(
     for flip, s in zip(flips, signs, strict=True):
         sign *= s ** flip.sites.count(axis.site)
     return sign * score
-
-
-# -- the first reference --------------------------------------------------------------------------------
 
 
 def _middle(groups: Sequence[_Group], points: Points) -> Points:

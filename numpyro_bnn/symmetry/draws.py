@@ -113,9 +113,6 @@ def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitA
     return waiting[0], [axis for axis, power in waiting[0].powers if power > 0]
 
 
-# -- summaries -----------------------------------------------------------------------------------------
-
-
 def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
     r"""Summaries of units that no symmetry changes, so that R-hat and ESS are meaningful without relabeling.
 

@@ -201,9 +201,6 @@ def _others(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis
     return tuple(axis for axis in axes if axis.site not in sites)
 
 
-# -- the same map for every element of a unit ------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OnElements(Symmetry):
     """A volume-preserving group that acts alike on every element of a unit: shifts, signs, orders.

@@ -146,9 +146,6 @@ def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[ja
     return [None if normal is None else normal[0] for normal in normals]
 
 
-# -- moves ---------------------------------------------------------------------------------------------
-
-
 def move(
     plan: Plan, rng_key: jax.Array, values: Mapping[str, jax.Array], prior: PriorProgram, width: jax.Array
 ) -> tuple[Values, jax.Array]:

@@ -223,8 +223,7 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
     half of it agree, otherwise on a grid around the mode, the others always on a grid as wide as the prior.
 
     Gradients are those of the Gaussian densities at fixed points, so that a kink or step does no harm. They are NaN
-    where a grid and half of it disagree, or where the mode is far outside of the prior, so that the update is refused,
-    and counted.
+    where a grid and half of it disagree, or where the mode is far outside of the prior: the update is then refused.
     """
     if not gaussians:
         return fn({})
