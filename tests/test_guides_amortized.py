@@ -16,6 +16,7 @@ from scipy import stats
 
 from numpyro_bnn import nn
 from numpyro_bnn.guides import AutoAmortized, AutoMeanField
+from numpyro_bnn.guides.inference_network import Posterior
 
 N, K, L = 60, 5, 2
 NOISE = 0.7
@@ -307,6 +308,19 @@ def test_posterior_of_old_and_new_rows(fitted, rows, key):
     np.testing.assert_allclose(
         again.median(params, rows[:3])["z"], again.median(params, rows)["z"][:3], rtol=1e-5
     )
+
+
+def test_joint_posterior_of_a_row_has_the_covariance_of_its_factor():
+    """L = [[1, 0], [2, 0.5]]: L L' = [[1, 2], [2, 4.25]], by 20,000 draws to 5 standard errors."""
+    factor = np.array([[1.0, 0.0], [2.0, 0.5]])
+    posterior = Posterior(jnp.array([[0.3, -1.0]]), jnp.asarray(factor)[None])
+    np.testing.assert_allclose(posterior.sd, [[1.0, 4.25**0.5]], rtol=1e-6)
+    draws = np.asarray(posterior.draw(jax.random.key(0), (20_000,)), np.float64)[:, 0]
+    covariance = factor @ factor.T
+    variance = np.diagonal(covariance)
+    error = np.sqrt((np.outer(variance, variance) + covariance**2) / 20_000)
+    assert (np.abs(np.cov(draws.T) - covariance) < 5 * error).all()
+    assert (np.abs(draws.mean(0) - [0.3, -1.0]) < 5 * np.sqrt(variance / 20_000)).all()
 
 
 def test_draws_have_the_stated_quantiles(fitted, rows):

@@ -254,6 +254,14 @@ def test_moments_of_independent_priors():
         within_five_standard_errors(w**4, fourth)
 
 
+@pytest.mark.parametrize("family", [priors.Normal, priors.Hierarchical, priors.GPFilters])
+def test_gains_are_around_one_and_biases_around_zero(family):
+    prior = family(gain_scale=0.3, bias_scale=0.7)
+    gain, bias = prior("LayerNorm_0.scale", (3,)), prior("LayerNorm_0.bias", (3,))
+    assert (gain.mean, bias.mean) == (1.0, 0.0)
+    np.testing.assert_allclose([gain.variance, bias.variance], [0.3**2, 0.7**2], rtol=1e-6)
+
+
 def test_hierarchical_weights_of_a_layer_share_their_scale():
     """s ~ HalfNormal(1): Var w = 1 / fan_in, and E[w1^2 w2^2] = E s^4 / fan_in^2 = 3 / fan_in^2."""
     w = draws_of(priors.Hierarchical(), DENSE, NUMBER)["Dense_0.kernel"].astype(float)
