@@ -13,6 +13,7 @@ from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO, init_to_uniform,
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn import guides, nn, priors, random_network
+from numpyro_bnn.guides.initialization import base_spread
 
 STEPS, PARTICLES = 3000, 10
 
@@ -244,6 +245,14 @@ def test_hierarchical_kernels_start_at_fan_in_scale(centered):
     assert np.std(guide.median(params)["net/kernel"]) == pytest.approx(0.1, rel=0.05)  # 5 sd of 5000
     draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(200,))["net/kernel"]
     assert np.mean(np.std(draws, axis=0)) == pytest.approx(0.01, rel=0.15 if not centered else 0.01)
+
+
+def test_spread_of_a_base_is_that_of_its_weight():
+    """A weight 3 z of 100 inputs, z of sd 2: a factor 1 / 60 / (1 / 2) on z gives it the sd 0.1; never above 1."""
+    z = 2.0 * jax.random.normal(jax.random.key(0), (100, 50))
+    for factor, expected in ((3.0, 0.1 / 3), (0.01, 1.0)):
+        found = base_spread("net/Dense_0.kernel_base", z, factor * z)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_first_scales_by_site():

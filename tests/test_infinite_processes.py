@@ -76,6 +76,14 @@ def test_draws_have_the_moments_of_the_prediction(data):
     assert (np.abs(draws.mean(0) - mean) < 6 * np.sqrt(variance / 4000)).all()
     error = np.sqrt((np.outer(variance, variance) + covariance**2) / 4000)
     assert (np.abs(np.cov(draws.T) - covariance) < 6 * error).all()
+    both = gp_regression(NET, x, np.stack([y, -2 * y], 1), noise_sd=0.3).sample(
+        jax.random.key(2), new, (4000,)
+    )
+    assert (
+        np.abs(both.mean(0) - np.stack([mean, -2 * mean], 1)) < 6 * np.sqrt(variance / 4000)[:, None]
+    ).all()
+    for output in (0, 1):
+        assert (np.abs(np.cov(both[..., output].T) - covariance) < 6 * error).all()
 
 
 def test_marginal_likelihood_in_hyperparameters(data):
@@ -106,6 +114,23 @@ def test_jitter_is_reported(data):
         lower, jitter = factorize(singular)
         np.testing.assert_allclose(lower @ lower.T, singular + jitter * jnp.eye(3), rtol=1e-12)
         assert jnp.isnan(factorize(-singular).lower).any()
+        # N rounding errors of the mean of the diagonal are enough here.
+        least = factorize(jnp.diag(jnp.array([1.0, 1.0, 0.0]))).jitter
+        np.testing.assert_allclose(least, 2 * np.finfo(float).eps, rtol=1e-12)
+
+
+def test_gradient_of_the_density_of_several_outputs(x64):
+    """Of -tr(Y' A^-1 Y) / 2 - K log |A| / 2, by autodiff of the formula, in a symmetric direction."""
+    rng = np.random.default_rng(0)
+    root, direction, y = (jnp.asarray(rng.normal(size=shape)) for shape in ((4, 4), (4, 4), (4, 3)))
+    matrix, direction = root @ root.T + jnp.eye(4), direction + direction.T
+
+    def formula(step):
+        moved = matrix + step * direction
+        return -0.5 * jnp.sum(y * jnp.linalg.solve(moved, y)) - 1.5 * jnp.linalg.slogdet(moved)[1]
+
+    found = jax.grad(lambda step: zero_mean_log_density(matrix + step * direction, y)[0])(0.0)
+    np.testing.assert_allclose(found, jax.grad(formula)(0.0), rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -489,6 +489,19 @@ def test_filters_have_that_covariance_over_channels(covariance, centered):
     within_five_standard_errors(a * b, 0.0)
 
 
+def test_filters_with_a_large_jitter_keep_their_variance():
+    """N(0, (a^2 / fan_in) (K + j I) / (1 + j)) for each of six pairs of channels, with a large jitter j."""
+    prior = priors.GPFilters(2.0, 1.5, jitter=0.5, centered=True)("Conv2d_0.kernel", (3, 2, 2, 3))
+    w = np.random.default_rng(0).normal(size=(3, 2, 2, 3))
+    correlation = np.asarray(filters.filter_covariance((3, 2), "rbf", 1.5)) + 0.5 * np.eye(6)
+    exact = (
+        scipy.stats.multivariate_normal(np.zeros(6), 4 / 12 * correlation / 1.5)
+        .logpdf(w.reshape(6, 6).T)
+        .sum()
+    )
+    np.testing.assert_allclose(prior.log_prob(jnp.asarray(w, jnp.float32)), exact, rtol=1e-4)
+
+
 def test_filters_with_learned_amplitude_and_length():
     """Given its hyper-sites the density is that of independent multivariate normals, one per channel pair."""
     name, shape = CONV
