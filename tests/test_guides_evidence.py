@@ -286,6 +286,8 @@ def test_effective_draws_of_unequal_weights():
     assert found.ess == pytest.approx(64 / 30)
     assert found.iw_se == pytest.approx(weights.std(ddof=1) / 3**0.5 / weights.mean())
     assert found.iw_bound == pytest.approx(np.log(8 / 3) - 700.0)
+    assert found.iw_bias == pytest.approx(-(found.iw_se**2) / 2)  # E log(mean) by the delta method
+    assert found.elbo_se == pytest.approx(np.log(weights).std(ddof=1) / 3**0.5)
 
 
 def test_impossible_draws(key):
@@ -405,6 +407,52 @@ def test_gradient_of_the_inclusive_divergence():
         error = drawn[name].std(axis=0) / np.sqrt(200)
         # Self-normalization: a bias of order 1/S beside the error.
         assert np.all(np.abs(drawn[name].mean(axis=0) - exact) < 4 * error + 10 / 2000)
+
+
+def test_parameters_of_the_model_follow_the_weighted_gradient(key):
+    """At the exact posterior all weights are equal: the gradient of the bound is E[z | y] - m, (y - m) / 2.
+
+    Of 4000 particles with variance 1/2, within 5 standard errors.
+    """
+
+    def model(y):
+        z = numpyro.sample("z", dist.Normal(numpyro.param("m", 0.0), 1.0))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    def guide(y):
+        numpyro.sample("z", dist.Normal(0.5 * (y + 0.4), 0.5**0.5))
+
+    elbo = TraceInclusiveKL_ELBO(num_particles=4000)
+    gradient = jax.grad(lambda m: -elbo.loss(key, {"m": m}, model, guide, 2.0))(0.4)
+    assert abs(gradient - 0.8) < 5 * (0.5 / 4000) ** 0.5
+
+
+def test_rows_of_a_minibatch_have_bounds_of_their_own():
+    """E of N / B sum_b log mean_s w_sb, three of six equal rows, two particles: six times one integral.
+
+    q is the prior and w = N(1; z, 1), so that E log((w_1 + w_2) / 2) is a sum over quadrature nodes.
+    """
+    y = jnp.ones(6)
+
+    def model():
+        with numpyro.plate("data", 6, subsample_size=3) as i:
+            numpyro.sample("y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=y[i])
+
+    def guide():
+        with numpyro.plate("data", 6, subsample_size=3):
+            numpyro.sample("z", dist.Normal(0.0, 1.0))
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    density = scipy.stats.norm.pdf(1.0, nodes, 1.0)
+    means = np.log(0.5 * (density[:, None] + density[None]))
+    exact = 6 * (weights @ means @ weights) / weights.sum() ** 2
+    elbo = TraceInclusiveKL_ELBO(num_particles=2)
+    bounds = -np.asarray(
+        jax.jit(jax.vmap(lambda key: elbo.loss(key, {}, model, guide)))(
+            jax.random.split(jax.random.key(0), 4000)
+        )
+    )
+    assert abs(bounds.mean() - exact) < 5 * bounds.std() / 4000**0.5
 
 
 def test_value_is_the_importance_weighted_bound(key):

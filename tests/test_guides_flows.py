@@ -170,6 +170,25 @@ def test_coupling_transforms_are_different_from_each_other():
     assert not side_by_side(key).eq(layer)
 
 
+def test_layers_change_the_halves_in_turn():
+    """Of five numbers the first layer leaves the first two as they are, the second the last three."""
+    first, second = whole(random.key(1), guides.Coupling(2, (4,))).parts
+    x = points(5)
+    for layer, left, moved in ((first, slice(0, 2), slice(2, 5)), (second, slice(2, 5), slice(0, 2))):
+        y = layer(x)
+        np.testing.assert_array_equal(y[left], x[left])
+        assert np.abs(y[moved] - x[moved]).min() > 1e-3
+
+
+@pytest.mark.parametrize("bound", [0.5, 3.0])
+def test_a_layer_scales_by_at_most_its_bound(bound):
+    """Whatever its network gives: e^(b tanh(s / b)), which is near e^s for small s."""
+    raw = jnp.array([1000.0, -1000.0, 0.01])
+    network = Conditioner((jnp.zeros((2, 6)),), (jnp.concatenate([raw, jnp.zeros(3)]),))
+    y = AffineCoupling(network, 2, bound=bound)(jnp.array([0.3, -0.7, 1.0, 1.0, 1.0]))
+    np.testing.assert_allclose(y, [0.3, -0.7, np.exp(bound), np.exp(-bound), np.exp(0.01)], rtol=1e-5)
+
+
 @pytest.mark.parametrize("dim", [2, 5, 8])
 @pytest.mark.parametrize("mask", ["alternating", "random"])
 def test_halves_are_complementary(dim, mask):

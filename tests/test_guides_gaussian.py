@@ -13,6 +13,7 @@ from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO, init_to_uniform,
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn import guides, nn, priors, random_network
+from numpyro_bnn.guides.initialization import base_spread
 
 STEPS, PARTICLES = 3000, 10
 
@@ -246,6 +247,14 @@ def test_hierarchical_kernels_start_at_fan_in_scale(centered):
     assert np.mean(np.std(draws, axis=0)) == pytest.approx(0.01, rel=0.15 if not centered else 0.01)
 
 
+def test_spread_of_a_base_is_that_of_its_weight():
+    """A weight 3 z of 100 inputs, z of sd 2: a factor 1 / 60 / (1 / 2) on z gives it the sd 0.1; never above 1."""
+    z = 2.0 * jax.random.normal(jax.random.key(0), (100, 50))
+    for factor, expected in ((3.0, 0.1 / 3), (0.01, 1.0)):
+        found = base_spread("net/Dense_0.kernel_base", z, factor * z)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_first_scales_by_site():
     def model():
         numpyro.sample("w", dist.Normal(0.0, 1.0).expand([4, 2]).to_event(2))
@@ -287,6 +296,90 @@ def test_divergence_from_hierarchical_priors_is_closed_form():
         for n, prior in {"w": dist.Normal(0.0, 2.0), "b": dist.Normal(1.0, 1.0)}.items()
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def scaled_about_a_mean():
+    """Weights whose prior mean and scale are both unknown."""
+    mean = numpyro.sample("mean", dist.Normal(0.3, 1.0))
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    numpyro.sample("w", dist.Normal(mean, scale).expand([3]).to_event(1))
+
+
+CONDITIONED = {
+    "mean field": lambda **options: guides.AutoMeanField(scaled_about_a_mean, **options),
+    "block": lambda **options: guides.AutoBlocks(
+        scaled_about_a_mean, {"w": guides.FullRank()}, prefix="w_auto", **options
+    ),
+}
+LOC, SPREAD = np.array([0.4, -1.0, 2.0]), np.array([0.5, 0.2, 1.5])
+
+
+def conditioned(form, spread=SPREAD):
+    """A guide with w = mean + scale u, and its parameters with u ~ N(LOC, spread^2)."""
+    guide = CONDITIONED[form](condition_on_scales=True)
+    params = first_params(guide)
+    given = {
+        "mean field": ("w_auto", {"scale": spread}),
+        "block": ("w_auto_w", {"scale_tril": np.diag(spread)}),
+    }
+    at, scale = given[form]
+    chosen = {f"{at}_loc": jnp.asarray(LOC)} | {f"{at}_{n}": jnp.asarray(v) for n, v in scale.items()}
+    assert chosen.keys() <= params.keys()
+    return guide, params | chosen
+
+
+@pytest.mark.parametrize("form", CONDITIONED)
+def test_conditioned_weights_have_the_density_of_their_scale_and_mean(form):
+    """log q(w | mean, scale) = log N((w - mean) / scale; LOC, SPREAD^2) - 3 log scale."""
+    guide, params = conditioned(form)
+    trace = handlers.trace(handlers.seed(handlers.substitute(guide, params), 3)).get_trace()
+    mean, scale, w = (trace[name]["value"] for name in ("mean", "scale", "w"))
+    sites = [site for name, site in trace.items() if name in ("w", "w_auto_w_latent")]
+    found = sum(site["fn"].log_prob(site["value"]) for site in sites)
+    expected = dist.Normal(LOC, SPREAD).log_prob((w - mean) / scale).sum() - 3 * jnp.log(scale)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", CONDITIONED)
+def test_draws_of_conditioned_weights_follow_their_scale_and_mean(form):
+    """With u nearly constant, w = mean + scale LOC in every draw."""
+    guide, params = conditioned(form, np.full(3, 1e-6))
+    draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(20,))
+    assert np.std(draws["mean"]) > 0.01
+    expected = draws["mean"][:, None] + draws["scale"][:, None] * LOC
+    np.testing.assert_allclose(draws["w"], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", CONDITIONED)
+def test_conditioned_weights_start_at_the_same_values(form):
+    """A start w = 1, 2, 3 with mean 0.5 and scale 2 is u = (w - 0.5) / 2; the sd of w, 0.1, is 0.05 of u."""
+    values = {"w": jnp.array([1.0, 2.0, 3.0]), "mean": jnp.array(0.5), "scale": jnp.array(2.0)}
+    guide = CONDITIONED[form](condition_on_scales=True, init_loc_fn=init_to_value(values=values))
+    params = first_params(guide)
+    at, scale = {"mean field": ("w_auto", "scale"), "block": ("w_auto_w", "scale_tril")}[form]
+    np.testing.assert_allclose(params[f"{at}_loc"], [0.25, 0.75, 1.25], rtol=1e-5)
+    sds = params[f"{at}_{scale}"] if form == "mean field" else np.diagonal(params[f"{at}_{scale}"])
+    np.testing.assert_allclose(sds, 0.05, rtol=1e-5)
+
+
+def test_quantiles_of_a_block_are_those_of_its_marginals():
+    guide = guides.AutoBlocks(correlated(0.5), {"z": guides.FullRank()})
+    params = first_params(guide)
+    params["auto_z_scale_tril"] = jnp.array([[0.5, 0.0], [1.2, 0.9]])
+    sd = np.array([0.5, np.hypot(1.2, 0.9)])
+    found = guide.quantiles(params, [0.1, 0.8])["z"]
+    expected = params["auto_z_loc"] + dist.Normal(0.0, 1.0).icdf(jnp.array([[0.1], [0.8]])) * sd
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_low_rank_covariance_is_the_published_form():
+    """diag(s) (I + F F') diag(s)."""
+    scale, factor = jnp.array([0.5, 2.0, 1.5]), jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]])
+    block = guides.Block("b", {"a": (3,)}, jnp.zeros(3), jnp.ones(3))
+    given = {"b_scale": scale, "b_cov_factor": factor}
+    fn = handlers.seed(handlers.substitute(guides.LowRank(2).distribution, given), 0)(block)
+    expected = jnp.diag(scale) @ (jnp.eye(3) + factor @ factor.T) @ jnp.diag(scale)
+    np.testing.assert_allclose(fn.covariance_matrix, expected, rtol=1e-5)
 
 
 def test_mean_field_is_auto_normal_with_another_start():

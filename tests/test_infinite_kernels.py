@@ -246,6 +246,15 @@ def test_quadrature_is_the_closed_form(name):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("slope", [0.0, 0.2, 1.0])
+def test_means_of_rectified_units(slope):
+    """E max(x, 0) = sqrt(q / 2 pi), and E min(x, 0) is minus that."""
+    q = jnp.array([0.0, 0.3, 1.0, 4.0])
+    found = dual(nn.Activation("leaky_relu", slope)).mean(q)
+    np.testing.assert_allclose(found, (1 - slope) * np.sqrt(q / (2 * np.pi)), rtol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["tanh", "silu", "softplus"])
 def test_quadrature_against_adaptive_integration(name):
     q1, q2, k = 2.0, 1.0, 0.8

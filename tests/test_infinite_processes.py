@@ -76,6 +76,14 @@ def test_draws_have_the_moments_of_the_prediction(data):
     assert (np.abs(draws.mean(0) - mean) < 6 * np.sqrt(variance / 4000)).all()
     error = np.sqrt((np.outer(variance, variance) + covariance**2) / 4000)
     assert (np.abs(np.cov(draws.T) - covariance) < 6 * error).all()
+    both = gp_regression(NET, x, np.stack([y, -2 * y], 1), noise_sd=0.3).sample(
+        jax.random.key(2), new, (4000,)
+    )
+    assert (
+        np.abs(both.mean(0) - np.stack([mean, -2 * mean], 1)) < 6 * np.sqrt(variance / 4000)[:, None]
+    ).all()
+    for output in (0, 1):
+        assert (np.abs(np.cov(both[..., output].T) - covariance) < 6 * error).all()
 
 
 def test_marginal_likelihood_in_hyperparameters(data):
@@ -106,6 +114,23 @@ def test_jitter_is_reported(data):
         lower, jitter = factorize(singular)
         np.testing.assert_allclose(lower @ lower.T, singular + jitter * jnp.eye(3), rtol=1e-12)
         assert jnp.isnan(factorize(-singular).lower).any()
+        # N rounding errors of the mean of the diagonal are enough here.
+        least = factorize(jnp.diag(jnp.array([1.0, 1.0, 0.0]))).jitter
+        np.testing.assert_allclose(least, 2 * np.finfo(float).eps, rtol=1e-12)
+
+
+def test_gradient_of_the_density_of_several_outputs(x64):
+    """Of -tr(Y' A^-1 Y) / 2 - K log |A| / 2, by autodiff of the formula, in a symmetric direction."""
+    rng = np.random.default_rng(0)
+    root, direction, y = (jnp.asarray(rng.normal(size=shape)) for shape in ((4, 4), (4, 4), (4, 3)))
+    matrix, direction = root @ root.T + jnp.eye(4), direction + direction.T
+
+    def formula(step):
+        moved = matrix + step * direction
+        return -0.5 * jnp.sum(y * jnp.linalg.solve(moved, y)) - 1.5 * jnp.linalg.slogdet(moved)[1]
+
+    found = jax.grad(lambda step: zero_mean_log_density(matrix + step * direction, y)[0])(0.0)
+    np.testing.assert_allclose(found, jax.grad(formula)(0.0), rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +352,18 @@ def test_scales_that_data_leave_open_stay_near_the_start(data):
     assert 0 <= free.log_marginal_likelihood - held.log_marginal_likelihood + 1e-3 < 2.0
 
 
+def test_a_strong_prior_holds_the_scales_and_leaves_the_noise(data):
+    """Scales stay within 0.01 of the start of their logarithms; the noise, begun at 3, is the best given them."""
+    x, y = data
+    found = prior_fit(NET, x, y, prior=PRIOR, noise_sd=3.0, log_sd=1e-3)
+    start = {"Dense_0.kernel": PRIOR.scale, "Dense_1.kernel": PRIOR.scale}
+    for name, scale in start.items():
+        assert abs(np.log(found.scales[name] / scale)) < 0.01
+    for factor in (0.98, 1.02):
+        moved = gp_regression(NET, x, y, noise_sd=factor * found.noise_sd, prior=found.prior)
+        assert moved.log_marginal_likelihood < found.log_marginal_likelihood
+
+
 @pytest.mark.parametrize(
     ("net", "options", "message"),
     [
@@ -371,10 +408,32 @@ def test_results_for_arviz(data):
     ).all()
     density = stats.norm(drawn, 0.3).logpdf(y[20:])
     np.testing.assert_allclose(predicted["y_log_likelihood"].to_numpy()[0], density, rtol=1e-6)
+    at_data = _arviz.group(idata, "posterior")["f"].to_numpy()[0]
+    density = stats.norm(at_data, 0.3).logpdf(y[:20])
+    np.testing.assert_allclose(_arviz.group(idata, "log_likelihood")["y"].to_numpy()[0], density, rtol=1e-6)
     attrs = _arviz.attrs(idata)
     assert attrs["algorithm"] == "GPRegression"
     assert attrs["log_marginal_likelihood"] == gp.log_marginal_likelihood
     np.testing.assert_array_equal(_arviz.group(idata, "observed_data")["y"], y[:20])
+
+
+def test_functions_at_new_rows_and_noise_are_drawn_independently(data):
+    """Predicted at the data: f in both groups, and the noise of both, four pairs of 300 x 20 independent numbers.
+
+    Numbers of one draw are divided by their Cholesky factor; failure rate 6e-7 for each pair.
+    """
+    x, y = (part[:20] for part in data)
+    gp = gp_regression(NET, x, y, noise_sd=0.3, prior=PRIOR)
+    idata = to_inference_data(gp, predictions={"x": x}, num_samples=300)
+    mean, covariance = gp.predict()
+    lower = np.linalg.cholesky(covariance + 1e-9 * np.eye(20))
+    streams = []
+    for name in ("posterior_predictive", "predictions"):
+        group = _arviz.group(idata, name)
+        f = group["y_mean"].to_numpy()[0]
+        streams += [np.linalg.solve(lower, (f - mean).T).T.ravel(), (group["y"].to_numpy()[0] - f).ravel()]
+    correlation = np.corrcoef(streams) - np.eye(4)
+    assert np.abs(correlation).max() < 5 / 6000**0.5
 
 
 @pytest.mark.parametrize(

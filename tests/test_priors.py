@@ -254,6 +254,14 @@ def test_moments_of_independent_priors():
         within_five_standard_errors(w**4, fourth)
 
 
+@pytest.mark.parametrize("family", [priors.Normal, priors.Hierarchical, priors.GPFilters])
+def test_gains_are_around_one_and_biases_around_zero(family):
+    prior = family(gain_scale=0.3, bias_scale=0.7)
+    gain, bias = prior("LayerNorm_0.scale", (3,)), prior("LayerNorm_0.bias", (3,))
+    assert (gain.mean, bias.mean) == (1.0, 0.0)
+    np.testing.assert_allclose([gain.variance, bias.variance], [0.3**2, 0.7**2], rtol=1e-6)
+
+
 def test_hierarchical_weights_of_a_layer_share_their_scale():
     """s ~ HalfNormal(1): Var w = 1 / fan_in, and E[w1^2 w2^2] = E s^4 / fan_in^2 = 3 / fan_in^2."""
     w = draws_of(priors.Hierarchical(), DENSE, NUMBER)["Dense_0.kernel"].astype(float)
@@ -479,6 +487,19 @@ def test_filters_have_that_covariance_over_channels(covariance, centered):
     # Channels do not correlate: 0 within five standard errors.
     a, b = draws[:, 1, 1, 0, 0].astype(float), draws[:, 1, 1, 1, 0].astype(float)
     within_five_standard_errors(a * b, 0.0)
+
+
+def test_filters_with_a_large_jitter_keep_their_variance():
+    """N(0, (a^2 / fan_in) (K + j I) / (1 + j)) for each of six pairs of channels, with a large jitter j."""
+    prior = priors.GPFilters(2.0, 1.5, jitter=0.5, centered=True)("Conv2d_0.kernel", (3, 2, 2, 3))
+    w = np.random.default_rng(0).normal(size=(3, 2, 2, 3))
+    correlation = np.asarray(filters.filter_covariance((3, 2), "rbf", 1.5)) + 0.5 * np.eye(6)
+    exact = (
+        scipy.stats.multivariate_normal(np.zeros(6), 4 / 12 * correlation / 1.5)
+        .logpdf(w.reshape(6, 6).T)
+        .sum()
+    )
+    np.testing.assert_allclose(prior.log_prob(jnp.asarray(w, jnp.float32)), exact, rtol=1e-4)
 
 
 def test_filters_with_learned_amplitude_and_length():

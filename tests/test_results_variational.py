@@ -95,22 +95,27 @@ def test_log_density_is_that_of_mcmc():
     """Of unconstrained values, as ``lp`` of MCMC is: minus NumPyro's potential energy."""
 
     def positive(x, y):
-        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0).expand([2]))
         shares = numpyro.sample("shares", dist.Dirichlet(jnp.ones(3)))
-        numpyro.sample("y", dist.Normal(x[:, 0] * shares[0], sigma).to_event(1), obs=y)
+        numpyro.sample("y", dist.Normal(x[:, 0] * shares[0], sigma.sum()).to_event(1), obs=y)
 
     guide = AutoNormal(positive)
     svi = SVI(positive, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
     result = svi.run(jax.random.key(0), 5, X, Y, progress_bar=False)
     idata = bnn.to_inference_data(result, guide=guide, args=(X, Y), num_samples=5, posterior_predictive=False)
     held = _arviz.group(idata, "posterior")
-    for i, lp in enumerate(_arviz.group(idata, "sample_stats")["lp"].to_numpy()[0]):
+    stats = _arviz.group(idata, "sample_stats")
+    for i, lp in enumerate(stats["lp"].to_numpy()[0]):
         draw = {name: jnp.asarray(held[name].to_numpy()[0, i]) for name in ("sigma", "shares")}
         u = {
             "sigma": jnp.log(draw["sigma"]),
             "shares": dist.biject_to(dist.constraints.simplex).inv(draw["shares"]),
         }
         assert lp == pytest.approx(-float(potential_energy(positive, (X, Y), {}, u)), rel=1e-4)
+        # In the weight, the Jacobians of model and guide cancel.
+        scales = {n: dist.Normal(result.params[f"{n}_auto_loc"], result.params[f"{n}_auto_scale"]) for n in u}
+        log_q = sum(float(scales[n].log_prob(u[n]).sum()) for n in u)
+        assert stats["log_weight"].to_numpy()[0, i] == pytest.approx(lp - log_q, abs=2e-3)
     assert "last_rng_key" in _arviz.attrs(idata)
 
 
