@@ -15,7 +15,7 @@ help:
 	@echo "make unit   run only the tests of make test"
 	@echo "make lint   run only the linter and the type checker"
 	@echo "make truth  cross models of known posteriors with every kernel and guide, write docs/what_works.md (half an hour)"
-	@echo "make faults plant a hundred one-line faults, one at a time, and check that the tests notice each"
+	@echo "make faults plant hundreds of one-line faults, one at a time, and check that a test notices each"
 	@echo "make bench  measure speed ratios, written to output/*.json"
 	@echo "make docs   build the documentation as a site, with warnings as errors (output/docs/index.html)"
 	@echo "make docs-figures  rerun the examples whose output and plots the site shows (an hour)"

@@ -303,7 +303,9 @@ def exported(problem: Problem) -> Figure:
     idata = to_inference_data(mcmc)
     draws = {name: np.asarray(value, np.float64) for name, value in mcmc.get_samples().items()}
     exact = problem.rows({name: draws[name] for name in problem.axes})
-    found = np.asarray(idata["log_likelihood"]["y"]).reshape(len(exact), -1)
+    # A site of which all rows are masked is left out.
+    found = np.asarray(idata["log_likelihood"]["y"]) if hasattr(idata, "log_likelihood") else exact[:, :0]
+    found = found.reshape(len(exact), -1)
     exact = exact[:, ~np.isnan(exact).all(0)].reshape(len(exact), -1)
     found = found[:, ~np.isnan(found).all(0)]
     if found.shape != exact.shape:
@@ -346,7 +348,7 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
     ),
     "MALA": partial(chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)),
     "GHMC": partial(
-        chains, partial(infer.GHMC, step_size=0.2, num_steps=4, warm_start=0.0, steps_per_draw=4)
+        chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)
     ),
     "GGMC": partial(chains, partial(infer.GGMC, step_size=0.1, warm_start=0.0, steps_per_draw=10)),
     "MCLMC": partial(
