@@ -409,48 +409,6 @@ def test_no_key_is_used_twice():
         jax.jit(all_moves)(random.key(0))
 
 
-def test_walks_adapt_their_width_in_warm_up_only():
-    """To an acceptance of 0.44: the mean of 50 transitions of 200 chains has a standard error of about 0.01."""
-
-    def model():
-        numpyro.sample("w", dist.Laplace(0.0, 1.0).expand([2]).to_event(1))
-
-    kernel = infer.OrbitMoves(hmc(model), [symmetry.Scale("w")])
-    state = kernel.init(random.key(0), 150)
-    assert kernel._plans[0].method == "walk"
-
-    def chain(key):
-        def body(state, _):
-            state = kernel.sample(state, (), {})
-            return state, (state.orbit_width[0], state.orbit_accept_prob[0])
-
-        start = state._replace(rng_key=key, orbit_width=jnp.array([10.0]))
-        return lax.scan(body, start, None, 200)[1]
-
-    widths, accepted = jax.jit(jax.vmap(chain))(random.split(random.key(1), 200))
-    assert (widths[:, 149:] == widths[:, 149:150]).all()
-    assert (widths[:, 148] != widths[:, 149]).all()
-    assert abs(accepted[:, 150:].mean() - 0.44) < 0.05
-
-
-def test_symmetries_move_one_after_the_other_with_keys_of_their_own():
-    """Signs of neighbors are flipped together: the product stays, and 1000 pairs of flips are uncorrelated."""
-    names = ("a", "b", "c")
-
-    def model():
-        for name in names:
-            numpyro.sample(name, dist.Normal(0.0, 1.0).expand([1]).to_event(1))
-
-    flips = [symmetry.SignFlip([("a", 0), ("b", 0)]), symmetry.SignFlip([("b", 0), ("c", 0)])]
-    kernel = infer.OrbitMoves(hmc(model), flips)
-    state = kernel.init(random.key(0), 0)
-    keys = random.split(random.key(1), 1000)
-    moved = jax.vmap(lambda key: kernel._transition(state, key, (), {}).base.z)(keys)
-    sign = {name: np.sign(moved[name][:, 0] * state.base.z[name][0]) for name in names}
-    assert (sign["a"] * sign["b"] * sign["c"] == 1).all()
-    assert abs((sign["a"] * sign["c"]).mean()) < 4.5 / 1000**0.5
-
-
 @pytest.mark.parametrize("units", [2, 3])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_orders_of_few_units_are_corrected_where_the_prior_tells_units_apart(units, pinned):
