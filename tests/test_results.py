@@ -258,7 +258,7 @@ def test_both_kinds_of_keys(data, key):
 def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     model = bnn.models.regression(net)
-    run = sample(model, data["x"], data["y"], draws=20, warmup=100, chains=1)
+    run = sample(model, data["x"], data["y"], draws=20, warmup=200, chains=1, kernel=NUTS)
     exported = bnn.to_inference_data(run, {"x": data["x_test"], "y": data["y_test"]})
 
     def predict(params):
