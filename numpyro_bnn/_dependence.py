@@ -7,8 +7,10 @@ import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 # Operations after which an index is still an index.
-ADDRESSING = {"add", "sub", "copy", "reshape", "select_n", "squeeze"}
-ADDRESSING |= {"broadcast_in_dim", "concatenate", "convert_element_type"}
+ADDRESSING = {
+    *("add", "sub", "copy", "reshape", "select_n", "squeeze"),
+    *("broadcast_in_dim", "concatenate", "convert_element_type"),
+}
 
 # Operations that call a program once.
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
@@ -51,10 +53,10 @@ def program_dependence(
 
 def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
     """For each output of a jaxpr, the union of the sets of those ``arguments`` from which it is computed."""
-    reached: dict[Any, set] = dict(zip(jaxpr.invars, arguments, strict=True))
+    sources: dict[Any, set] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variables: Any) -> list[set]:
-        return [set() if isinstance(v, Literal) else reached.get(v, set()) for v in variables]
+        return [set() if isinstance(v, Literal) else sources.get(v, set()) for v in variables]
 
     for equation in jaxpr.eqns:
         used, inner = read(equation.invars), _subprogram(equation)
@@ -62,7 +64,7 @@ def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
             outputs = _sources(inner, used)
         else:
             outputs = [set().union(*used)] * len(equation.outvars)
-        reached.update(zip(equation.outvars, outputs, strict=True))
+        sources.update(zip(equation.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
 
@@ -92,6 +94,15 @@ def needed_equations(
             kept.append((equation, [var in needed for var in equation.outvars]))
             needed.update(var for var in equation.invars if not isinstance(var, Literal) and var not in known)
     return kept[::-1]
+
+
+def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
+    """The variables ``start`` and all that these equations compute from them."""
+    found = set(start)
+    for equation in equations:
+        if found.intersection(var for var in equation.invars if not isinstance(var, Literal)):
+            found.update(equation.outvars)
+    return found
 
 
 def pruned(fn: Callable, *arguments: Any) -> Callable:

@@ -27,6 +27,11 @@ def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
     return fn
 
 
+def is_factor(fn: dist.Distribution) -> bool:
+    """Whether a distribution is that of a ``numpyro.factor``, masked or not."""
+    return isinstance(unwrapped(fn, masked=True), dist.Unit)
+
+
 def unmasked_elements(fn: dist.Distribution) -> jax.Array:
     """Which elements of a value, shaped like ``fn.shape()``, count in its log density: those that no mask leaves out.
 

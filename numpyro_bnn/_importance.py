@@ -15,7 +15,7 @@ from numpyro.infer.util import log_density
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import pruned
-from numpyro_bnn._distributions import unmasked_elements, unwrapped
+from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn._programs import signature
 
@@ -125,7 +125,7 @@ def check(
         placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
         traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
         observed = [s for s in traces["model"].values() if s["type"] == "sample" and s["is_observed"]]
-        sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not _is_factor(s)]
+        sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not is_factor(s["fn"])]
         return jnp.sum(jnp.array(sizes, int))
 
     key = jax.random.key(0)
@@ -152,7 +152,3 @@ def _check_params(call: str, traces: Mapping[str, Trace], params: Mapping[str, A
 
 def _is_random(site: Mapping[str, Any]) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
-
-
-def _is_factor(site: Mapping[str, Any]) -> bool:
-    return isinstance(unwrapped(site["fn"], masked=True), dist.Unit)

@@ -129,7 +129,7 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def schedule(self) -> Callable[[Any], Any]:
         """The factor that multiplies the base step size, as a function of the engine's step."""
-        return self._step_size if callable(self._step_size) else lambda step: 1.0
+        return self._step_size if callable(self._step_size) else sgmcmc.schedules.constant(1.0)
 
     def estimator(
         self, target: Target, potential: Callable, full: Callable, stream: Any

@@ -20,19 +20,9 @@ POWERS = (-0.5, 0.5, -1.0, 1.0)
 CLOSE, REACH = 1e-3, 40.0
 # Operations besides comparisons, which return booleans, that cut numbers into pieces.
 PIECEWISE = {
-    "ceil",
-    "clamp",
-    "cond",
-    "floor",
-    "max",
-    "min",
-    "reduce_max",
-    "reduce_min",
-    "rem",
-    "round",
-    "sign",
+    *("ceil", "clamp", "cond", "floor", "max", "min", "reduce_max", "reduce_min"),
+    *("rem", "round", "sign", "sort", "while"),
 }
-PIECEWISE |= {"sort", "while"}
 
 
 class ScaledSite(NamedTuple):

@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpyro.distributions as dist
 from jax import random
 from numpyro.infer.gibbs import latent_sample_sites
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import (
+    affine_normal,
+    is_affine_normal,
+    is_factor,
+    unmasked_elements,
+    unwrapped,
+)
 from numpyro_bnn._plates import full_trace
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
@@ -227,7 +232,7 @@ def log_density(site: Mapping[str, Any]) -> jax.Array:
     """
     fn, value = site["fn"], site["value"]
     log_prob = fn.log_prob(value)
-    if not isinstance(fn, dist.Unit):
+    if not is_factor(fn):
         log_prob = jnp.where(jnp.all(fn.support(value)), log_prob, -jnp.inf)
     return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax import random
 from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
@@ -16,7 +15,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
@@ -90,18 +89,6 @@ class give_indices(Messenger):
         msg["value"] = self.batch[name]
 
 
-class scale_sites(Messenger):
-    """Multiply the log densities of the sample sites that ``chosen`` picks by a factor, which may be 0."""
-
-    def __init__(self, fn: Callable, factor: Any, chosen: Callable[[dict[str, Any]], bool]) -> None:
-        super().__init__(fn)
-        self.factor, self.chosen = factor, chosen
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and self.chosen(msg):
-            msg["scale"] = self.factor if msg.get("scale") is None else msg["scale"] * self.factor
-
-
 class weight_jacobians(Messenger):
     """Multiply the Jacobians of NumPyro's potential by a factor, and by nothing that handlers inside do to a site."""
 
@@ -159,7 +146,7 @@ def trace_of(model: Callable, seed: int, args: tuple, kwargs: dict[str, Any]) ->
 def is_jacobian(site: Mapping[str, Any]) -> bool:
     """Whether a sample site is the log Jacobian that NumPyro's potential adds for a constrained latent site."""
     named = re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None
-    return named and isinstance(unwrapped(site["fn"], masked=True), dist.Unit)
+    return named and is_factor(site["fn"])
 
 
 def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
@@ -253,10 +240,10 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
         if site["type"] == "deterministic":
             found["deterministic", name] = site["value"]
         elif site["type"] == "sample":
-            factor = unwrapped(site["fn"], masked=True)
             scale = 1.0 if site["scale"] is None else site["scale"]
             found["density", name] = scale * site["fn"].log_prob(site["value"])
-            found["value", name] = factor.log_factor if isinstance(factor, dist.Unit) else site["value"]
+            own = unwrapped(site["fn"], masked=True)
+            found["value", name] = own.log_factor if is_factor(own) else site["value"]
     return found
 
 
@@ -270,9 +257,8 @@ def _check_site(
             f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
             f"It would not be scaled to {plates[plate].size} rows: move it inside, `with plate(...) as i: ...`.",
         )
-    is_factor = isinstance(unwrapped(site["fn"], masked=True), dist.Unit)  # its rows are log densities
-    shape = shapes["value", name].shape
-    rows = shape if is_factor else shape[: max(len(shape) - site["fn"].event_dim, 0)]
+    shape = shapes["value", name].shape  # of a factor: that of its log densities
+    rows = shape if is_factor(site["fn"]) else shape[: max(len(shape) - site["fn"].event_dim, 0)]
     for frame in frames:
         length = rows[frame.dim] if len(rows) >= -frame.dim else None
         indexed = frame.name in used["value", name]

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import random
 from numpyro.infer.mcmc import MCMCKernel
+from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_checks import is_jacobian, scale_sites
+from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
@@ -285,9 +286,19 @@ class ParallelTempering(MCMCKernel):
 
 
 def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
-    if is_jacobian(site):
-        return False
     return temper == "joint" or (site["is_observed"] and site["name"] not in held)
+
+
+class _scaled(Messenger):
+    """Multiply log densities by an inverse temperature."""
+
+    def __init__(self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]) -> None:
+        super().__init__(fn)
+        self.beta, self.temper, self.held = beta, temper, held
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.held):
+            msg["scale"] = self.beta if msg.get("scale") is None else msg["scale"] * self.beta
 
 
 def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -302,9 +313,8 @@ class _Tempered:
         self.model, self.temper = model, temper
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        beta = kwargs.pop(BETA)
-        tempered = partial(_is_tempered, temper=self.temper, held=kwargs.get(CONDITIONED, {}))
-        return scale_sites(self.model, beta, tempered)(*args, **kwargs)
+        scaled = _scaled(self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {}))
+        return weight_jacobians(scaled, 1.0)(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------ exchanges

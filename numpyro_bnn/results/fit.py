@@ -16,8 +16,12 @@ from numpyro_bnn._plates import full_plates
 from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.
-SAMPLE_STATS = {"potential_energy": "lp", "adapt_state.step_size": "step_size"}
-SAMPLE_STATS |= {"num_steps": "n_steps", "accept_prob": "acceptance_rate"}
+SAMPLE_STATS = {
+    "potential_energy": "lp",
+    "adapt_state.step_size": "step_size",
+    "num_steps": "n_steps",
+    "accept_prob": "acceptance_rate",
+}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn._dependence import needed_equations
+from numpyro_bnn._dependence import needed_equations, reached
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
@@ -186,8 +186,8 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     # Python callbacks stay in the step: they may not support batches of steps.
     calls = [v for equation in needed if "callback" in equation.primitive.name for v in equation.outvars]
-    moving = _reached(needed, [jaxpr.invars[0], *calls])
-    known = _reached(needed, jaxpr.invars[1:]) - moving
+    moving = reached(needed, [jaxpr.invars[0], *calls])
+    known = reached(needed, jaxpr.invars[1:]) - moving
     late = [equation for equation in needed if not known.intersection(equation.outvars)]
     early = [equation for equation in needed if not moving.intersection(equation.outvars)]
     used = [v for equation in late for v in _variables(equation.invars)] + _variables(jaxpr.outvars)
@@ -206,15 +206,6 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
-    """The variables ``start`` and all that are computed from them."""
-    found = set(start)
-    for equation in equations:
-        if found.intersection(_variables(equation.invars)):
-            found.update(equation.outvars)
-    return found
 
 
 def _evaluate(equations: Iterable[Any], values: dict[Any, Any], outputs: Iterable[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ Moments are propagated up to quantities that can be treated as Gaussian; the lik
 the distribution's parameters is cut before the first nonlinear elementwise function of a single random operand.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
-from numpyro_bnn._dependence import dependence, needed_equations
-from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.adf.reading import Arguments, mask_of, refuse, run_model
+from numpyro_bnn._dependence import dependence, needed_equations, reached
+from numpyro_bnn._distributions import unmasked_elements, unwrapped
+from numpyro_bnn.guides.adf.reading import Arguments, refuse, run_model
 from numpyro_bnn.guides.adf.sites import Sites
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.moments.elementwise import ELEMENTWISE
@@ -92,7 +92,10 @@ def observe(
         if whole[:1] != (1,):
             instead = "Pass data, targets and masks as arguments of the model."
             raise refuse(sites.observed, f"of shape {whole} for one row of the data", instead)
-        return parameters | {"value": site["value"], "mask": jnp.broadcast_to(mask_of(site["fn"]), shape)}
+        return parameters | {
+            "value": site["value"],
+            "mask": jnp.broadcast_to(unmasked_elements(site["fn"]), shape),
+        }
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
@@ -181,7 +184,9 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
     def parameters(rows: Any) -> list[jax.Array]:
         args, kwargs = arguments.call(rows, arrays)
         site = run_model(arguments.model, {**weights, **hyperparameters}, args, kwargs)[sites.observed]
-        return jax.tree.leaves((unwrapped(site["fn"], masked=True), mask_of(site["fn"]), site["value"]))
+        return jax.tree.leaves(
+            (unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"])
+        )
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         alone = [parameters({name: leaf[k : k + 1] for name, leaf in rows.items()}) for k in range(2)]
@@ -262,7 +267,7 @@ def split(
     count = len(jax.tree.leaves(weights))
     paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
     held = {v for v, p in zip(jaxpr.invars[count:], paths, strict=True) if p[:1] == HYPERPARAMETERS}
-    depends, held = (_descendants(jaxpr, start) for start in (jaxpr.invars[:count], held))
+    depends, held = (reached(jaxpr.eqns, start) for start in (jaxpr.invars[:count], held))
     random = {name for name, var in outputs.items() if not isinstance(var, Literal) and var in depends}
     sources = _sources(jaxpr, depends)
     ends = {name: sources.get(outputs[name], outputs[name]) for name in outputs if name in random}
@@ -300,15 +305,6 @@ def split(
         n for n, var in outputs.items() if n not in random and (isinstance(var, Literal) or var not in held)
     }
     return Split(head, tail, tuple(cuts), random, nonlinear, own)
-
-
-def _descendants(jaxpr: Any, sources: Iterable[Any]) -> set:
-    """The variables that are computed from some of a jaxpr, and these themselves."""
-    found = set(sources)
-    for equation in jaxpr.eqns:
-        if found.intersection(var for var in equation.invars if not isinstance(var, Literal)):
-            found.update(equation.outvars)
-    return found
 
 
 def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:

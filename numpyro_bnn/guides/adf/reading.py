@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length
+from numpyro_bnn._distributions import is_factor
 from numpyro_bnn._plates import full_trace
 
 Trace = dict[str, dict[str, Any]]
@@ -45,7 +45,7 @@ def observed_site(trace: Trace) -> str:
     """The one observed site."""
     seen = []
     for name, site in trace.items():
-        if site["type"] == "sample" and isinstance(site["fn"], dist.Unit):
+        if site["type"] == "sample" and is_factor(site["fn"]):
             instead = "Write an observed `sample`, whose likelihood has a distribution."
             raise refuse(name, "a `factor` statement", instead)
         if site["type"] == "sample" and site["is_observed"] and not site["infer"].get("is_auxiliary"):
@@ -63,16 +63,6 @@ def is_scaled(site: Mapping[str, Any]) -> bool:
     """Whether the log density of a site has a factor other than 1."""
     scale = site["scale"]
     return scale is not None and (isinstance(scale, jax.core.Tracer) or bool(np.any(np.asarray(scale) != 1)))
-
-
-def mask_of(fn: dist.Distribution) -> Any:
-    """The elements of a site whose density counts: all masks around and inside a distribution; True without any."""
-    mask: Any = True
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
-        if isinstance(fn, dist.MaskedDistribution) and fn._mask is not True:
-            mask &= jnp.reshape(fn._mask, jnp.shape(fn._mask) + (1,) * fn.event_dim)
-        fn = fn.base_dist
-    return mask
 
 
 @dataclass(frozen=True)

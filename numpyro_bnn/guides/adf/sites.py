@@ -12,12 +12,11 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
 from numpyro_bnn.guides.adf.reading import (
     CALL,
     Trace,
     is_scaled,
-    mask_of,
     observed_site,
     outline,
     refuse,
@@ -97,7 +96,7 @@ def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
         if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" == observed:
             instead = "Leave rows out with `handlers.mask(mask=...)` instead of `obs_mask`."
             raise refuse(name, "which imputes masked observations", instead)
-        if mask_of(site["fn"]) is not True or is_scaled(site):
+        if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(site):
             instead = "Change the prior itself; for a flat one pass a wide prior."
             raise refuse(name, "whose prior is masked or scaled", instead)
         if site["fn"].support.is_discrete:
@@ -170,7 +169,7 @@ class _Runs:
             }
             whole = self(values)
             hypers = {f"{name} ": jax.tree.leaves(whole[name]["fn"]) for name in self.hypers}
-            data = [whole[observed]["value"], mask_of(whole[observed]["fn"])]
+            data = [whole[observed]["value"], unmasked_elements(whole[observed]["fn"])]
             likelihood = jax.tree.leaves(unwrapped(whole[observed]["fn"], masked=True))
             return {**found, **hypers, observed: likelihood, f"{observed} ": data}
 
