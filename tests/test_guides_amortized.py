@@ -450,6 +450,12 @@ def two_subsampled(y):
         numpyro.sample("z", dist.Normal(0.0, 1.0))
 
 
+def imputed(y):
+    with numpyro.plate("data", len(y)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[:, 0], obs_mask=y[:, 0] > 0)
+
+
 _PLAIN = factor_analysis(LOADINGS)
 
 
@@ -468,6 +474,7 @@ _PLAIN = factor_analysis(LOADINGS)
         (lambda: AutoAmortized(two_plates, "y"), 'Say which holds the data points, e.g. `plate="neurons"`'),
         (lambda: AutoAmortized(two_plates, "y", plate="x"), "Plates with latent sites: 'neurons', 'data'"),
         (lambda: AutoAmortized(two_subsampled, "y", plate="data"), "Only the plate 'data' may be subsampled"),
+        (lambda: AutoAmortized(imputed, "y"), "'y_unobserved' of `obs_mask`"),
     ],
 )  # fmt: skip
 def test_errors(make, fault, rows):

@@ -442,6 +442,11 @@ def several(y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(z, 1.0), obs=jnp.ones(jnp.shape(z)))
 
 
+def imputed():
+    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(a, 1.0), obs=jnp.ones(2), obs_mask=jnp.array([True, False]))
+
+
 def huge():
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([12000, 1]).to_event(2))
 
@@ -460,6 +465,7 @@ ERRORS = {
         "unconstrained shape \\(2,\\)",
     ),
     "full rank": (lambda: guides.AutoStructured(huge), "LowRank"),
+    "imputed": (lambda: guides.AutoMeanField(imputed), "'y_unobserved' of `obs_mask`"),
 }
 
 
@@ -467,7 +473,7 @@ ERRORS = {
 def test_errors_when_the_model_is_read(name):
     make, message = ERRORS[name]
     guide = make()
-    args = () if guide.model is huge else (None, 2)
+    args = (None, 2) if guide.model is several else ()
     with pytest.raises(ValueError, match=message):
         handlers.seed(guide, 0)(*args)
 

@@ -32,6 +32,7 @@ from numpyro_bnn.guides.inference_network import (
     plate_sizes,
     without,
 )
+from numpyro_bnn.guides.initialization import check_imputed
 from numpyro_bnn.nn import Dense, Layer, Sequential
 from numpyro_bnn.nn.base import Shape
 
@@ -120,6 +121,7 @@ class AutoAmortized(AutoGuide):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         self._prototype_call = args, kwargs
+        check_imputed(CALL, self.prototype_trace)
         trace = self.prototype_trace.items()
         latent = {n: s for n, s in trace if s["type"] == "sample" and not s["is_observed"]}
         self.plate = find_plate(latent, self._plate_name)

@@ -112,6 +112,7 @@ class AutoBlocks(AutoNormal):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         self._prototype_call = (args, kwargs)
+        initialization.check_imputed(self._call, self.prototype_trace or {})
         latent = self._latent()
         self._transforms = {name: biject_to(site["fn"].support) for name, site in latent.items()}
         self._scaled: Scaled = {}

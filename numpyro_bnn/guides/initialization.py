@@ -118,6 +118,18 @@ def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
     return jnp.minimum(scale, _fan_in_scale(site["name"], scale.shape))
 
 
+def check_imputed(call: str, trace: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse observations imputed by ``obs_mask``: where data are given, the imputed values have no density.
+
+    The entropy of the guide there belongs to nothing, so that the bound would grow without limit.
+    """
+    for name in trace:
+        if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" in trace:
+            got = f"the site {name!r} of `obs_mask`, a part of which has no density"
+            instead = "Leave rows out by `handlers.mask(mask=...)`, or impute them with a kernel of MCMC."
+            raise argument_error(call, "model", got, instead)
+
+
 def check_init_scale(call: str, init_scale: Any) -> None:
     """Refuse anything but a positive number, or a mapping from patterns to positive numbers or arrays."""
     values = list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]

@@ -39,7 +39,15 @@ class Cell(NamedTuple):
 
 
 # (way, problem): cause and size of what is wrong. A cell that is right again fails the suite.
-KNOWN_FAILURES: dict[tuple[str, str], str] = {}
+_SCALED = "NumPyro adds the Jacobian as a factor inside the model, where `handlers.scale` multiplies it"
+_JUMP = "the density has a jump, which gradients do not see; kernels that accept or reject are right"
+KNOWN_FAILURES: dict[tuple[str, str], str] = {
+    ("NUTS of NumPyro", "centered scale, scaled"): f"{_SCALED}: 0.5 sd",
+    ("NUTS of NumPyro", "precision of a weight, scaled"): f"{_SCALED}: 0.6 sd",
+    ("NUTS of NumPyro", "precision of the noise, scaled"): f"{_SCALED}: 0.4 sd",
+    ("SGLD", "precision of the noise, in pieces"): f"{_JUMP}: 0.16 sd",
+    ("MCLMC", "precision of the noise, in pieces"): f"{_JUMP}: 0.2 sd",
+}
 
 # Ways by group, and the families of problems that each is crossed with.
 GROUPS: dict[str, dict[str, Callable[[Problem], Figure]]] = {

@@ -331,7 +331,7 @@ def applies(way: Callable, problem: Problem) -> bool:
     return APPLIES.get(getattr(way, "func", way), lambda problem: True)(problem)
 
 
-_SHORT = {"warm_start": 0.0, "step_size": 5e-4, "steps_per_draw": 100}
+_SHORT = {"warm_start": 0.0, "step_size": 5e-4, "steps_per_draw": 300}
 _MOMENTUM = {"warm_start": 0.0, "steps_per_draw": 50}
 NOISY = {"allowed": 0.03, "minibatch": True}
 
@@ -340,7 +340,7 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
         chains, partial(NUTS, step_size=0.2, adapt_step_size=False, max_tree_depth=4), number=512
     ),
     "SGLD": partial(chains, partial(infer.SGLD, **_SHORT), **NOISY),
-    "PSGLD": partial(chains, partial(infer.PSGLD, **_SHORT), warmup=5, **NOISY),
+    "PSGLD": partial(chains, partial(infer.PSGLD, **_SHORT), warmup=5, draws=100, **NOISY),
     "SGHMC": partial(chains, partial(infer.SGHMC, step_size=1e-3, **_MOMENTUM), **NOISY),
     "SGNHT": partial(chains, partial(infer.SGNHT, step_size=1e-3, **_MOMENTUM), **NOISY),
     "CyclicalSGLD": partial(
@@ -350,10 +350,10 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
     "GHMC": partial(
         chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)
     ),
-    "GGMC": partial(chains, partial(infer.GGMC, step_size=0.1, warm_start=0.0, steps_per_draw=10)),
+    "GGMC": partial(chains, partial(infer.GGMC, step_size=0.03, warm_start=0.0, steps_per_draw=40)),
     "MCLMC": partial(
         chains,
-        partial(infer.MCLMC, step_size=0.1, decoherence_length=1.0, warm_start=0.0, steps_per_draw=30),
+        partial(infer.MCLMC, step_size=0.025, decoherence_length=1.0, warm_start=0.0, steps_per_draw=120),
         allowed=0.05,
         minibatch=True,
     ),

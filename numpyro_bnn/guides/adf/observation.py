@@ -99,10 +99,10 @@ def observe(
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
-    reached = dependence(
+    entering = dependence(
         lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}), context["hyperparameters"]
     )
-    for name in set().union(*reached.values()):  # they would not be learned
+    for name in set().union(*entering.values()):  # they would not be learned
         prior = type(unwrapped(sites.hyperparameters[name])).__name__
         instead = "Scale weights in their prior, `Normal(0, tau)`; give other sites a prior on the real line."
         raise refuse(name, f"a {prior} from which the predictor is computed", instead)
