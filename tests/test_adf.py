@@ -2,7 +2,7 @@
 
 import json
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import jax
@@ -19,6 +19,8 @@ from scipy.special import expit
 import numpyro_bnn as bnn
 from examples.benchmarks import adf_speed, adf_uci, shared
 from numpyro_bnn import datasets, guides, nn, priors
+from numpyro_bnn.guides.adf.likelihoods import softmax_log_mean
+from numpyro_bnn.moments import Gaussian
 
 SIZES = (13, 50, 1)
 
@@ -408,6 +410,37 @@ def test_what_the_panels_do_not_resolve_is_refused_and_counted():
     assert np.isfinite(fit.losses).all()
 
 
+@pytest.mark.parametrize(("distance", "refused"), [(40.0, 0.0), (60.0, 1.0)])
+@pytest.mark.filterwarnings("ignore:AutoADF refused")
+def test_data_that_contradict_the_model_are_refused(distance, refused):
+    """One y ~ Laplace(w, 0.01), many prior sd from the mean: beyond 50 of them the weight stays as it was."""
+    fit = guides.AutoADF(linear_model).run(
+        jax.random.key(0),
+        np.ones((1, 1)),
+        np.array([distance]),
+        likelihood=lambda f: dist.Laplace(f, 0.01),
+        num_epochs=1,
+        init_means={"w": [0.0]},
+        progress_bar=False,
+    )
+    assert float(fit.refused[0]) == refused
+    mean, sd = np.zeros(1), np.ones(1)
+    if not refused:
+        mean, sd, _ = filtered(np.ones((1, 1)), [distance], lambda f, y: stats.laplace.logpdf(f, y, 0.01))
+    np.testing.assert_allclose((fit.state.weights["w"].mean - mean) / sd, 0, atol=0.01)
+    np.testing.assert_allclose(np.sqrt(fit.state.weights["w"].var), sd, rtol=0.01)
+
+
+@pytest.mark.parametrize("var", [(0.5, 2.0), (3.0, 0.1), (1.0, 0.0)])
+def test_two_classes_are_exact(var, x64):
+    """The difference of two independent normal logits is normal: one integral over it, by SciPy."""
+    logits = Gaussian(jnp.array([0.3, -0.8]), jnp.array(var))
+    for chosen in (0, 1):
+        away = stats.norm(1.1 * (1 - 2 * chosen), np.sum(var) ** 0.5)
+        expected = integrate.quad(lambda d, away=away: expit(d) * away.pdf(d), -20, 20, epsabs=1e-13)[0]
+        np.testing.assert_allclose(softmax_log_mean(logits, chosen), np.log(expected), rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_two_classes_are_exact_and_many_classes_near():
     """The categorical approximation: exact for K = 2; for K = 4 within 0.03 of 10^6 draws (their error is 0.0005)."""
@@ -460,6 +493,91 @@ def test_variance_of_class_probabilities(classes):
     found = pbp.predictive_moments(prior, np.ones(1), noise=False)
     np.testing.assert_allclose(found[0][0], first, rtol=0.02)
     np.testing.assert_allclose(found[1][0], second - first**2, rtol=0.02)
+
+
+def poisson(f):
+    return dist.Poisson(jnp.exp(f))
+
+
+def log_normal(m, v):
+    mean = np.exp(m + v / 2)
+    return mean, mean + mean**2 * np.expm1(v), mean**2 * np.expm1(v)
+
+
+# Likelihood; E y, Var y and Var E[y | f] by the mean and variance of the predictor f.
+PREDICTED = {
+    "Normal": (lambda f: dist.Normal(f, 0.5), lambda m, v: (m, v + 0.25, v)),
+    # log sigma ~ N(-0.5, 0.3^2): E sigma^2 = exp(-1 + 2 * 0.3^2)
+    "Normal, random noise": (dist.Normal, lambda m, v: (m, v + np.exp(-0.82), v)),
+    "Poisson": (poisson, log_normal),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predictive_moments_are_exact(name):
+    """By hand, for parameters of our choice: with the noise of an observation and without it."""
+    likelihood, moments = PREDICTED[name]
+
+    def model(x, y=None):
+        noise = [numpyro.sample("sigma", dist.HalfNormal(1.0))] if likelihood is dist.Normal else []
+        linear_model(x, y, lambda f: likelihood(f, *noise))
+
+    pbp, x = guides.AutoADF(model), np.array([[1.0, -0.5], [0.3, 2.0]])
+    pbp.run(jax.random.key(0), x, np.ones(2), num_epochs=1, progress_bar=False)
+    loc, scale = np.array([0.4, -0.2]), np.array([0.3, 0.1])
+    params = {"w_auto_loc": loc, "w_auto_scale": scale, "sigma_auto_loc": -0.5, "sigma_auto_scale": 0.3}
+    mean, noisy, quiet = moments(x @ loc, x**2 @ scale**2)
+    for noise, var in ((True, noisy), (False, quiet)):
+        found = pbp.predictive_moments(params, x, noise=noise)
+        np.testing.assert_allclose(found[0], mean, rtol=1e-5)
+        np.testing.assert_allclose(found[1], var, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------- random starts and orders
+
+
+def test_random_starts_are_as_wide_as_the_prior_by_fan_in():
+    """Masked rows teach nothing: the means stay where they started, N(loc, prior variance / fan-in)."""
+
+    def model(x, mask, y=None):
+        w = numpyro.sample("w", dist.Normal(3.0, 2.0).expand([50, 40]).to_event(2))
+        tau = numpyro.sample("tau", dist.Gamma(3.0, 8.0))  # E 1 / tau = 4
+        v = numpyro.sample("v", dist.Normal(-1.0, tau**-0.5).expand([2000]).to_event(1))
+        f = x * (w.sum() + v.sum())
+        numpyro.sample("y", dist.Normal(f, 1.0).mask(mask), obs=y)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    fit = guides.AutoADF(model).run(
+        keys, np.ones(1), np.array([False]), np.ones(1), num_epochs=1, progress_bar=False
+    )
+    for site, loc, sd in (("w", 3.0, 2 / 50**0.5), ("v", -1.0, 2 / 2000**0.5)):
+        one, two = fit.params[f"{site}_auto_loc"]
+        for means in (one, two):  # 2000 numbers: 4.5 standard errors of their mean and of their sd
+            assert float(means.mean()) == pytest.approx(loc, abs=4.5 * sd / 2000**0.5)
+            assert float(means.std()) == pytest.approx(sd, rel=4.5 / 4000**0.5)
+        assert np.abs(np.corrcoef(np.ravel(one), np.ravel(two))[0, 1]) < 4.5 / 2000**0.5
+
+
+def test_rows_are_visited_in_a_random_order():
+    """The result is that of one of the six orders of three rows, and 12 keys meet at least three of them.
+
+    Three weights are taken as independent, so that each order has its own result.
+    """
+    x, y = regression_rows(3)
+    pbp, count = guides.AutoADF(linear_model), 12
+    orders = np.resize(list(permutations(range(3))), (count, 1, 3))
+    keys = jax.random.split(jax.random.key(0), count)
+    start = {"w": np.zeros((count, 3))}
+    given, found = (
+        pbp.run(keys, x, y, num_epochs=1, init_means=start, orders=order, progress_bar=False).state
+        for order in (orders, None)
+    )
+    same = [
+        [np.allclose(one, other, rtol=1e-9, atol=1e-12) for other in given.weights["w"].mean[:6]]
+        for one in found.weights["w"].mean
+    ]
+    assert np.sum(same, axis=1).tolist() == [1] * count
+    assert np.any(same, axis=0).sum() >= 3
 
 
 # ------------------------------------------------------------------------------- other priors in the predictor
@@ -815,22 +933,23 @@ def test_weights_of_a_learned_scale_have_their_exact_moments():
 
     Averages over the posterior of the scale, on a grid of our own; a fifth of the last variance is that of the means.
     """
-    y = np.array([0.5, -1.0, 2.0, 5.0])
+    loc, away = np.array([0.7, -2.0, 0.0, 1.0]), np.array([0.5, -1.0, 2.0, 5.0])
+    y = loc + away
 
     def model(x, y=None):
         scale = numpyro.sample("scale", dist.HalfNormal(2.0))
-        w = numpyro.sample("w", dist.Normal(0.0, scale).expand([4]).to_event(1))
+        w = numpyro.sample("w", dist.Normal(loc, scale).to_event(1))
         numpyro.sample("y", dist.Normal(w[x], 1.0), obs=y)
 
-    start = {"w": np.zeros(4)}
+    start = {"w": loc}
     fit = guides.AutoADF(model).run(
         jax.random.key(0), np.arange(4), y, num_epochs=1, init_means=start, progress_bar=False
     )
     scale = np.linspace(1e-3, 15, 8001)
-    density = stats.norm.pdf(scale, 0, 2) * stats.norm.pdf(y[:, None], 0, np.sqrt(1 + scale**2)).prod(0)
+    density = stats.norm.pdf(scale, 0, 2) * stats.norm.pdf(away[:, None], 0, np.sqrt(1 + scale**2)).prod(0)
     density /= density.sum()
     var = 1 / (1 + 1 / scale**2)
-    mean = var * y[:, None]
+    mean = loc[:, None] + var * away[:, None]
     first, second = (density * mean).sum(1), (density * (var + mean**2)).sum(1)
     np.testing.assert_allclose(fit.state.weights["w"].mean, first, rtol=1e-3)
     np.testing.assert_allclose(fit.state.weights["w"].var, second - first**2, rtol=1e-3)

@@ -119,6 +119,23 @@ def test_draws_have_the_analytic_moments(fitted):
     np.testing.assert_allclose(noisy[1] - var, float(tau.rate / (tau.concentration - 1)), rtol=1e-3)
 
 
+def test_bases_of_noncentered_weights_give_the_weights_of_the_guide(fitted, rows):
+    """Given a draw of the precision the base is normal: one sd from its mean the weight is one sd from its mean."""
+    pbp, fit = fitted
+    guide = numpyro.handlers.substitute(numpyro.handlers.seed(pbp, 0), fit.params)
+    drawn = numpyro.handlers.trace(guide).get_trace(*rows)
+    kernel = "net/Dense_0.kernel"
+    base = drawn[f"{kernel}_base"]["fn"]
+    scales = {name: site["value"] for name, site in drawn.items() if name.endswith("precision")}
+    assert len(scales) == 1
+    loc, scale = (fit.params[f"{kernel}_auto_{field}"] for field in ("loc", "scale"))
+    for away in (0.0, 1.0, -2.0):
+        values = {**scales, f"{kernel}_base": base.mean + away * jnp.sqrt(base.variance)}
+        seeded = numpyro.handlers.seed(numpyro.handlers.substitute(model, values), 0)
+        found = numpyro.handlers.trace(seeded).get_trace(*rows)[kernel]["value"]
+        np.testing.assert_allclose(found, loc + away * scale, rtol=1e-5, atol=1e-6)
+
+
 def test_guide_survives_pickling(fitted, rows):
     pbp, fit = fitted
     again = pickle.loads(pickle.dumps(pbp))
