@@ -1,7 +1,6 @@
 """Programs that are compiled once and used again: by equal computations, and by no others."""
 
 import jax
-import jax.monitoring as monitoring
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -14,20 +13,6 @@ from numpyro_bnn import infer
 from numpyro_bnn._programs import run
 
 X = np.arange(3, dtype=np.float32)
-
-
-@pytest.fixture
-def compiled():
-    """Names of the programs compiled since the start of the test."""
-    found: list[str] = []
-
-    def note(event, seconds, **labels):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    monitoring.register_event_duration_secs_listener(note)
-    yield found
-    monitoring.unregister_event_duration_listener(note)
 
 
 def times(factor):

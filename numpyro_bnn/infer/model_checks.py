@@ -156,10 +156,8 @@ def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
     def keys(given: Mapping[str, jax.Array]) -> dict[Any, jax.Array]:
         with spy:
             found.update(_prior_trace(model, given["seed"], args, kwargs))
-        plates = {
-            name: site["kwargs"].get("rng_key") for name, site in found.items() if site["type"] == "plate"
-        }
-        return {name: random.key_data(key) for name, key in plates.items() if key is not None}
+        used = {n: s["kwargs"].get("rng_key") for n, s in found.items() if s["type"] == "plate"}
+        return {name: random.key_data(key) for name, key in used.items() if key is not None}
 
     depends = dependence(keys, {"seed": jnp.uint32(0)})
     return Reading(found, spy.asked, frozenset(name for name, used in depends.items() if used))
@@ -180,10 +178,8 @@ def prior_values(
 
 
 def _prior_trace(model: Callable, seed: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    seeded = handlers.seed(random_indices(model), seed)
-    return handlers.trace(handlers.substitute(seeded, substitute_fn=init_to_sample)).get_trace(
-        *args, **kwargs
-    )
+    drawn = handlers.substitute(handlers.seed(random_indices(model), seed), substitute_fn=init_to_sample)
+    return handlers.trace(drawn).get_trace(*args, **kwargs)
 
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:

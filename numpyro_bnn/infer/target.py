@@ -49,7 +49,7 @@ class Target:
     :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
     :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
     :param rows: sizes of the plates that contain observations and no latent site.
-    :param supports: supports of the latent sites.
+    :param transforms: from the real line to the latent sites; ``None`` if the model computes their supports.
     :param of_one_minibatch: names of deterministic sites inside subsampled plates, or that depend on their indices.
     :param computes_values: whether the model has deterministic sites.
     """
@@ -59,7 +59,7 @@ class Target:
     stochastic: bool
     num_data: int
     rows: Mapping[str, int]
-    supports: Mapping[str, Any]
+    transforms: Mapping[str, Any] | None
     of_one_minibatch: frozenset[str]
     computes_values: bool
 
@@ -78,8 +78,8 @@ class Target:
 
     def postprocess(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """The function from z to constrained values and deterministic sites."""
-        if not (self.computes_values or self._computes_supports):
-            return self.constrain(args, kwargs)
+        if self.transforms is not None and not self.computes_values:
+            return partial(transform_fn, self.transforms)
         # Any minibatch will do: constrained values do not depend on it, and sites that depend on it are left out.
         batch = first_batch(self.plates) | ({KEY: random.key(0)} if self.stochastic else {})
 
@@ -90,16 +90,11 @@ class Target:
 
         return lambda z: run(values, z, args, kwargs or {})
 
-    @property
-    def _computes_supports(self) -> bool:
-        bounds = jax.tree.leaves(list(self.supports.values()))
-        return any(not isinstance(bound, int | float) for bound in bounds)
-
     def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """The function from z to constrained values; it runs the model only if supports are computed in it."""
-        if self._computes_supports:
+        if self.transforms is None:
             return self.postprocess(args, kwargs)
-        return partial(transform_fn, {name: biject_to(support) for name, support in self.supports.items()})
+        return partial(transform_fn, self.transforms)
 
     def log_likelihood(self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
         """The function from z, and a key of the model's own randomness, to the log density of some rows by plate."""
@@ -140,6 +135,8 @@ def bind(
     if plates:
         of_one_minibatch = check_indices(call, model, reading, plates, args, kwargs)
     z = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    supports = {name: sites[name]["fn"].support for name in z}
+    known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
     target = Target(
         model=model,
@@ -147,7 +144,7 @@ def bind(
         stochastic=reading.stochastic,
         num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
         rows=_rows(sites),
-        supports={name: sites[name]["fn"].support for name in z},
+        transforms={name: biject_to(support) for name, support in supports.items()} if known else None,
         of_one_minibatch=of_one_minibatch,
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
     )
@@ -160,11 +157,9 @@ def initial_values(
     """NumPyro's search for values at which density and gradient are finite, as one compiled program."""
 
     def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, jax.Array]:
-        found = initialize_model(
-            rng_key, model, init_strategy=init_strategy, model_args=args, model_kwargs=kwargs
-        ).param_info
-        numbers = ravel_pytree((found.potential_energy, found.z_grad))[0]
-        return found.z, jnp.all(jnp.isfinite(numbers))
+        options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
+        found = initialize_model(rng_key, model, **options).param_info
+        return found.z, jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
 
     with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
         z, valid = run(search, rng_key, args, kwargs)
