@@ -1,35 +1,45 @@
 """The interface to ArviZ 0.x and 1.x: the only module that imports it (and xarray).
 
 ArviZ 0.x stores results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``; the rest of the package calls
-the functions below and need not know which of the two it holds.
+the functions below and need not know which of the two it holds. Both libraries are imported when first used, since
+they take longer than the rest of the package.
 """
 
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, check_choice, unknown_name
 
-with warnings.catch_warnings():
-    # ArviZ 0.23 announces its refactoring once a day; version 1, the result, is supported here.
-    warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
-    import arviz as az
+if TYPE_CHECKING:
+    import xarray as xr
 
 Variables = Mapping[str, tuple[Sequence[str], ArrayLike]]
-
-# Decided by the version: ArviZ 1.x still has a name `InferenceData`, which only warns.
-_TREE = int(az.__version__.split(".")[0]) >= 1
 
 # ArviZ needs four draws in each chain that it splits.
 _MIN_DRAWS = 4
 # A generalized Pareto distribution is fitted to a fifth of the weights, but to at least five of them.
 _MIN_WEIGHTS = 25
+
+
+@cache
+def _arviz() -> Any:
+    with warnings.catch_warnings():
+        # ArviZ 0.23 announces its refactoring once a day; version 1, the result, is supported here.
+        warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
+        import arviz
+    return arviz
+
+
+def _has_trees() -> bool:
+    """Decided by the version: ArviZ 1.x still has a name `InferenceData`, which only warns."""
+    return int(_arviz().__version__.split(".")[0]) >= 1
 
 
 def rhat(draws: ArrayLike) -> NDArray[np.float64]:
@@ -55,7 +65,7 @@ def rhat(draws: ArrayLike) -> NDArray[np.float64]:
     if array.shape[0] == 1:
         half = array.shape[1] // 2
         array = np.concatenate([array[:, :half], array[:, array.shape[1] - half :]])
-    return _by_column(array, az.rhat, method="rank")
+    return _by_column(array, _arviz().rhat, method="rank")
 
 
 def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
@@ -77,7 +87,7 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     check_choice("ess", "kind", kind, ("bulk", "tail", "mean"))
     # The quantiles are named because the default differs between the two ArviZ versions.
     options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
-    return _by_column(_by_chain("ess", draws), az.ess, method=kind, **options)
+    return _by_column(_by_chain("ess", draws), _arviz().ess, method=kind, **options)
 
 
 def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -115,7 +125,7 @@ def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArra
 
 def dataset(
     variables: Variables, coords: Mapping[str, Any] | None = None, attrs: Mapping[str, Any] | None = None
-) -> xr.Dataset:
+) -> "xr.Dataset":
     """Build one group of results.
 
     :param variables: by name, the dimension names and the array, e.g. ``{"w": (("chain", "draw"), w)}``.
@@ -131,6 +141,8 @@ def dataset(
     >>> dict(data.sizes)
     {'chain': 2, 'draw': 5, 'unit': 3}
     """
+    import xarray as xr
+
     arrays = {name: _variable(name, dims, values) for name, (dims, values) in variables.items()}
     sizes = {dim: n for dims, values in arrays.values() for dim, n in zip(dims, values.shape, strict=True)}
     for name in sizes.keys() & arrays.keys():
@@ -141,7 +153,7 @@ def dataset(
     return xr.Dataset(arrays, coords=used, attrs=_attributes("dataset", attrs))
 
 
-def inference_data(groups: Mapping[str, xr.Dataset], attrs: Mapping[str, Any] | None = None) -> Any:
+def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] | None = None) -> Any:
     """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or ``xarray.DataTree`` (1.x).
 
     :param groups: datasets by group name, e.g. ``{"posterior": dataset(...)}``; empty ones are left out.
@@ -154,27 +166,29 @@ def inference_data(groups: Mapping[str, xr.Dataset], attrs: Mapping[str, Any] | 
     """
     filled: dict[str, Any] = {name: data for name, data in groups.items() if data.data_vars}
     about = _attributes("inference_data", attrs)
-    return _tree(filled, about) if _TREE else az.InferenceData(attrs=about, **filled)
+    return _tree(filled, about) if _has_trees() else _arviz().InferenceData(attrs=about, **filled)
 
 
 def group_names(idata: Any) -> list[str]:
     """Names of the groups of ``idata``, in order."""
+    import xarray as xr
+
     if isinstance(idata, xr.DataTree):
         return list(idata.children)
-    if not _TREE and isinstance(idata, az.InferenceData):
+    if not _has_trees() and isinstance(idata, _arviz().InferenceData):
         return list(idata.groups())
     got = f"an object of type {type(idata).__name__}"
     instead = "Pass the result of `to_inference_data` or `load`."
     raise argument_error("group_names", "idata", got, instead, TypeError)
 
 
-def group(idata: Any, name: str) -> xr.Dataset:
+def group(idata: Any, name: str) -> "xr.Dataset":
     """The dataset of one group; the error for an unknown name lists the groups."""
     known = group_names(idata)
     if name not in known:
         raise unknown_name("group", "name", name, known)
     held = idata[name]
-    return held.to_dataset() if isinstance(held, xr.DataTree) else held
+    return held.to_dataset() if hasattr(held, "children") else held
 
 
 def attrs(idata: Any) -> dict[str, Any]:
@@ -220,6 +234,8 @@ def load(path: str | Path) -> Any:
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
     :raises ValueError: if the file is missing, truncated or not netCDF.
     """
+    import xarray as xr
+
     target = Path(path)
     if not os.path.isfile(target):
         got = f"{str(target)!r}, which is not a file"
@@ -248,7 +264,7 @@ def _by_column(array: NDArray[np.float64], diagnostic: Any, **options: Any) -> N
     result = np.full(columns.shape[2], np.nan)
     defined = np.isfinite(columns).all(axis=(0, 1)) & (np.ptp(columns, axis=(0, 1)) > 0)
     if draws >= _MIN_DRAWS and defined.any():
-        data = xr.Dataset({"columns": (("chain", "draw", "column"), columns[:, :, defined])})
+        data = dataset({"columns": (("chain", "draw", "column"), columns[:, :, defined])})
         # Constant chains at different values: ArviZ would divide by a within-chain variance of zero.
         with np.errstate(divide="ignore", invalid="ignore"):
             result[defined] = diagnostic(data, **options)["columns"].to_numpy()
@@ -267,8 +283,8 @@ def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
     """PSIS of one vector; ArviZ 1.x takes log likelihoods, so the sign is reversed."""
-    if not _TREE:
-        return az.psislw(log_weights.copy())
+    if not _has_trees():
+        return _arviz().psislw(log_weights.copy())
     from arviz_stats.base import array_stats
 
     try:
@@ -309,7 +325,9 @@ def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
     return checked
 
 
-def _tree(groups: Mapping[str, xr.Dataset], about: Mapping[str, Any]) -> xr.DataTree:
+def _tree(groups: Mapping[str, "xr.Dataset"], about: Mapping[str, Any]) -> "xr.DataTree":
+    import xarray as xr
+
     return xr.DataTree.from_dict({"/": xr.Dataset(attrs=dict(about)), **groups})
 
 

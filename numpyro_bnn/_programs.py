@@ -1,12 +1,15 @@
-"""Programs compiled once per call of a model: its arrays are inputs, all other arguments are constants."""
+"""Programs compiled once: kept by what they compute, or by the call of a model, whose arrays are inputs."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
 
@@ -16,7 +19,18 @@ CACHE_SIZE = 8
 # Working memory of one chunk of draws; large enough to amortize its launch, small compared with any result.
 CHUNK_BYTES = 128 * 2**20
 
+# Number of programs kept by what they compute.
+KEPT = 64
+# What the data are wanted for while a model is traced, if it computes shapes or branches from them.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
 _ARRAY = object()
+_KEPT: OrderedDict[Any, Callable] = OrderedDict()
 
 
 class Signature:
@@ -53,6 +67,73 @@ def signature(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Signature, list]:
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
     fixed = tuple(_ARRAY if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)
     return Signature(tree, fixed), [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+
+
+def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """``fn(given, args, kwargs)`` by one compiled program, which any equal computation uses again.
+
+    Programs are compared by their equations, so two functions that compute the same share one, and a function whose
+    surroundings have changed gets another. The arrays in ``args`` and ``kwargs`` are inputs of the program, unless
+    ``fn`` needs their values while it is traced.
+
+    >>> def scaled(given, args, kwargs):
+    ...     return given * args[0].sum()
+    >>> before = len(_KEPT)
+    >>> found = [run(scaled, 2.0, (np.ones(n, np.float32),), {}) for n in (3, 3, 5)]
+    >>> [float(x) for x in found], len(_KEPT) - before
+    ([6.0, 6.0, 10.0], 2)
+    """
+    fixed, arrays = signature(args, kwargs)
+    try:
+        return _run(lambda given, arrays: fn(given, *fixed.call(arrays)), given, arrays)
+    except NEEDS_VALUES:
+        return _run(lambda given: fn(given, args, kwargs), given)
+
+
+def _run(fn: Callable, *given: Any) -> Any:
+    leaves, tree = jax.tree.flatten(given)
+    closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(
+        *leaves
+    )
+    key = _fingerprint(closed)
+    program = _KEPT.get(key) or jax.jit(jaxpr_as_fun(closed))
+    if key is not None:
+        _KEPT[key] = program
+        _KEPT.move_to_end(key)
+        if len(_KEPT) > KEPT:
+            _KEPT.popitem(last=False)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program(*leaves))
+
+
+def _fingerprint(closed: ClosedJaxpr) -> Any:
+    """Equal for programs that compute the same; ``None`` where that cannot be told."""
+    text = str(closed.jaxpr)
+    if "callback" in text:
+        return None
+    digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", text).encode())
+    for part in _parts(closed):
+        if isinstance(part, jax.core.Tracer):
+            return None
+        if isinstance(part, jax.Array) and jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+            part = jax.random.key_data(part)
+        array = np.asarray(part)
+        digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+    inputs = tuple((v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars)
+    return digest.digest(), inputs
+
+
+def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+    """The numbers of a program that its text does not show in full: its constants, and arrays among its literals."""
+    if isinstance(program, ClosedJaxpr):
+        yield from program.consts
+        program = program.jaxpr
+    for equation in program.eqns:
+        yield from (v.val for v in equation.invars if isinstance(v, Literal))
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield from _parts(inner)
+            elif isinstance(inner, jax.Array | np.ndarray):
+                yield inner
 
 
 def refuse_tracers(call: str, instead: str, *trees: Any) -> None:

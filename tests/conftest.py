@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jax
+import jax.monitoring
 import pytest
 
 FLAGS = [
@@ -89,3 +90,17 @@ def data_folder():
             pytest.fail("NUMPYRO_BNN_REQUIRE_DATA is set, but NUMPYRO_BNN_DATA is not a folder")
         pytest.skip("no benchmark data: set NUMPYRO_BNN_DATA to its folder")
     return Path(folder)
+
+
+@pytest.fixture
+def compiled():
+    """Names of the programs compiled since the start of the test."""
+    found: list[str] = []
+
+    def note(event, seconds, **labels):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)

@@ -553,7 +553,7 @@ REFUSED = {
     "random targets": (one_weight(moved_targets), "site 'y', whose values, or mask, depend on 'w'"),
     "dependent classes": (dependent_classes, "3 linear predictors for one row are functions of each other"),
     "softmax": (softmax, "not an elementwise function of a linear predictor"),
-    "imputed": (one_weight(imputed), "site 'y_unobserved', which imputes masked observations"),
+    "imputed": (one_weight(imputed), "site 'y_unobserved' of `obs_mask`"),
     "masked prior": (one_weight(simple, masked_prior), "site 'w', whose prior is masked or scaled"),
     "scaled prior": (scaled_prior, "site 'w', whose prior is masked or scaled"),
     "targets that are no argument": (one_weight(outside_data), r"of shape \(4,\) for one row of the data"),

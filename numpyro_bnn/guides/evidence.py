@@ -1,7 +1,6 @@
 """Assess a fit: ELBO, importance-weighted bound and PSIS k-hat, each bound with its standard error."""
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._importance import check, weight_statistics, weighted_draw
-from numpyro_bnn._programs import CACHE_SIZE, Signature, map_keys, refuse_tracers, signature
+from numpyro_bnn._programs import map_keys, refuse_tracers, run
 
 GOOD_K, USABLE_K = 0.5, 0.7
 
@@ -129,11 +128,18 @@ def evidence(
         got = f"{type(guide).__name__}, all of whose sites are Delta"
         instead = "Point masses have no density; use a guide with a spread, e.g. `AutoNormal`."
         raise argument_error(call, "guide", got, instead)
-    fixed, arrays = signature(args, kwargs)
-    keys = jax.random.split(rng_key, num_samples)
-    program = _program(model, guide, fixed, draws_per_chunk)
-    weights = np.asarray(program(keys, dict(params), arrays), dtype=np.float64)
-    return _summary(call, weights, sites.num_observations)
+
+    def weigh(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        keys, params = given
+
+        def one(key: jax.Array) -> jax.Array:
+            draw = weighted_draw(model, guide, params, args, kwargs, key)  # type: ignore[arg-type]
+            return draw.log_joint - draw.log_guide
+
+        return map_keys(one, keys, draws_per_chunk)
+
+    weights = run(weigh, (jax.random.split(rng_key, num_samples), dict(params)), args, kwargs)
+    return _summary(call, np.asarray(weights, dtype=np.float64), sites.num_observations)
 
 
 def log_weights(guide: Any, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> NDArray[np.float64]:
@@ -170,21 +176,6 @@ def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
         instead = "Pass two or more, as a vector (S,)."
         raise argument_error("guides.summarize", "log_weights", f"shape {log_w.shape}", instead)
     return _summary("guides.summarize", log_w, num_observations)
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _program(model: Callable, guide: Callable, fixed: Signature, chunk: int | None) -> Callable:
-    @jax.jit
-    def weigh(keys: jax.Array, params: Mapping[str, Any], arrays: list) -> jax.Array:
-        args, kwargs = fixed.call(arrays)
-
-        def one(key: jax.Array) -> jax.Array:
-            draw = weighted_draw(model, guide, params, args, kwargs, key)
-            return draw.log_joint - draw.log_guide
-
-        return map_keys(one, keys, chunk)
-
-    return weigh
 
 
 def _summary(call: str, log_w: NDArray[np.float64], num_observations: int) -> Evidence:

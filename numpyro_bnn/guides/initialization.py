@@ -119,10 +119,7 @@ def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
 
 
 def check_imputed(call: str, trace: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse observations imputed by ``obs_mask``: where data are given, the imputed values have no density.
-
-    The entropy of the guide there belongs to nothing, so that the bound would grow without limit.
-    """
+    """Refuse observations imputed by ``obs_mask``: without density where data are given, they unbound the ELBO."""
     for name in trace:
         if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" in trace:
             got = f"the site {name!r} of `obs_mask`, a part of which has no density"

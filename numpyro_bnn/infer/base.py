@@ -18,6 +18,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn._keys import split
+from numpyro_bnn._programs import run
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
@@ -253,16 +254,20 @@ class SGMCMCKernel(MCMCKernel):
                 "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)",
                 "Its potential on all data is not one value: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`.",
             )
-        if init_params is None:
-            z = jax.tree.map(lambda value: self._warm_start.spread * value, z)
-        else:
+        spread = self._warm_start.spread if init_params is None else 1.0
+        if init_params is not None:
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
-        self._policy = self.make_policy(target, num_warmup)
-        chain = Chain(self._policy, model_args, model_kwargs)
-        self._sample_fn = chain.transition
-        return chain.start(z, chain_key) if single else jax.vmap(chain.start)(z, chain_key)
+        self._policy = policy = self.make_policy(target, num_warmup)
+        self._sample_fn = Chain(policy, model_args, model_kwargs).transition
+
+        def start(given: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> SGMCMCState:
+            z, key = jax.tree.map(lambda value: spread * value, given[0]), given[1]
+            begin = Chain(policy, args, kwargs).start
+            return begin(z, key) if single else jax.vmap(begin)(z, key)
+
+        return run(start, (z, chain_key), model_args, model_kwargs or {})
 
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None

@@ -120,7 +120,7 @@ def read(
 ) -> LinearStructure:
     """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault.
 
-    >>> import numpyro
+    >>> import numpyro, numpyro.distributions as dist
     >>> def model():
     ...     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -226,6 +226,7 @@ def _check_linear(call: str, linear: LinearModel) -> None:
 def log_density(site: Mapping[str, Any]) -> jax.Array:
     """Log density of a site, with its scale; minus infinity outside of the support.
 
+    >>> import numpyro.distributions as dist
     >>> density = jax.jit(lambda value: log_density({"fn": dist.Uniform(0.0, 0.5), "value": value, "scale": None}))
     >>> round(float(density(0.25)), 2), float(density(3.0))
     (0.69, -inf)

@@ -1,7 +1,7 @@
 """Choose the rows that a subsampled plate sees; refuse models whose minibatches would be silently wrong."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
 from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn._plates import full_plates, random_indices
+from numpyro_bnn._programs import run
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
 # Changes of log densities that rounding explains if rows change places, relative to the largest log density.
@@ -124,23 +125,61 @@ def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
 # -- reading a trace -------------------------------------------------------------------------------------
 
 
-class _asks_for_keys(Messenger):
-    """Record whether a model asks for random numbers of its own."""
+class constant_keys(Messenger):
+    """Give a model that asks for random numbers of its own one key whenever it has none, and note that it asks."""
 
     asked = False
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "prng_key":
             self.asked = True
+            msg["value"] = random.key(0) if msg["value"] is None else msg["value"]
 
 
-def trace_of(model: Callable, seed: int, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Trace a model from its prior; the second value says whether it asks for random numbers of its own."""
-    spy = _asks_for_keys()
-    with spy:
-        seeded = handlers.seed(random_indices(model), seed)
-        traced = handlers.trace(handlers.substitute(seeded, substitute_fn=init_to_sample))
-        return traced.get_trace(*args, **kwargs), spy.asked
+class Reading(NamedTuple):
+    """What a model is for some arguments, without a number of it computed.
+
+    :param sites: its trace; arrays have a shape and a dtype, and no values.
+    :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
+    :param redrawn: plates whose random indices follow the seed from outside; none if the model is already seeded.
+    """
+
+    sites: dict[str, Any]
+    stochastic: bool
+    redrawn: frozenset[str]
+
+
+def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
+    """Read a model by one abstract run from its prior."""
+    spy, found = constant_keys(), {}
+
+    def keys(given: Mapping[str, jax.Array]) -> dict[Any, jax.Array]:
+        with spy:
+            found.update(_prior_trace(model, given["seed"], args, kwargs))
+        used = {n: s["kwargs"].get("rng_key") for n, s in found.items() if s["type"] == "plate"}
+        return {name: random.key_data(key) for name, key in used.items() if key is not None}
+
+    depends = dependence(keys, {"seed": jnp.uint32(0)})
+    return Reading(found, spy.asked, frozenset(name for name, used in depends.items() if used))
+
+
+def prior_values(
+    model: Callable, kinds: Container[str], args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values of the sites of some kinds that are not observed, from one draw of the prior."""
+
+    def values(seed: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        sites = _prior_trace(model, seed, args, kwargs).items()
+        return {n: s["value"] for n, s in sites if s["type"] in kinds and not s.get("is_observed", False)}
+
+    # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
+    with jax.ensure_compile_time_eval():
+        return run(values, jnp.uint32(0), args, kwargs)
+
+
+def _prior_trace(model: Callable, seed: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    drawn = handlers.substitute(handlers.seed(random_indices(model), seed), substitute_fn=init_to_sample)
+    return handlers.trace(drawn).get_trace(*args, **kwargs)
 
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:
@@ -149,13 +188,13 @@ def is_jacobian(site: Mapping[str, Any]) -> bool:
     return named and is_factor(site["fn"])
 
 
-def subsampled(call: str, traced: Mapping[str, Any]) -> dict[str, Plate]:
+def subsampled(call: str, sites: Mapping[str, Any]) -> dict[str, Plate]:
     """The plates of a trace that see a subset of their indices.
 
     :raises ValueError: for a subset larger than the whole.
     """
-    sites = {name: site["args"] for name, site in traced.items() if site["type"] == "plate"}
-    plates = {name: Plate(*args) for name, args in sites.items() if args[1] not in (None, args[0])}
+    sizes = {name: site["args"] for name, site in sites.items() if site["type"] == "plate"}
+    plates = {name: Plate(*args) for name, args in sizes.items() if args[1] not in (None, args[0])}
     for name, plate in plates.items():
         if plate.batch_size > plate.size:
             came = f"plate {name!r} with subsample_size {plate.batch_size}"
@@ -187,20 +226,18 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
 def check_indices(
     call: str,
     model: Callable,
-    traced: Mapping[str, Any],
+    reading: Reading,
     plates: Mapping[str, Plate],
     args: tuple,
-    kwargs: dict[str, Any],
-    *,
-    stochastic: bool,
+    kwargs: Mapping[str, Any],
 ) -> frozenset[str]:
     """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
 
     :return: names of deterministic sites that belong to one minibatch.
     """
     refused = partial(argument_error, call, "model")
-    sites = {name: site for name, site in traced.items() if site["type"] == "sample"}
-    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+    sites = {name: site for name, site in reading.sites.items() if site["type"] == "sample"}
+    values = prior_values(model, ("sample",), args, kwargs)
 
     def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
         fixed = handlers.substitute(on_batch(model, plates), data=values)
@@ -225,11 +262,16 @@ def check_indices(
     shapes = jax.eval_shape(parts, fresh)
     for site in sites.values():
         _check_site(refused, site, plates, used, shapes)
-    with jax.ensure_compile_time_eval():
-        _check_seeds(refused, plates, traced, trace_of(model, 1, args, kwargs)[0])
-    if not stochastic:  # random numbers belong to places of the minibatch, not to its rows
+    if not reading.redrawn.issuperset(plates):
+        raise refused(
+            "a model that is already seeded",
+            "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
+        )
+    if not reading.stochastic:  # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, sites, parts, fresh)
-    local = [name for name, site in traced.items() if any(f.name in plates for f in site["cond_indep_stack"])]
+    local = [
+        n for n, site in reading.sites.items() if any(f.name in plates for f in site["cond_indep_stack"])
+    ]
     return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
 
 
@@ -274,35 +316,30 @@ def _check_order(
     refused: Callable, sites: Mapping[str, Any], parts: Callable, fresh: Mapping[str, jax.Array]
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse their log densities."""
+
+    @jax.jit
+    def densities() -> list[dict[str, jax.Array]]:
+        batches = [fresh, *({**fresh, plate: indices[::-1]} for plate, indices in fresh.items())]
+        found = [parts(batch) for batch in batches]
+        return [{name: part["density", name] for name in sites} for part in found]
+
     with jax.ensure_compile_time_eval():
-        before = parts(fresh)
-        for plate, indices in fresh.items():
-            after = parts({**fresh, plate: indices[::-1]})
-            for name, site in sites.items():
-                axes = [frame.dim for frame in site["cond_indep_stack"] if frame.name == plate]
-                expected = jnp.flip(before["density", name], axes)
-                if isinstance(expected, jax.core.Tracer):
-                    continue  # the data are arguments of a compiled program
-                largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
-                if not np.allclose(expected, after["density", name], 0, REORDERED * largest, equal_nan=True):
-                    raise refused(
-                        f"the site {name!r} in plate {plate!r}, of which some rows stay when the indices change",
-                        "Index every array that has one row per data point, also for masks and scales: `x[i]`.",
-                    )
+        before, *reversed_plates = densities()
+    for plate, after in zip(fresh, reversed_plates, strict=True):
+        for name, site in sites.items():
+            axes = tuple(frame.dim for frame in site["cond_indep_stack"] if frame.name == plate)
+            if isinstance(after[name], jax.core.Tracer):
+                continue  # the data are arguments of a compiled program
+            expected = np.flip(np.asarray(before[name]), tuple(axes))
+            largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
+            if not np.allclose(expected, after[name], 0, REORDERED * largest, equal_nan=True):
+                raise refused(
+                    f"the site {name!r} in plate {plate!r}, of which some rows stay when the indices change",
+                    "Index every array that has one row per data point, also for masks and scales: `x[i]`.",
+                )
 
 
 def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
     """Log density of the observed sites of a trace, without the scale of its plates."""
     observed = [site for site in sites.values() if site["type"] == "sample" and site["is_observed"]]
     return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
-
-
-def _check_seeds(refused: Callable, plates: Mapping[str, Plate], *traces: Mapping[str, Any]) -> None:
-    """Check that the seeds of two traces give a plate two keys; a model that is already seeded fails this."""
-    for name in plates:
-        keys = [random.key_data(traced[name]["kwargs"]["rng_key"]) for traced in traces]
-        if np.array_equal(keys[0], keys[1]):
-            raise refused(
-                "a model that is already seeded",
-                "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
-            )

@@ -8,28 +8,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import random
+from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
-from numpyro.infer.util import initialize_model, transform_fn, unconstrain_fn
+from numpyro.infer.util import constrain_fn, initialize_model, potential_energy, transform_fn, unconstrain_fn
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._plates import full_plates
+from numpyro_bnn._programs import run
 from numpyro_bnn.infer.model_checks import (
     KEY,
     Plate,
     check_indices,
     check_latent_sites,
+    constant_keys,
     first_batch,
     observed_log_density,
     on_batch,
     only_rows,
+    prior_values,
+    read,
     subsampled,
-    trace_of,
     weight_jacobians,
 )
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
+# Kinds of sites whose values MCMC keeps as they start.
+PARAMETERS = ("param", "mutable")
 # Sources of minibatch indices by name; a new source is a new row.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
 
@@ -43,10 +49,9 @@ class Target:
     :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
     :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
     :param rows: sizes of the plates that contain observations and no latent site.
-    :param supports: supports of the latent sites.
+    :param transforms: from the real line to the latent sites; ``None`` if the model computes their supports.
     :param of_one_minibatch: names of deterministic sites inside subsampled plates, or that depend on their indices.
-    :param potential_fn: NumPyro's potential of the model with the keyword ``_batch``.
-    :param postprocess_fn: NumPyro's postprocessing of that model.
+    :param computes_values: whether the model has deterministic sites.
     """
 
     model: Callable
@@ -54,10 +59,9 @@ class Target:
     stochastic: bool
     num_data: int
     rows: Mapping[str, int]
-    supports: Mapping[str, Any]
+    transforms: Mapping[str, Any] | None
     of_one_minibatch: frozenset[str]
-    potential_fn: Callable
-    postprocess_fn: Callable
+    computes_values: bool
 
     @property
     def subsampled(self) -> bool:
@@ -66,21 +70,31 @@ class Target:
 
     def potential(self, args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
         """The function z -> U~ of a minibatch; with ``batch="full"`` U on all the data."""
-        return self.potential_fn(*args, _batch=batch, **(kwargs or {}))
+        return partial(potential_energy, self._on_batch, args, {**(kwargs or {}), "_batch": batch})
+
+    @property
+    def _on_batch(self) -> Callable:
+        return constant_keys(on_batch(self.model, self.plates))
 
     def postprocess(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """The function from z to constrained values and deterministic sites."""
+        if self.transforms is not None and not self.computes_values:
+            return partial(transform_fn, self.transforms)
         # Any minibatch will do: constrained values do not depend on it, and sites that depend on it are left out.
         batch = first_batch(self.plates) | ({KEY: random.key(0)} if self.stochastic else {})
-        values = self.postprocess_fn(*args, _batch=batch, **(kwargs or {}))
-        return lambda z: {name: v for name, v in values(z).items() if name not in self.of_one_minibatch}
+
+        def values(z: dict[str, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+            call = args, {**kwargs, "_batch": batch}
+            found = constrain_fn(self._on_batch, *call, z, return_deterministic=True)
+            return {name: value for name, value in found.items() if name not in self.of_one_minibatch}
+
+        return lambda z: run(values, z, args, kwargs or {})
 
     def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """The function from z to constrained values; it runs the model only if supports are computed in it."""
-        bounds = jax.tree.leaves(list(self.supports.values()))
-        if any(not isinstance(bound, int | float) for bound in bounds):
+        if self.transforms is None:
             return self.postprocess(args, kwargs)
-        return partial(transform_fn, {name: biject_to(support) for name, support in self.supports.items()})
+        return partial(transform_fn, self.transforms)
 
     def log_likelihood(self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
         """The function from z, and a key of the model's own randomness, to the log density of some rows by plate."""
@@ -109,40 +123,49 @@ def bind(
     """
     kwargs = dict(kwargs or {})
     model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
-    # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
-    with jax.ensure_compile_time_eval():
-        traced, stochastic = trace_of(model, 0, args, kwargs)
-        fixed = {name: site["value"] for name, site in traced.items() if site["type"] in ("param", "mutable")}
-        if fixed:  # parameters start at random values, which MCMC keeps
-            model = handlers.substitute(model, data=fixed)
-            traced, stochastic = trace_of(model, 0, args, kwargs)
-    plates = subsampled(call, traced)
-    check_latent_sites(call, traced, plates)
+    reading = read(model, args, kwargs)
+    learned = [name for name, site in reading.sites.items() if site["type"] in PARAMETERS]
+    if learned:  # parameters start at random values, which MCMC keeps
+        model = handlers.substitute(model, data=prior_values(model, PARAMETERS, args, kwargs))
+        reading = read(model, args, kwargs)
+    sites = reading.sites
+    plates = subsampled(call, sites)
+    check_latent_sites(call, sites, plates)
     of_one_minibatch: frozenset[str] = frozenset()
     if plates:
-        of_one_minibatch = check_indices(call, model, traced, plates, args, kwargs, stochastic=stochastic)
-    with jax.debug_key_reuse(False):  # NumPyro's search for initial values draws twice with one key
-        info = initialize_model(
-            rng_key,
-            on_batch(model, plates),
-            init_strategy=init_strategy,
-            dynamic_args=True,
-            model_args=args,
-            model_kwargs=kwargs,
-        )
-    all_sizes = [site["args"][0] for site in traced.values() if site["type"] == "plate"]
+        of_one_minibatch = check_indices(call, model, reading, plates, args, kwargs)
+    z = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    supports = {name: sites[name]["fn"].support for name in z}
+    known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
+    sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
     target = Target(
         model=model,
         plates=plates,
-        stochastic=stochastic,
-        num_data=max([plate.size for plate in plates.values()] or all_sizes, default=1),
-        rows=_rows(traced),
-        supports={name: traced[name]["fn"].support for name in info.param_info.z},
+        stochastic=reading.stochastic,
+        num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
+        rows=_rows(sites),
+        transforms={name: biject_to(support) for name, support in supports.items()} if known else None,
         of_one_minibatch=of_one_minibatch,
-        potential_fn=info.potential_fn,
-        postprocess_fn=info.postprocess_fn,
+        computes_values=any(site["type"] == "deterministic" for site in sites.values()),
     )
-    return target, info.param_info.z
+    return target, z
+
+
+def initial_values(
+    rng_key: jax.Array, model: Callable, init_strategy: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """NumPyro's search for values at which density and gradient are finite, as one compiled program."""
+
+    def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, jax.Array]:
+        options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
+        found = initialize_model(rng_key, model, **options).param_info
+        return found.z, jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
+
+    with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
+        z, valid = run(search, rng_key, args, kwargs)
+        if not isinstance(valid, jax.core.Tracer) and not valid:
+            search(rng_key, args, kwargs)  # raises, and warns of the values that no distribution accepts
+    return z
 
 
 def _rows(traced: Mapping[str, Any]) -> dict[str, int]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax, random
 
 from numpyro_bnn import sgmcmc
@@ -65,6 +64,8 @@ class WarmStart:
     @property
     def transformation(self) -> Any:
         """The optimizer."""
+        import optax
+
         usual = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
         return usual if self.optimizer is None else self.optimizer
 

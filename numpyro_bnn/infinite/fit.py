@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from scipy.optimize import minimize
 
 from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infinite.kernels import kernels
@@ -160,6 +159,8 @@ def _search(
         return (penalty - value) / unit, (precision * (flat - start) - gradient) / unit
 
     options = {"maxiter": max_steps}
+    from scipy.optimize import minimize
+
     done = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return unflatten(done.x), first, int(done.nfev) + 1, bool(done.success)
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
-from scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
 from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
@@ -96,6 +95,8 @@ class GPRegression:
         :return: (M,), summed over outputs.
         :raises ValueError: for ``y`` of another shape than the predictions.
         """
+        from scipy.stats import norm
+
         mean, variance = self.predict(x, diagonal=True)
         if np.shape(y) != mean.shape:
             instead = f"Pass {mean.shape}: one row per row of `x`, with the outputs of the data."

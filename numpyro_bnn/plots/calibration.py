@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom
 
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error, check_count
@@ -123,6 +122,8 @@ def reliability_diagram(
 def _binomial_band(count: Any, share: Any) -> NDArray[np.float64]:
     """Central 95 % interval of the fraction of successes among ``count`` trials with probability ``share``."""
     # A probability of exactly 0 or 1 has no interval.
+    from scipy.stats import binom
+
     return np.array(binom.interval(0.95, count, np.clip(share, 1e-12, 1 - 1e-12))) / count
 
 

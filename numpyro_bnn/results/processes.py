@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from scipy.stats import norm
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
@@ -43,6 +42,8 @@ def process_groups(
             return (*sample, "data", *(f"{name}_dim_{i}" for i in range(1, rank - len(sample))))
 
         return _arviz.dataset({name: (dims(name, v.ndim), v) for name, v in values.items()}, coords)
+
+    from scipy.stats import norm
 
     new = None if predictions is None else _new_inputs(gp, predictions)
     train_key, new_key = jax.random.split(rng_key)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
@@ -170,6 +169,8 @@ def _best(
     group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis], chunk: slice
 ) -> list[list[np.ndarray]]:
     """For every draw of the chunk, the group elements of the members, to be applied one after the other."""
+    from scipy.optimize import linear_sum_assignment
+
     scores = [
         _score(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])) for axis in axes
     ]

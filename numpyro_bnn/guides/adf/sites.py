@@ -22,6 +22,7 @@ from numpyro_bnn.guides.adf.reading import (
     refuse,
     run_model,
 )
+from numpyro_bnn.guides.initialization import check_imputed
 
 # Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
 REPARAMETERIZED = ("_base", "_decentered")
@@ -91,11 +92,9 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites
 
 
 def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
+    check_imputed(CALL, trace)
     data_plates = {frame.name for frame in trace[observed]["cond_indep_stack"]}
     for name, site in latent.items():
-        if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" == observed:
-            instead = "Leave rows out with `handlers.mask(mask=...)` instead of `obs_mask`."
-            raise refuse(name, "which imputes masked observations", instead)
         if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(site):
             instead = "Change the prior itself; for a flat one pass a wide prior."
             raise refuse(name, "whose prior is masked or scaled", instead)

@@ -1,0 +1,110 @@
+"""Programs that are compiled once and used again: by equal computations, and by no others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from numpyro.infer import MCMC
+
+from numpyro_bnn import infer
+from numpyro_bnn._programs import run
+
+X = np.arange(3, dtype=np.float32)
+
+
+def times(factor):
+    return lambda given, args, kwargs: given * (factor * args[0]).sum()
+
+
+def test_equal_computations_share_a_program(compiled):
+    """Another function, other data of the same shape, another value: nothing is compiled."""
+    one = jnp.float32(1.0)
+    run(times(2.0), one, (X,), {})
+    before = len(compiled)
+    found = run(times(2.0), jnp.float32(3.0), (X + 1,), {})
+    assert len(compiled) == before
+    assert float(found) == 36.0
+
+
+@pytest.mark.parametrize(
+    "factor", [3.0, np.float32(3.0), 3 * np.ones(3, np.float32), 3 * jnp.ones(3)], ids=str
+)
+def test_what_a_function_closes_over_is_a_part_of_it(factor):
+    """Numbers and arrays, also inside a program of its own."""
+    for wrap in (lambda fn: fn, jax.jit):
+        for scale in (1, 2, 3):
+            closed = scale * factor
+            product = wrap(lambda x, closed=closed: (closed * x).sum())
+            found = run(lambda given, args, kwargs, p=product: given * p(args[0]), 1.0, (X,), {})
+            assert float(found) == 9.0 * scale
+
+
+def test_long_arrays_that_print_alike_are_told_apart():
+    long = np.zeros(5000, np.float32)
+    for place in (2000, 3000):
+        weights = long.copy()
+        weights[place] = 1.0
+        for wrap in (lambda fn: fn, jax.jit):
+            product = wrap(lambda x, w=weights: w * x)
+            found = run(
+                lambda given, args, kwargs, p=product: p(args[0]), 0.0, (np.ones(5000, np.float32),), {}
+            )
+            assert int(found.argmax()) == place
+
+
+def test_surroundings_that_change_are_seen():
+    factor = {"is": 2.0}
+
+    def fn(given, args, kwargs):
+        return given * factor["is"]
+
+    assert float(run(fn, 1.0, (X,), {})) == 2.0
+    factor["is"] = 5.0
+    assert float(run(fn, 1.0, (X,), {})) == 5.0
+
+
+def test_host_functions_are_never_shared():
+    for add in (1.0, 2.0):
+
+        def fn(given, args, kwargs, add=add):
+            return jax.pure_callback(
+                lambda x: np.float32(x + add), jax.ShapeDtypeStruct((), jnp.float32), given
+            )
+
+        assert float(run(fn, jnp.float32(1.0), (X,), {})) == 1.0 + add
+
+
+@pytest.mark.parametrize("labels", [np.array([0, 1, 1]), np.array([0, 1, 2])], ids=str)
+def test_models_that_compute_shapes_from_data(labels):
+    """The number of groups follows from values, which a program of the data as inputs does not have."""
+
+    def model(group, y):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
+
+    mcmc = MCMC(infer.MALA(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False)
+    mcmc.run(random.key(0), labels, X)
+    assert mcmc.get_samples()["effect"].shape == (2, len(np.unique(labels)))
+
+
+def test_a_second_kernel_compiles_only_the_loop_of_mcmc(compiled):
+    """A new kernel and new data of the same shape: one program, in which NumPyro has the data as constants."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        numpyro.deterministic("f", w * x)
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Normal(w * x, s), obs=y)
+
+    counts = []
+    for seed in range(2):
+        before = len(compiled)
+        mcmc = MCMC(infer.SGLD(model, step_size=1e-3), num_warmup=2, num_samples=2, progress_bar=False)
+        mcmc.run(random.key(seed), X + seed, X)
+        counts.append(len(compiled) - before)
+    assert counts[1] == 1 < counts[0]
