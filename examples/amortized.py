@@ -54,18 +54,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--neurons", type=int, default=40, help="K")
     parser.add_argument("--latents", type=int, default=2, help="dimensions of z_n")
     parser.add_argument("--train-rows", type=int, default=10_000, help="bins to learn from")
-    parser.add_argument(
-        "--new-rows", type=int, default=1000, help="new bins to score, and as many training bins"
-    )
-    parser.add_argument(
-        "--widths", type=int, nargs="+", default=[8, 64], help="hidden units, one network each"
-    )
+    parser.add_argument("--new-rows", type=int, default=1000, help="new bins to score, and as many training bins")
+    parser.add_argument("--widths", type=int, nargs="+", default=[8, 64], help="hidden units, one network each")
     parser.add_argument("--num-steps", type=int, default=20_000, help="minibatch steps")
     parser.add_argument("--batch-size", type=int, default=100, help="bins of a minibatch")
     parser.add_argument("--point-steps", type=int, default=2000, help="optimizer steps for each bin")
-    parser.add_argument(
-        "--num-draws", type=int, default=200, help="posterior draws for the coverage of log rates"
-    )
+    parser.add_argument("--num-draws", type=int, default=200, help="posterior draws for the coverage of log rates")
     parser.add_argument("--seed", type=int, default=0, help="seed of simulation and learning")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the figure")
     args = parser.parse_args(argv)
@@ -216,12 +210,8 @@ def align(found: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def print_table(rows: list[Scores]) -> None:
-    print(
-        "\nELBO and gap to the best q of each bin: nats per bin. mean: RMS difference of means in posterior sds;"
-    )
-    print(
-        "sd: geometric mean of the ratio of sds; R2: true latents, up to a linear map; cov.: log rates in 90 %"
-    )
+    print("\nELBO and gap to the best q of each bin: nats per bin. mean: RMS difference of means in posterior sds;")
+    print("sd: geometric mean of the ratio of sds; R2: true latents, up to a linear map; cov.: log rates in 90 %")
     print(
         f"{'hidden units':14}{'bins':6}{'ELBO':>10}{'gap':>9}{'± se':>9}{'worst':>9}{'mean':>8}{'sd':>8}{'R2':>8}"
         f"{'cov.':>8}{'seconds':>9}"
@@ -246,9 +236,7 @@ def draw_figure(points: dict[str, dict[str, np.ndarray]], new: Data, folder: Pat
         best = points[list(points)[-1]]
         bins = np.arange(min(len(new.latents), 300))
         axes[0, 0].plot(bins, new.latents[bins, 0], color="black", linewidth=1.0, label="true")
-        axes[0, 0].plot(
-            bins, best["aligned"][bins, 0], ".", color=COLORS[0], markersize=2.5, label="inferred"
-        )
+        axes[0, 0].plot(bins, best["aligned"][bins, 0], ".", color=COLORS[0], markersize=2.5, label="inferred")
         axes[0, 0].set(xlabel="new bin", ylabel="latent 1")
         axes[0, 0].legend(frameon=False)
         for axis, part, label in ((axes[0, 1], "mean", "mean"), (axes[1, 0], "sd", "sd")):
@@ -257,9 +245,7 @@ def draw_figure(points: dict[str, dict[str, np.ndarray]], new: Data, folder: Pat
             gaps = np.sort(np.maximum(found["gap"], 1e-6))
             share = np.arange(1, len(gaps) + 1) / len(gaps)
             axes[1, 1].step(gaps, share, color=color, label=f"{name} hidden units", linewidth=1.2)
-        axes[1, 1].set(
-            xscale="log", xlabel="gap to the best q of a new bin (nats)", ylabel="share of bins below"
-        )
+        axes[1, 1].set(xscale="log", xlabel="gap to the best q of a new bin (nats)", ylabel="share of bins below")
         axes[1, 1].legend(frameon=False)
         for axis, letter in zip(axes.flat, "abcd", strict=True):
             axis.set_title(letter, loc="left", fontweight="bold", fontsize=9)

@@ -60,9 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samplers")
     parser.add_argument("--data", type=Path, default=None, help="folder of the UCI sets")
-    parser.add_argument(
-        "--output", type=Path, default=Path("output"), help="folder of netCDF files and figures"
-    )
+    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of netCDF files and figures")
     args = parser.parse_args(argv)
     at_least(parser, args, ("widths", "optimizer_steps", "steps_per_draw", "nuts_warmup", "max_tree_depth"))
     at_least(parser, args, ("members", "num_warmup"), 2)
@@ -108,9 +106,7 @@ def network_model(args: argparse.Namespace) -> Any:
     return bnn.models.regression(bnn.nn.MLP([*args.widths, 1], "relu"), bnn.priors.Hierarchical())
 
 
-def run(
-    kernel: Any, data: Any, args: argparse.Namespace, num_warmup: int, fields: tuple
-) -> tuple[Any, float]:
+def run(kernel: Any, data: Any, args: argparse.Namespace, num_warmup: int, fields: tuple) -> tuple[Any, float]:
     import jax
     from numpyro.infer import MCMC
 
@@ -131,9 +127,7 @@ def export(mcmc: Any, data: Any, **options: Any) -> Any:
     import numpyro_bnn as bnn
 
     new = {"x": data.x_test, "y": data.y_test}
-    return bnn.to_inference_data(
-        mcmc, predictions=new, log_likelihood=False, posterior_predictive=False, **options
-    )
+    return bnn.to_inference_data(mcmc, predictions=new, log_likelihood=False, posterior_predictive=False, **options)
 
 
 def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[Scores]]:

@@ -67,13 +67,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-epochs", type=int, default=20, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="first step size of Adam")
-    parser.add_argument(
-        "--prior-scale", type=float, default=10.0, help="prior sd of weights times root of fan-in"
-    )
+    parser.add_argument("--prior-scale", type=float, default=10.0, help="prior sd of weights times root of fan-in")
     parser.add_argument("--members", type=int, default=1, help="fits from different starts, mixed equally")
-    parser.add_argument(
-        "--num-draws", type=int, default=60, help="draws of the weights for predictions, in all"
-    )
+    parser.add_argument("--num-draws", type=int, default=60, help="draws of the weights for predictions, in all")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which steps are timed")
     parser.add_argument("--test-images", type=int, default=10_000, help="images of each kind to predict")
     parser.add_argument("--seed", type=int, default=0, help="seed of start, minibatches and draws")
@@ -99,9 +95,7 @@ def load_data(args: argparse.Namespace) -> Images:
     x, x_test = (a.reshape(-1, 8, 8, 1).astype(np.float32) / 16 for a in (digits.x_train, digits.x_test))
     seen, seen_test = digits.y_train < 5, digits.y_test < 5
     foreign = {"digits 5 to 9": x_test[~seen_test][:size]}
-    return Images(
-        x[seen], digits.y_train[seen], x_test[seen_test][:size], digits.y_test[seen_test][:size], foreign
-    )
+    return Images(x[seen], digits.y_train[seen], x_test[seen_test][:size], digits.y_test[seen_test][:size], foreign)
 
 
 # ------------------------------------------------------------------------------------------------------- networks
@@ -223,15 +217,11 @@ def draws_of_weights(learned: Learned, num_draws: int, key: jax.Array) -> list[d
     return [{name: value[s] for name, value in params.items()} for s in range(num_draws)]
 
 
-def predictor(
-    net: Any, members: Sequence[Learned], args: argparse.Namespace
-) -> Callable[[np.ndarray], np.ndarray]:
+def predictor(net: Any, members: Sequence[Learned], args: argparse.Namespace) -> Callable[[np.ndarray], np.ndarray]:
     """Images (N, H, W, 1) -> logits (S, N, K), for S draws of the weights from all members."""
     keys = jax.random.split(jax.random.key(args.seed + 1), len(members))
     each = max(1, args.num_draws // len(members))
-    weights = [
-        w for pair in zip(members, keys, strict=True) for w in draws_of_weights(pair[0], each, pair[1])
-    ]
+    weights = [w for pair in zip(members, keys, strict=True) for w in draws_of_weights(pair[0], each, pair[1])]
     one = jax.jit(net.apply)
 
     def predict(x: np.ndarray) -> np.ndarray:
@@ -302,9 +292,7 @@ def draw_samples(groups: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path
     import matplotlib.pyplot as plt
 
     shown = [(name, x[i], p[:, i]) for name, (x, p) in groups.items() for i in range(min(per_group, len(x)))]
-    figure, axes = plt.subplots(
-        2, len(shown), figsize=(1.4 * len(shown), 3), layout="constrained", squeeze=False
-    )
+    figure, axes = plt.subplots(2, len(shown), figsize=(1.4 * len(shown), 3), layout="constrained", squeeze=False)
     for (name, image, probs), picture, bars in zip(shown, axes[0], axes[1], strict=True):
         picture.imshow(image[..., 0], cmap="gray_r")
         picture.set_title(name, fontsize=8)
@@ -356,15 +344,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data = load_data(args).standardized()
     net = NETS[args.net](data.num_classes)
     size = sum(int(np.prod(shape)) for shape in net.param_shapes(data.x.shape[1:]).values())
-    print(
-        f"{len(data.y)} training images, network {args.net!r} of {size} weights, batches of {args.batch_size}"
-    )
+    print(f"{len(data.y)} training images, network {args.net!r} of {size} weights, batches of {args.batch_size}")
     ratio = step_ratio(net, data, args)
-    print(
-        "time of a step: {bayes_ms:.1f} ms, plain network: {plain_ms:.1f} ms, ratio {ratio:.2f}".format(
-            **ratio
-        )
-    )
+    print("time of a step: {bayes_ms:.1f} ms, plain network: {plain_ms:.1f} ms, ratio {ratio:.2f}".format(**ratio))
     model = make_model(net, data.num_classes, args)
     members = [learn(model, data, args.seed + member, args) for member in range(args.members)]
     predict = predictor(net, members, args)

@@ -102,9 +102,7 @@ def hidden_covariance(width: int, x: jax.Array, key: jax.Array) -> jax.Array:
     return prior().scale ** 2 * h @ h.T / width + prior().bias_scale ** 2
 
 
-def draw_networks(
-    args: argparse.Namespace, width: int, kernel: np.ndarray, x: jax.Array
-) -> tuple[float, float]:
+def draw_networks(args: argparse.Namespace, width: int, kernel: np.ndarray, x: jax.Array) -> tuple[float, float]:
     """Excess kurtosis of the outputs, and the squared distance of their covariances from the kernel."""
     keys = jax.random.split(jax.random.fold_in(jax.random.key(args.seed), width), args.networks)
     one = jax.jit(lambda keys: jax.lax.map(lambda k: hidden_covariance(width, x, k), keys, batch_size=500))
@@ -122,9 +120,7 @@ def train_networks(args: argparse.Namespace, width: int, x: jax.Array, y: jax.Ar
     net = network(width)
     limit = np.asarray(infinite.ntk(net, x, prior=prior()))
     rate = 0.5 / float(np.linalg.eigvalsh(limit)[-1])
-    variance = {
-        name: jnp.asarray(prior()(name, shape).scale) ** 2 for name, shape in net.param_shapes((1,)).items()
-    }
+    variance = {name: jnp.asarray(prior()(name, shape).scale) ** 2 for name, shape in net.param_shapes((1,)).items()}
 
     def step(params: dict, _: None) -> tuple[dict, None]:
         slopes = jax.grad(lambda p: 0.5 * jnp.sum((net.apply(p, x)[:, 0] - y) ** 2))(params)
@@ -184,9 +180,7 @@ def measure(args: argparse.Namespace) -> list[Width]:
         row = Width(width, *draw_networks(args, width, kernel, points), *train_networks(args, width, x, y))
         rows.append(row)
         seconds = time.perf_counter() - start
-        print(
-            f"{width:6}{row.kurtosis:10.4f}{row.squared:10.4f}{row.tangent:9.4f}{row.change:9.4f}{seconds:9.1f}"
-        )
+        print(f"{width:6}{row.kurtosis:10.4f}{row.squared:10.4f}{row.tangent:9.4f}{row.change:9.4f}{seconds:9.1f}")
     return rows
 
 

@@ -57,9 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--batch-size", type=int, default=256, help="rows of a minibatch")
-    parser.add_argument(
-        "--num-warmup", type=int, default=300, help="warm-up draws per chain, minibatch kernels"
-    )
+    parser.add_argument("--num-warmup", type=int, default=300, help="warm-up draws per chain, minibatch kernels")
     parser.add_argument("--num-samples", type=int, default=250, help="draws per chain, every kernel")
     parser.add_argument("--steps-per-draw", type=int, default=200, help="steps between two draws")
     parser.add_argument("--nuts-rows", type=int, default=1000, help="training rows NUTS sees")
@@ -102,9 +100,7 @@ def export(mcmc: Any, data: Any, args: argparse.Namespace, seconds: float) -> An
 
     new = {"x": data.x_test[: args.test_rows], "y": data.y_test[: args.test_rows]}
     attrs = {"dataset": data.name, "seed": args.seed, "sampling_seconds": seconds}
-    return bnn.to_inference_data(
-        mcmc, predictions=new, log_likelihood=False, posterior_predictive=False, attrs=attrs
-    )
+    return bnn.to_inference_data(mcmc, predictions=new, log_likelihood=False, posterior_predictive=False, attrs=attrs)
 
 
 def fit_minibatch(name: str, data: Any, args: argparse.Namespace) -> tuple[Any, Scores]:
@@ -261,9 +257,7 @@ def draw_mixing(axis: Any, fits: dict[str, Any]) -> None:
 
     for method, idata in fits.items():
         rhat = np.sort(metrics.function_space(idata["predictions"]["y_mean"]).rhat.ravel())
-        axis.step(
-            rhat, np.arange(1, len(rhat) + 1) / len(rhat), color=color(method), label=method, linewidth=1.2
-        )
+        axis.step(rhat, np.arange(1, len(rhat) + 1) / len(rhat), color=color(method), label=method, linewidth=1.2)
     axis.axvline(1.01, color="black", linewidth=0.6, zorder=0)
     axis.set_xlabel("R-hat of the predicted function")
     axis.set_ylabel("share of test rows below")
@@ -291,9 +285,7 @@ def main(argv: list[str] | None = None) -> list[Scores]:
         saved.append(results.save(idata, folder / f"minibatch_{name.lower()}.nc"))
     print_table(rows, min(args.test_rows, len(data.y_test)))
     if max(row.rhat for row in rows) > 1.1:
-        print(
-            "R-hat above 1.1: chains stay near the modes they found; together they are an ensemble of modes."
-        )
+        print("R-hat above 1.1: chains stay near the modes they found; together they are an ensemble of modes.")
     saved.append(draw_figure(fits, rows, folder))
     print("written: " + ", ".join(map(str, saved)))
     return rows

@@ -174,9 +174,9 @@ def probabilities(fit: Fit, x: np.ndarray) -> np.ndarray:
     """Draws (C, S, N, K) of the probabilities of the classes at ``x``."""
     import numpyro_bnn as bnn
 
-    found = bnn.to_inference_data(
-        fit.mcmc, predictions={"x": x}, log_likelihood=False, posterior_predictive=False
-    )["predictions"]
+    found = bnn.to_inference_data(fit.mcmc, predictions={"x": x}, log_likelihood=False, posterior_predictive=False)[
+        "predictions"
+    ]
     if "y_probs" in found:
         return np.asarray(found["y_probs"], float)
     one = np.asarray(found["y_mean"], float)
@@ -231,9 +231,7 @@ def cdata(args: argparse.Namespace) -> dict[str, Any]:
     intervals, medians = np.quantile(scales, (0.5, 0.05, 0.95), axis=(0, 1)).T, np.median(scales, axis=1)
     ratios = medians[:, :2].min(1) / medians[:, 2:].max(1)  # the first two inputs decide the class
     fit.report.update({"scales": intervals.tolist(), "medians": medians.tolist(), "ratios": ratios.tolist()})
-    print(
-        "scale of the weights of an input: median, 90 % interval, medians by chain, R-hat and ESS of its log"
-    )
+    print("scale of the weights of an input: median, 90 % interval, medians by chain, R-hat and ESS of its log")
     for i, (middle, low, high) in enumerate(intervals):
         by_chain = " ".join(f"{value:.3f}" for value in medians[:, i])
         print(

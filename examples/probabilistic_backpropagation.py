@@ -72,9 +72,7 @@ def load_data(args: argparse.Namespace) -> Any:
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     if args.data or (folder and (Path(folder) / "california_housing.npz").is_file()):
-        data = datasets.load_california(
-            folder, test_fraction=0.1, seed=args.seed
-        )  # a wrong --data is an error
+        data = datasets.load_california(folder, test_fraction=0.1, seed=args.seed)  # a wrong --data is an error
     else:
         print("no folder with california_housing.npz (--data, NUMPYRO_BNN_DATA): diabetes data instead")
         data = datasets.load_sklearn("diabetes", test_fraction=0.1, seed=args.seed)
@@ -101,9 +99,7 @@ def learn(data: Any, args: argparse.Namespace) -> tuple[Any, Any, Scores]:
     pbp = guides.AutoADF(model)
     widths = tuple(args.widths)
     start = time.perf_counter()
-    fit = pbp.run(
-        jax.random.key(args.seed), data.x_train, data.y_train, widths=widths, num_epochs=args.num_epochs
-    )
+    fit = pbp.run(jax.random.key(args.seed), data.x_train, data.y_train, widths=widths, num_epochs=args.num_epochs)
     jax.block_until_ready(fit)
     seconds = time.perf_counter() - start
     mean, variance = pbp.predictive_moments(fit.params, data.x_test, widths=widths)
@@ -121,9 +117,7 @@ def sample(pbp: Any, fit: Any, data: Any, args: argparse.Namespace) -> Scores:
     chosen = np.random.default_rng(args.seed).choice(len(data.y_train), rows, replace=False)
     kernel = NUTS(model, init_strategy=init_to_value(values=pbp.median(fit.params)), max_tree_depth=7)
     mcmc = MCMC(kernel, num_warmup=args.nuts_warmup, num_samples=args.nuts_samples)
-    x, y, x_test, y_test = map(
-        jnp.asarray, (data.x_train[chosen], data.y_train[chosen], data.x_test, data.y_test)
-    )
+    x, y, x_test, y_test = map(jnp.asarray, (data.x_train[chosen], data.y_train[chosen], data.x_test, data.y_test))
     start = time.perf_counter()
     mcmc.run(jax.random.key(args.seed), x, y, widths=widths)
     jax.block_until_ready(mcmc.last_state)

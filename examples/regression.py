@@ -41,9 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=1000, help="draws per chain")
     parser.add_argument("--num-chains", type=int, default=4, help="chains, run side by side")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampler and of the train/test split")
-    parser.add_argument(
-        "--output", type=Path, default=Path("output"), help="folder of the netCDF file and the plots"
-    )
+    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the netCDF file and the plots")
     args = parser.parse_args(argv)
     at_least(parser, args, ("width", "num_warmup", "num_samples", "num_chains"))
     return args
@@ -65,9 +63,7 @@ def fit_network(data, args: argparse.Namespace):
         num_chains=args.num_chains,
     )
     start = time.perf_counter()
-    mcmc.run(
-        jax.random.key(args.seed), data.x_train, data.y_train, extra_fields=("potential_energy", "diverging")
-    )
+    mcmc.run(jax.random.key(args.seed), data.x_train, data.y_train, extra_fields=("potential_energy", "diverging"))
     jax.block_until_ready(mcmc.last_state)
     seconds = time.perf_counter() - start
     attrs = {"dataset": data.name, "seed": args.seed, "network": str(net), "sampling_seconds": seconds}

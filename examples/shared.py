@@ -9,9 +9,7 @@ from typing import Any
 __all__ = ["at_least", "between_marks", "markdown", "writable_file", "writable_folder"]
 
 
-def at_least(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1
-) -> None:
+def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1) -> None:
     """Refuse numbers below the minimum, also in options that take several.
 
     :param names: of the options, as attributes of ``args``.

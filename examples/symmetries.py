@@ -194,10 +194,7 @@ def predictor(net: Any, data: Any) -> Callable:
 
     def function(sites: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.stack(
-            [
-                over_draws({path: sites[f"net/{path}"][c] for path in paths})
-                for c in range(len(sites["sigma"]))
-            ]
+            [over_draws({path: sites[f"net/{path}"][c] for path in paths}) for c in range(len(sites["sigma"]))]
         )
 
     return function
@@ -294,9 +291,7 @@ def cells(row: Mapping[str, Any], net: str) -> dict[str, str]:
 
     def pair(name: str, unit: str) -> str:
         digits = 3 if unit == "draw" else 1
-        return " / ".join(
-            f"{row['ess'][name][f'{which}_per_{unit}']:.{digits}f}" for which in ("median", "min")
-        )
+        return " / ".join(f"{row['ess'][name][f'{which}_per_{unit}']:.{digits}f}" for which in ("median", "min"))
 
     line = {"seed": str(row["seed"]), "way": row["way"]}
     orbit = ["log ratio", "place", "log product"] if net == "relu" else []

@@ -24,9 +24,7 @@ from examples.shared import at_least, between_marks, markdown, writable_folder
 # targets and squared error, each with its standard error.
 NEAL = ((0.830, 0.022), (0.01873, 0.00335))
 SCORES = "log probability {:6.3f} ± {:.3f}   squared error {:.4f} ± {:.4f}"
-LEFT = np.array(
-    [1.75, 0.95]
-)  # distances from the smallest training input: f turns up if it is larger at the first
+LEFT = np.array([1.75, 0.95])  # distances from the smallest training input: f turns up if it is larger at the first
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -46,9 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figure")
     parser.add_argument("--docs", type=Path, help="page whose table shows the scores")
     args = parser.parse_args(argv)
-    at_least(
-        parser, args, ("num_warmup", "num_samples", "kept_draws", "num_chains", "num_moves", "max_tree_depth")
-    )
+    at_least(parser, args, ("num_warmup", "num_samples", "kept_draws", "num_chains", "num_moves", "max_tree_depth"))
     return args
 
 
@@ -99,9 +95,7 @@ def sample(data: Any, args: argparse.Namespace) -> tuple[Any, float]:
     return mcmc, time.perf_counter() - start
 
 
-def scores_of_chains(
-    f: np.ndarray, log_density: np.ndarray, up: np.ndarray, data: Any
-) -> dict[str, dict[str, Any]]:
+def scores_of_chains(f: np.ndarray, log_density: np.ndarray, up: np.ndarray, data: Any) -> dict[str, dict[str, Any]]:
     """Log probability and squared error with standard errors, and share of draws that turn up, printed."""
     from numpyro_bnn import metrics
 

@@ -58,9 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, default=20_000, help="steps of the optimizer")
     parser.add_argument("--num-particles", type=int, default=8, help="draws per step")
     parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of NUTS per chain")
-    parser.add_argument(
-        "--num-samples", type=int, default=1000, help="draws of NUTS per chain, and of each guide"
-    )
+    parser.add_argument("--num-samples", type=int, default=1000, help="draws of NUTS per chain, and of each guide")
     parser.add_argument("--num-chains", type=int, default=2, help="chains of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, starts and draws")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the figure")
@@ -124,9 +122,7 @@ def run_nuts(model: Callable, data: Data, args: argparse.Namespace) -> tuple[Any
     return mcmc, time.perf_counter() - start
 
 
-def predict(
-    result: Any, data: Data, x: np.ndarray, y: np.ndarray | None, args: argparse.Namespace, **of: Any
-) -> Any:
+def predict(result: Any, data: Data, x: np.ndarray, y: np.ndarray | None, args: argparse.Namespace, **of: Any) -> Any:
     """Predictions at ``x`` as ArviZ results; a guide needs the arguments it was fitted with."""
     import numpyro_bnn as bnn
 
@@ -182,12 +178,8 @@ def compare(data: Data, args: argparse.Namespace) -> tuple[list[Row], dict[str, 
 
 
 def print_table(rows: list[Row]) -> None:
-    print(
-        "\nsd of the function: mean over the gap, mean where data are, RMS distance to that of NUTS on the grid"
-    )
-    print(
-        f"{'':16}{'ELBO':>16}{'Pareto k':>10}{'log score':>11}{'gap':>8}{'data':>8}{'distance':>10}{'seconds':>9}"
-    )
+    print("\nsd of the function: mean over the gap, mean where data are, RMS distance to that of NUTS on the grid")
+    print(f"{'':16}{'ELBO':>16}{'Pareto k':>10}{'log score':>11}{'gap':>8}{'data':>8}{'distance':>10}{'seconds':>9}")
     for row in rows:
         elbo = "-" if row.elbo is None else f"{row.elbo:.2f} ± {row.elbo_se:.2f}"
         k = "-" if row.pareto_k is None else f"{row.pareto_k:.2f}"
@@ -206,9 +198,7 @@ def draw_plot(on_grid: dict[str, Any], folder: Path) -> Path:
     from numpyro_bnn import plots
 
     size = (3.4 * len(on_grid), 3.4)
-    figure, axes = plt.subplots(
-        1, len(on_grid), figsize=size, sharey=True, layout="constrained", squeeze=False
-    )
+    figure, axes = plt.subplots(1, len(on_grid), figsize=size, sharey=True, layout="constrained", squeeze=False)
     for axis, (name, idata) in zip(axes[0], on_grid.items(), strict=True):
         plots.predictive_band(idata, ax=axis, xlabel="x", ylabel="y" if axis is axes[0, 0] else "")
         axis.get_legend().remove()
@@ -226,9 +216,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     args = parse(argv)
     folder = writable_folder(args.output)
     data = make_data(args)
-    print(
-        f"{args.points} points in two clusters, network 1-{args.width}-1 ({args.activation}), noise sd {NOISE}"
-    )
+    print(f"{args.points} points in two clusters, network 1-{args.width}-1 ({args.activation}), noise sd {NOISE}")
     rows, on_grid = compare(data, args)
     print_table(rows)
     print(f"written: {draw_plot(on_grid, folder)}")

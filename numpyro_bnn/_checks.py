@@ -9,9 +9,7 @@ import jax
 import numpy as np
 
 
-def argument_error(
-    call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError
-) -> Exception:
+def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError) -> Exception:
     """Build (the caller raises it) an error that teaches: call, argument, what came, what to write instead.
 
     :param call: the public name that the user wrote, e.g. ``"nn.Dense"``.

@@ -16,9 +16,7 @@ ADDRESSING = {
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 
 
-def dependence(
-    fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
-) -> dict[Any, set]:
+def dependence(fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]) -> dict[Any, set]:
     """For each output of ``fn``, the names of the arguments from which it is computed; nothing is evaluated.
 
     :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of arrays.
@@ -33,9 +31,7 @@ def dependence(
     return program_dependence(*jax.make_jaxpr(fn, return_shape=True)(dict(arguments)), arguments)
 
 
-def program_dependence(
-    closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
-) -> dict[Any, set]:
+def program_dependence(closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]) -> dict[Any, set]:
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``.
 
     >>> import jax.numpy as jnp

@@ -92,9 +92,7 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any
 
 def _run(fn: Callable, *given: Any) -> Any:
     leaves, tree = jax.tree.flatten(given)
-    closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(
-        *leaves
-    )
+    closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(*leaves)
     key = _fingerprint(closed)
     program = _KEPT.get(key) or jax.jit(jaxpr_as_fun(closed))
     if key is not None:

@@ -66,9 +66,7 @@ PRIORS: dict[str, PriorRow] = {
     "StudentT": PriorRow(priors.StudentT(4.0, 0.7)),
     "ScaleMixture": PriorRow(priors.ScaleMixture(0.3, 1.0, 0.1)),
     "Hierarchical": PriorRow(priors.Hierarchical(), {"scale": ()}),
-    "Hierarchical centered": PriorRow(
-        priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True), {"scale": ()}
-    ),
+    "Hierarchical centered": PriorRow(priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True), {"scale": ()}),
     "ARD": PriorRow(priors.ARD(), {"scale": (4,)}),
     "ARD centered": PriorRow(priors.ARD(dist.Uniform(0.5, 1.5), centered=True), {"scale": (4,)}),
     "GammaPrecision": PriorRow(priors.GammaPrecision(0.5, 3.0), {"precision": ()}),
@@ -79,16 +77,10 @@ PRIORS: dict[str, PriorRow] = {
     "Horseshoe of outputs, centered": PriorRow(
         priors.Horseshoe(unit="output", centered=True), {"global": (), "local": (3,)}
     ),
-    "RegularizedHorseshoe": PriorRow(
-        priors.RegularizedHorseshoe(), {"global": (), "local": (4, 3), "slab": ()}
-    ),
-    "GPFilters": PriorRow(
-        priors.GPFilters(dist.HalfNormal(1.0), dist.LogNormal(0.0, 0.3), other=priors.Normal(2.0))
-    ),
+    "RegularizedHorseshoe": PriorRow(priors.RegularizedHorseshoe(), {"global": (), "local": (4, 3), "slab": ()}),
+    "GPFilters": PriorRow(priors.GPFilters(dist.HalfNormal(1.0), dist.LogNormal(0.0, 0.3), other=priors.Normal(2.0))),
     "GPFilters centered": PriorRow(priors.GPFilters(1.0, 2.0, "matern32", centered=True)),
-    "BySite": PriorRow(
-        priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()), {"scale": ()}
-    ),
+    "BySite": PriorRow(priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()), {"scale": ()}),
 }
 
 # Variants that another row of the same family also tests.
@@ -155,18 +147,14 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "PSGLD": KernelRow(partial(infer.PSGLD, step_size=1e-3, **_SHORT)),
     "PSGLD of the warm start": KernelRow(
-        partial(
-            infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_SHORT
-        )
+        partial(infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_SHORT)
     ),
     "SGHMC": KernelRow(partial(infer.SGHMC, step_size=1e-3, **_SHORT), momentum=True),
     "SGHMC with control variates": KernelRow(
         partial(infer.SGHMC, splitting="OBABO", gradient="control_variates", **_SHORT), momentum=True
     ),
     "SGNHT": KernelRow(partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True),
-    "CyclicalSGLD": KernelRow(
-        partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)
-    ),
+    "CyclicalSGLD": KernelRow(partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)),
     "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
     "GHMC": KernelRow(
@@ -213,9 +201,7 @@ SYMMETRIES: dict[str, SymmetryRow] = {
     "Scale of units": SymmetryRow(symmetry.Scale([("w", 1), ("b", 0)]), _DENSE),
     "Scale of a layer": SymmetryRow(symmetry.Scale(["w", "b"]), _DENSE),
     "Scale of filters": SymmetryRow(symmetry.Scale([("w", -1)]), {"w": (2, 3, 2, 4)}),
-    "Scale behind Flatten": SymmetryRow(
-        symmetry.Scale([("w", 3), ("a", 0, 5)]), {"w": (2, 2, 1, 3), "a": (15,)}
-    ),
+    "Scale behind Flatten": SymmetryRow(symmetry.Scale([("w", 3), ("a", 0, 5)]), {"w": (2, 2, 1, 3), "a": (15,)}),
     "Rescale": SymmetryRow(symmetry.Rescale([("w", 1), ("b", 0)], [("v", 0)]), _DENSE),
     "Rescale through Flatten": SymmetryRow(
         symmetry.Rescale([("w", 3), ("b", 0)], [("v", 0, 3)]), {"w": (2, 2, 1, 4), "b": (4,), "v": (12, 2)}
@@ -293,32 +279,23 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
     "MLP tanh": NetRow(nn.MLP([4, 3, 2], "tanh"), _FEATURES, _kinds(flip=2, order=2)),
     "MLP erf": NetRow(nn.MLP([4, 3, 2], "erf"), _FEATURES, _kinds(flip=2, order=2)),
     "MLP identity": NetRow(nn.MLP([4, 3, 2], "identity"), _FEATURES, _kinds(rescale=2, flip=2, order=2)),
-    **{
-        f"MLP {a}": NetRow(nn.MLP([4, 2], a), _FEATURES, _kinds(order=1))
-        for a in ("softplus", "silu", "gelu")
-    },
+    **{f"MLP {a}": NetRow(nn.MLP([4, 2], a), _FEATURES, _kinds(order=1)) for a in ("softplus", "silu", "gelu")},
     "one hidden unit": NetRow(nn.MLP([1, 2], "relu"), _FEATURES, _kinds(rescale=1)),
     "BatchNorm tanh": NetRow(_normed(_BN(), "tanh"), _FEATURES, _kinds(scale=2, shift=2, flip=4, order=2)),
     "BatchNorm tanh, no gain": NetRow(
         _normed(_BN(False), "tanh"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)
     ),
-    "BatchNorm relu": NetRow(
-        _normed(_BN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=2, flip=2, order=2)
-    ),
+    "BatchNorm relu": NetRow(_normed(_BN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=2, flip=2, order=2)),
     "BatchNorm relu, no gain or shift": NetRow(
         _normed(_BN(False, False), "relu"), _FEATURES, _kinds(scale=2, shift=2, order=2)
     ),
-    "BatchNorm softplus": NetRow(
-        _normed(_BN(), "softplus"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)
-    ),
+    "BatchNorm softplus": NetRow(_normed(_BN(), "softplus"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)),
     # A shift of all units comes from the bias, and from every input.
     "LayerNorm tanh": NetRow(_normed(_LN(), "tanh"), _FEATURES, _kinds(scale=2, shift=4, flip=4, order=2)),
     "LayerNorm tanh, no gain": NetRow(
         _normed(_LN(False, False), "tanh"), _FEATURES, _kinds(scale=2, shift=4, flip=2, order=2)
     ),
-    "LayerNorm relu": NetRow(
-        _normed(_LN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=4, flip=2, order=2)
-    ),
+    "LayerNorm relu": NetRow(_normed(_LN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=4, flip=2, order=2)),
     "BatchNorm after relu": NetRow(
         nn.Sequential([nn.Dense(4), "relu", _BN(), nn.Dense(2)]),
         _FEATURES,
@@ -349,9 +326,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         _kinds(scale=3, shift=6, flip=3, order=3),
     ),
     "norms behind Flatten": NetRow(
-        nn.Sequential(
-            [nn.Conv2d(3, 3), nn.Flatten(), _BN(), "relu", nn.Dense(4), _LN(), "relu", nn.Dense(2)]
-        ),
+        nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), _BN(), "relu", nn.Dense(4), _LN(), "relu", nn.Dense(2)]),
         IMAGE,
         _kinds(scale=2, rescale=2, shift=3, flip=2, order=2),
     ),
@@ -411,9 +386,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         _FEATURES,
         _kinds(flip=1, order=1),
     ),
-    "residual of the inputs": NetRow(
-        nn.Sequential([nn.Residual(nn.Dense(3)), "relu", nn.Dense(2)]), _FEATURES, {}
-    ),
+    "residual of the inputs": NetRow(nn.Sequential([nn.Residual(nn.Dense(3)), "relu", nn.Dense(2)]), _FEATURES, {}),
     "residual with projection": NetRow(
         nn.Sequential([nn.Dense(4), "relu", nn.Residual(nn.MLP([5, 6]), nn.Dense(6)), "relu", nn.Dense(2)]),
         _FEATURES,
@@ -474,9 +447,7 @@ GUIDES: dict[str, GuideRow] = {
         },
     ),
     "AutoMeanField": GuideRow(guides.AutoMeanField),
-    "AutoMeanField given scales": GuideRow(
-        partial(guides.AutoMeanField, condition_on_scales=True), slow=True
-    ),
+    "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True), slow=True),
     "AutoBlocks given scales": GuideRow(
         partial(
             guides.AutoBlocks,

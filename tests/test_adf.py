@@ -39,9 +39,7 @@ def published_model(x, y=None, sizes=SIZES):
     noise = numpyro.sample("noise", dist.Gamma(6.0, 6.0))
     h = x
     for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
-        w = numpyro.sample(
-            f"w{layer}", dist.Normal(0.0, precision**-0.5).expand([outputs, inputs + 1]).to_event(2)
-        )
+        w = numpyro.sample(f"w{layer}", dist.Normal(0.0, precision**-0.5).expand([outputs, inputs + 1]).to_event(2))
         h = jax.nn.relu(h) if layer else h
         h = jnp.concatenate([h, jnp.ones((x.shape[0], 1))], axis=1) @ w.T / (inputs + 1) ** 0.5
     with numpyro.plate("data", x.shape[0]):
@@ -91,9 +89,7 @@ def compare_with_published(x, y, sizes, num_epochs):
         np.testing.assert_allclose(weight.mean, reference.m[layer], rtol=1e-8, atol=1e-8)
         np.testing.assert_allclose(weight.var, reference.v[layer], rtol=1e-8, atol=1e-8)
     np.testing.assert_allclose(fit.state.hyperparameters["noise"], (reference.a, reference.b), rtol=1e-8)
-    np.testing.assert_allclose(
-        fit.state.hyperparameters["precision"], (reference.a_w, reference.b_w), rtol=1e-8
-    )
+    np.testing.assert_allclose(fit.state.hyperparameters["precision"], (reference.a_w, reference.b_w), rtol=1e-8)
     np.testing.assert_allclose(-fit.losses, evidence, rtol=1e-5)
     assert fit.refused.max() == 0
 
@@ -547,9 +543,7 @@ def test_random_starts_are_as_wide_as_the_prior_by_fan_in():
         numpyro.sample("y", dist.Normal(f, 1.0).mask(mask), obs=y)
 
     keys = jax.random.split(jax.random.key(0), 2)
-    fit = guides.AutoADF(model).run(
-        keys, np.ones(1), np.array([False]), np.ones(1), num_epochs=1, progress_bar=False
-    )
+    fit = guides.AutoADF(model).run(keys, np.ones(1), np.array([False]), np.ones(1), num_epochs=1, progress_bar=False)
     for site, loc, sd in (("w", 3.0, 2 / 50**0.5), ("v", -1.0, 2 / 2000**0.5)):
         one, two = fit.params[f"{site}_auto_loc"]
         for means in (one, two):  # 2000 numbers: 4.5 standard errors of their mean and of their sd
@@ -586,9 +580,7 @@ INTERCEPTS = {
     "StudentT": (lambda: dist.StudentT(4.0, 0.0, 3.0), lambda b: stats.t.pdf(b, 4, 0, 3)),
     "Laplace": (lambda: dist.Laplace(0.0, 30.0), lambda b: stats.laplace.pdf(b, 0, 30)),
     "mixture": (
-        lambda: dist.MixtureSameFamily(
-            dist.Categorical(jnp.full(2, 0.5)), dist.Normal(0.0, jnp.array([2.0, 6.0]))
-        ),
+        lambda: dist.MixtureSameFamily(dist.Categorical(jnp.full(2, 0.5)), dist.Normal(0.0, jnp.array([2.0, 6.0]))),
         lambda b: stats.norm.pdf(b, 0, 2) + stats.norm.pdf(b, 0, 6),
     ),
 }
@@ -607,9 +599,7 @@ def test_an_intercept_with_any_prior_is_learned(name):
     def model(y):
         numpyro.sample("y", dist.Normal(numpyro.sample("b", prior()), 1.0), obs=y)
 
-    fit = guides.AutoADF(model).run(
-        jax.random.key(0), y, num_epochs=1, init_means={"b": 0.0}, progress_bar=False
-    )
+    fit = guides.AutoADF(model).run(jax.random.key(0), y, num_epochs=1, init_means={"b": 0.0}, progress_bar=False)
     b = np.linspace(0, 10, 4001)
     posterior = density(b) * np.exp(stats.norm.logpdf(y[:, None], b).sum(0) + 60)
     posterior /= posterior.sum()
@@ -688,9 +678,7 @@ def learn_mean(y, mask, observe=masked_by_handler, likelihood=lambda w: dist.Nor
         observe(likelihood(numpyro.sample("w", dist.Normal(0.0, 1.0))), mask, y)
 
     pbp = guides.AutoADF(model)
-    fit = pbp.run(
-        jax.random.key(0), y, mask, num_epochs=1, orders=orders, init_means={"w": 0.0}, progress_bar=False
-    )
+    fit = pbp.run(jax.random.key(0), y, mask, num_epochs=1, orders=orders, init_means={"w": 0.0}, progress_bar=False)
     return pbp, fit
 
 
@@ -717,9 +705,7 @@ def test_masked_rows_are_left_out(name):
         np.testing.assert_allclose(fit.state.weights["w"].var, var, rtol=1e-12)
         seen = y[np.array(mask)]
         evidence = stats.multivariate_normal(np.zeros(4), np.eye(4) + 1).logpdf(y) if len(seen) == 4 else None
-        evidence = (
-            stats.multivariate_normal([0, 0], np.eye(2) + 1).logpdf(seen) if len(seen) == 2 else evidence
-        )
+        evidence = stats.multivariate_normal([0, 0], np.eye(2) + 1).logpdf(seen) if len(seen) == 2 else evidence
         assert -float(fit.losses[0]) == pytest.approx(evidence or 0.0, rel=1e-5)
         score = pbp.log_predictive_density(fit.params, y, np.array(mask))
         assert np.all((np.asarray(score) == 0) == ~np.array(mask))
@@ -742,9 +728,7 @@ MASKED_LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(MASKED_LIKELIHOODS, "Gamma noise", "Poisson, invalid where masked")
-)
+@pytest.mark.parametrize("name", mostly_slow(MASKED_LIKELIHOODS, "Gamma noise", "Poisson, invalid where masked"))
 def test_masked_rows_do_not_count_under_any_likelihood(name):
     """Fitting with masked rows is fitting without them, whatever their values."""
     likelihood, seen, hidden = MASKED_LIKELIHOODS[name]

@@ -168,9 +168,7 @@ def test_runs_at_once_are_the_runs_one_by_one(fitted, x64):
             assert value.dtype == jnp.float64
             np.testing.assert_allclose(together.params[name][k], value, rtol=1e-9, atol=1e-12)
     starts = pbp.run(keys, x[1], y[1], num_epochs=2, progress_bar=False)
-    np.testing.assert_allclose(
-        starts.params["tau_auto_rate"][1], together.params["tau_auto_rate"][1], rtol=1e-9
-    )
+    np.testing.assert_allclose(starts.params["tau_auto_rate"][1], together.params["tau_auto_rate"][1], rtol=1e-9)
     means = jax.vmap(lambda params: pbp.predictive_moments(params, x[0])[0])(together.params)
     assert means.shape == (3, 60)
 
@@ -305,9 +303,7 @@ def test_refused_updates_are_reported():
 
     y = jnp.where(jnp.arange(40) % 2 == 0, 4.0, 0.0)
     with pytest.warns(UserWarning, match="of the updates of weights in epoch 1, more than 1%"):
-        fit = guides.AutoADF(awkward).run(
-            jax.random.key(0), y, num_epochs=2, max_refused=0.01, progress_bar=False
-        )
+        fit = guides.AutoADF(awkward).run(jax.random.key(0), y, num_epochs=2, max_refused=0.01, progress_bar=False)
     assert fit.refused[0] > 0.01
     assert all(bool((weight.var > 0).all()) for weight in fit.state.weights.values())
 
@@ -566,9 +562,7 @@ REFUSED = {
 def test_models_that_cannot_be_handled(name):
     refused, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        guides.AutoADF(refused).run(
-            jax.random.key(0), jnp.ones(4), jnp.ones(4), num_epochs=1, progress_bar=False
-        )
+        guides.AutoADF(refused).run(jax.random.key(0), jnp.ones(4), jnp.ones(4), num_epochs=1, progress_bar=False)
 
 
 def test_wrong_options(rows):

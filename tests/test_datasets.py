@@ -100,9 +100,7 @@ def test_standardized_uci_has_unit_training_statistics(name, data_folder):
     varying = np.setdiff1d(np.arange(raw.x_train.shape[1]), constant)
     # The mean of N numbers of size max|z| is computed to about max|z| sqrt(N) eps, plus the rounding of the
     # subtracted mean, |mean| / scale * eps; 100 of each is a bound no correct program reaches.
-    size = np.abs(data.x_train).max() * np.sqrt(len(raw.x_train)) + np.abs(
-        data.x_scaler.mean / data.x_scaler.scale
-    )
+    size = np.abs(data.x_train).max() * np.sqrt(len(raw.x_train)) + np.abs(data.x_scaler.mean / data.x_scaler.scale)
     bound = 100 * np.finfo(np.float64).eps * size[varying]
     assert (np.abs(data.x_train.mean(0))[varying] < bound).all()
     assert (np.abs(data.x_train.std(0)[varying] - 1) < bound).all()
@@ -183,9 +181,7 @@ def test_bad_arrays_are_refused(changes, message, tmp_path):
 @pytest.mark.parametrize("split", [-1, 2, 0.0, True, "0", None])
 def test_split_outside_range_is_refused(split, tmp_path):
     write_uci(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"argument `split` got .*Pass an integer (from 0 to 1|of at least 0)"
-    ):
+    with pytest.raises(ValueError, match=r"argument `split` got .*Pass an integer (from 0 to 1|of at least 0)"):
         load_uci("yacht", split, tmp_path)
 
 
@@ -280,9 +276,7 @@ def test_environment_names_the_folder_and_siblings_are_listed(tmp_path, monkeypa
     ],
 )
 def test_unknown_name_offers_the_closest(load, typo, close):
-    with pytest.raises(
-        ValueError, match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'"
-    ):
+    with pytest.raises(ValueError, match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'"):
         load(typo)
 
 
@@ -533,6 +527,4 @@ def test_bad_images_are_refused(x, y, message, tmp_path):
 
 def test_repr_shows_shapes_not_numbers():
     shown = repr(Dataset(np.zeros((3, 2)), np.zeros(3), np.zeros((1, 2)), np.zeros(1), "mine"))
-    assert (
-        shown == "Dataset('mine', x_train=(3, 2), y_train=(3,) float64, x_test=(1, 2), y_test=(1,) float64)"
-    )
+    assert shown == "Dataset('mine', x_train=(3, 2), y_train=(3,) float64, x_test=(1, 2), y_test=(1,) float64)"

@@ -199,9 +199,7 @@ def test_figures_of_choosing_stand_on_the_pages_it_cites(section):
 
 # --------------------------------------------------------------------------------------------------- examples
 
-EXAMPLES = sorted(
-    path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in ("shared", "__init__")
-)
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in ("shared", "__init__"))
 ONE_FIGURE, ALL_FIGURES = 150_000, 1_500_000  # bytes
 
 
@@ -266,9 +264,7 @@ def test_site_builds_without_a_warning(tmp_path):
         own = [name for name in module.__all__ if f"{NAME}.{room}.{name}" not in ELSEWHERE]
         names = [f"{NAME}.{room}.{name}" for name in own]
         absent = [
-            name
-            for name in names
-            if f'id="{name}"' not in reference and f'id="module-{name}"' not in reference
+            name for name in names if f'id="{name}"' not in reference and f'id="module-{name}"' not in reference
         ]
         assert absent == []
     assert "<math" in (tmp_path / "html" / "api" / "infer.html").read_text()

@@ -87,9 +87,7 @@ def run(script, *options):
 def page_with(folder, *names):
     """A page with places for tables."""
     page = folder / "page.md"
-    page.write_text(
-        "".join(f"<!-- table of {name}: begin -->\n<!-- table of {name}: end -->\n" for name in names)
-    )
+    page.write_text("".join(f"<!-- table of {name}: begin -->\n<!-- table of {name}: end -->\n" for name in names))
     return page
 
 
@@ -364,9 +362,7 @@ def test_sgld_step(tmp_path, monkeypatch):
     assert written["options"]["steps"] == 20
     shown, wall = page.read_text(), written["steps"]["wall_us"]
     both = f"{wall['engine']:.1f} | {wall['bare SGD']:.1f}"
-    assert (
-        f"| engine / bare SGD | {both} | {written['steps']['wall_ratio']['engine / bare SGD']:.2f} |" in shown
-    )
+    assert f"| engine / bare SGD | {both} | {written['steps']['wall_ratio']['engine / bare SGD']:.2f} |" in shown
     sizes = written["sizes"]["wall_us"]
     assert f"| 640 | {sizes['N=640']:.1f} | {sizes['N=640 epochs']:.1f} |" in shown
     assert written["versions"]["jax"]
@@ -471,9 +467,7 @@ def test_image_classification(tmp_path, capsys):
 @pytest.mark.slow
 def test_variational_uci(tmp_path, data_folder, capsys):
     path, page = tmp_path / "new" / "uci.json", tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- table of variational_uci: begin -->\n<!-- table of variational_uci: end -->\nb\n"
-    )
+    page.write_text("a\n<!-- table of variational_uci: begin -->\n<!-- table of variational_uci: end -->\nb\n")
     script = "examples.benchmarks.variational_uci"
     report = run(script, "--data", data_folder, "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"][0]["NUTS"]["mean_distance"] == [0.0]
@@ -505,11 +499,7 @@ def test_hierarchical_hmc(tmp_path):
     report = run("examples.benchmarks.hierarchical_hmc", "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"] == report["rows"]
     assert [row["way"] for row in report["rows"]] == ["long", "persistent"]
-    assert (
-        page.read_text().count("Gibbs, long trajectories")
-        == page.read_text().count("persistent momentum")
-        == 1
-    )
+    assert page.read_text().count("Gibbs, long trajectories") == page.read_text().count("persistent momentum") == 1
     # Four trajectories per draw of one leapfrog, and the gradient at their start.
     assert report["rows"][1]["gradients"] == 2 * 8 * 4 * 2
     for row in report["rows"]:
@@ -731,9 +721,7 @@ def test_infinite_width(tmp_path):
 def test_infinite_uci(tmp_path, data_folder):
     """One split, two steps; JSON, and two tables put into a page between the marks."""
     page = tmp_path / "page.md"
-    page.write_text(
-        "above\n<!-- table of infinite_uci: begin -->\nold\n<!-- table of infinite_uci: end -->\nbelow\n"
-    )
+    page.write_text("above\n<!-- table of infinite_uci: begin -->\nold\n<!-- table of infinite_uci: end -->\nbelow\n")
     path, nuts = tmp_path / "new" / "uci.json", tmp_path / "nuts.json"
     scores = {"rmse": [1.0, 3.0], "log_likelihood": [-1.0, -1.0]}
     nuts.write_text(json.dumps({"rows": [{"set": "yacht", "NUTS": scores}]}))

@@ -125,8 +125,7 @@ def test_learns_the_exact_posterior(learned, new):
     factor = np.asarray(posterior.scale, float)
     loc, y = np.asarray(posterior.loc, float), np.asarray(y, float)
     kl = [
-        gaussian_kl(loc[n : n + 1], factor[n] @ factor[n].T, y[n : n + 1] @ matrix, covariance)
-        for n in range(len(y))
+        gaussian_kl(loc[n : n + 1], factor[n] @ factor[n].T, y[n : n + 1] @ matrix, covariance) for n in range(len(y))
     ]
     assert 0 <= np.mean(kl) < 0.03
     medians = guide.median(params, y)["z"]
@@ -214,9 +213,7 @@ def test_model_sees_the_rows_of_the_guide(fitted, rows):
     guide, params = fitted
     seeded = handlers.seed(handlers.substitute(guide, data=params), 3)
     of_guide = handlers.trace(seeded).get_trace(rows, batch_size=5)
-    of_model = handlers.trace(handlers.replay(handlers.seed(hierarchy, 4), of_guide)).get_trace(
-        rows, batch_size=5
-    )
+    of_model = handlers.trace(handlers.replay(handlers.seed(hierarchy, 4), of_guide)).get_trace(rows, batch_size=5)
     index = of_guide["data"]["value"]
     assert len(set(index.tolist())) == 5
     np.testing.assert_array_equal(of_model["y"]["value"], rows[index])
@@ -273,9 +270,7 @@ def test_local_sites_start_at_their_prior(full_rank):
     guide = AutoAmortized(model, "y", as_it_is, full_rank=full_rank)
     trace = handlers.trace(handlers.seed(guide, 0)).get_trace(jnp.ones((4, 1)))
     params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
-    low, high = (
-        guide.quantiles(params, stats.norm.cdf([-1.0, 1.0]), jnp.ones((4, 1)))[n] for n in ("z", "gain")
-    )
+    low, high = (guide.quantiles(params, stats.norm.cdf([-1.0, 1.0]), jnp.ones((4, 1)))[n] for n in ("z", "gain"))
     np.testing.assert_allclose(low, np.array([-1.3, 2.7])[:, None] * np.ones(4), rtol=1e-4)
     np.testing.assert_allclose(np.log(high), np.array([-0.3, 0.7])[:, None] * np.ones(4), atol=0.1)
 
@@ -305,9 +300,7 @@ def test_posterior_of_old_and_new_rows(fitted, rows, key):
         low, middle, high = again.quantiles(params, [0.1, 0.5, 0.9], *given)["gain"]
         np.testing.assert_allclose(middle, again.median(params, *given)["gain"], rtol=1e-5)
         assert bool((low < high).all())
-    np.testing.assert_allclose(
-        again.median(params, rows[:3])["z"], again.median(params, rows)["z"][:3], rtol=1e-5
-    )
+    np.testing.assert_allclose(again.median(params, rows[:3])["z"], again.median(params, rows)["z"][:3], rtol=1e-5)
 
 
 def test_joint_posterior_of_a_row_has_the_covariance_of_its_factor():
@@ -377,9 +370,7 @@ def test_other_guides_for_the_rest(rows):
         )
     )
     together.append(AutoMeanField(handlers.block(handlers.seed(hierarchy, 0), hide=["z", "gain", "mean"])))
-    fit = SVI(hierarchy, together, optax.adam(0.01), Trace_ELBO()).run(
-        jax.random.key(0), 3, rows, progress_bar=False
-    )
+    fit = SVI(hierarchy, together, optax.adam(0.01), Trace_ELBO()).run(jax.random.key(0), 3, rows, progress_bar=False)
     assert np.isfinite(fit.losses).all()
     draws = together.sample_posterior(jax.random.key(0), fit.params, rows, sample_shape=(2,))
     assert {name: value.shape for name, value in draws.items()} == {

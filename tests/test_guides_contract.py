@@ -72,9 +72,7 @@ def fitted(request):
     state, losses = jax.jit(run)(first)
     params = svi.get_params(state)
     draws = guide.sample_posterior(jax.random.key(1), params, X, Y, sample_shape=DRAWS)
-    return Fitted(
-        request.param, guide, svi, svi.get_params(first), params, losses, draws, guide.median(params)
-    )
+    return Fitted(request.param, guide, svi, svi.get_params(first), params, losses, draws, guide.median(params))
 
 
 def guides_that_have(part=None, fast=None):
@@ -283,7 +281,5 @@ def test_density_is_the_change_of_variables(fitted, monkeypatch, x64):
     for name in LATENT:
         value = trace[name]["value"]
         expected -= jnp.sum(transforms[name].log_abs_det_jacobian(transforms[name].inv(value), value))
-    found = sum(
-        jnp.sum(site["fn"].log_prob(site["value"])) for site in trace.values() if site["type"] == "sample"
-    )
+    found = sum(jnp.sum(site["fn"].log_prob(site["value"])) for site in trace.values() if site["type"] == "sample")
     np.testing.assert_allclose(found, expected, rtol=1e-6)

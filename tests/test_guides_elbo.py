@@ -47,9 +47,7 @@ def centered(x, y):
     tau = numpyro.sample("tau", dist.LogNormal(-1.0, 0.3))
     w = weight("w", 3, 4, scale=tau)
     b = weight("b", 4)
-    v = numpyro.sample(
-        "v", dist.Normal(numpyro.sample("mu", dist.Normal(0.0, 1.0)), tau).expand([4]).to_event(1)
-    )
+    v = numpyro.sample("v", dist.Normal(numpyro.sample("mu", dist.Normal(0.0, 1.0)), tau).expand([4]).to_event(1))
     observe(jnp.tanh(x @ w + b) @ v + numpyro.sample("a", dist.Normal(0.0, 1.0)), y)
 
 
@@ -172,9 +170,7 @@ def mean_field(model, *args, scale=0.2):
             fn = dist.Normal(numpyro.param(f"{name}_loc"), numpyro.param(f"{name}_scale"))
             fn = fn.to_event(site["fn"].event_dim)
             positive = site["fn"].support is dist.constraints.positive
-            numpyro.sample(
-                name, dist.TransformedDistribution(fn, dist.transforms.ExpTransform()) if positive else fn
-            )
+            numpyro.sample(name, dist.TransformedDistribution(fn, dist.transforms.ExpTransform()) if positive else fn)
 
     return guide, params
 
@@ -575,9 +571,7 @@ def test_rows_without_input_have_finite_gradients():
 # ------------------------------------------------------------------------------------------------ the host
 
 
-@pytest.mark.parametrize(
-    "elbo", [pytest.param(TraceLocalReparam_ELBO, marks=pytest.mark.slow), TraceFlipout_ELBO]
-)
+@pytest.mark.parametrize("elbo", [pytest.param(TraceLocalReparam_ELBO, marks=pytest.mark.slow), TraceFlipout_ELBO])
 def test_particles(elbo):
     """The mean of particles, vectorized or in a loop, is the mean of losses at their keys."""
     args = data_of(hierarchical)
@@ -630,13 +624,9 @@ def test_flax_module():
         methods = TraceLocalReparam_ELBO().report(form, guide, params, *args)
         assert methods[f"net/Conv_0.kernel{ending}"] == FLIPOUT
         assert methods[f"net/Dense_0.kernel{ending}"] == LOCAL
-        assert {methods[f"net/{name}"] for name in ("Conv_0.bias", "LayerNorm_0.scale", "Dense_0.bias")} == {
-            LOCAL
-        }
+        assert {methods[f"net/{name}"] for name in ("Conv_0.bias", "LayerNorm_0.scale", "Dense_0.bias")} == {LOCAL}
         assert np.isfinite(
-            jax.jit(lambda p, g=guide, f=form: TraceFlipout_ELBO().loss(random.key(0), p, f, g, *args))(
-                params
-            )
+            jax.jit(lambda p, g=guide, f=form: TraceFlipout_ELBO().loss(random.key(0), p, f, g, *args))(params)
         )
 
 

@@ -64,8 +64,7 @@ def many(guide):
     """Log weights of mean fields, as narrow as best and twice as wide, enough for repetitions: 400 times 200."""
     key = jax.random.key(2)
     return {
-        width: log_weights(guide, mean_field(width), X, Y, rng_key=key, num_samples=80_000)
-        for width in (1.0, 2.0)
+        width: log_weights(guide, mean_field(width), X, Y, rng_key=key, num_samples=80_000) for width in (1.0, 2.0)
     }
 
 
@@ -187,8 +186,7 @@ def test_arrays_of_numpy_serve_as_well(guide, key):
 
 def test_chunks_make_no_difference(guide, key):
     whole, parts = (
-        log_weights(guide, mean_field(), X, Y, rng_key=key, num_samples=20, draws_per_chunk=size)
-        for size in (20, 6)
+        log_weights(guide, mean_field(), X, Y, rng_key=key, num_samples=20, draws_per_chunk=size) for size in (20, 6)
     )
     np.testing.assert_allclose(whole, parts, rtol=1e-6)
 
@@ -444,9 +442,7 @@ def test_rows_of_a_minibatch_have_bounds_of_their_own():
     exact = 6 * (weights @ means @ weights) / weights.sum() ** 2
     elbo = TraceInclusiveKL_ELBO(num_particles=2)
     bounds = -np.asarray(
-        jax.jit(jax.vmap(lambda key: elbo.loss(key, {}, model, guide)))(
-            jax.random.split(jax.random.key(0), 4000)
-        )
+        jax.jit(jax.vmap(lambda key: elbo.loss(key, {}, model, guide)))(jax.random.split(jax.random.key(0), 4000))
     )
     assert abs(bounds.mean() - exact) < 5 * bounds.std() / 4000**0.5
 
@@ -512,9 +508,7 @@ def test_local_latents_have_weights_of_their_own():
     keys = jax.random.split(jax.random.key(2), 500)
     parts = jax.jit(jax.vmap(lambda key: guide_loss(key, 10)))(keys)
     whole = jax.jit(jax.vmap(lambda key: guide_loss(key, None)))(keys)
-    assert abs(float(parts.mean() - whole.mean())) < 4 * float(jnp.hypot(parts.std(), whole.std())) / np.sqrt(
-        500
-    )
+    assert abs(float(parts.mean() - whole.mean())) < 4 * float(jnp.hypot(parts.std(), whole.std())) / np.sqrt(500)
 
 
 def test_errors_of_the_inclusive_divergence(guide, key):

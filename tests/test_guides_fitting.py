@@ -106,9 +106,7 @@ def test_full_batch_steps_are_those_of_numpyro(svi, key):
     ours = quiet(svi, key, 40)
     theirs = svi.run(key, 40, X, Y, progress_bar=False)
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.params, theirs.params
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.params, theirs.params)
     assert type(ours) is type(theirs)
 
 
@@ -246,9 +244,7 @@ def test_a_bad_gradient_keeps_the_last_finite_state(key, steps):
 
 def test_a_loss_that_is_not_finite_is_named(key):
     """Parameters that jump to 1e30 are finite, but the loss there is not."""
-    with pytest.warns(
-        UserWarning, match=r"loss (inf|nan) at step 6; the result is that of the 5 steps before"
-    ):
+    with pytest.warns(UserWarning, match=r"loss (inf|nan) at step 6; the result is that of the 5 steps before"):
         result = quiet(make(breaking(4, 1e30)), key, 50)
     assert np.isfinite(result.losses).all()
     assert len(result.losses) == 5
@@ -266,9 +262,7 @@ def test_stable_update_leaves_bad_steps_out(key):
 
 
 def test_a_start_that_is_not_finite_is_an_error(svi, key):
-    with pytest.raises(
-        ValueError, match=r"guides.fit: argument `args` got .* loss (nan|inf) at the first step"
-    ):
+    with pytest.raises(ValueError, match=r"guides.fit: argument `args` got .* loss (nan|inf) at the first step"):
         quiet(svi, key, 5, X, Y.at[3].set(jnp.nan))
 
 

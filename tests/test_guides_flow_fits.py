@@ -279,9 +279,7 @@ def test_flowjax_flow_as_a_guide(make_key):
     assert draws["w"].shape == (5, 2)
     assert not jnp.array_equal(draws["w"][0], draws["w"][1])
     for parallel in (False, True):
-        predictive = Predictive(
-            regression, guide=guide, params=result.params, num_samples=5, parallel=parallel
-        )
+        predictive = Predictive(regression, guide=guide, params=result.params, num_samples=5, parallel=parallel)
         assert predictive(make_key(1), X)["y"].shape == (5, 6)
     posterior = guide.sample_posterior(make_key(1), result.params, sample_shape=(3, 2))
     assert posterior["w"].shape == (3, 2, 2)

@@ -95,9 +95,7 @@ def gaussian_over(shapes, covariance):
 
     def model():
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        flat = [
-            numpyro.sample(n, dist.Normal().expand(s).to_event(len(s)).mask(False)) for n, s in shapes.items()
-        ]
+        flat = [numpyro.sample(n, dist.Normal().expand(s).to_event(len(s)).mask(False)) for n, s in shapes.items()]
         z = jnp.concatenate([jnp.ravel(value) for value in flat])
         assert len(z) == sum(sizes)
         numpyro.factor("target", dist.MultivariateNormal(jnp.arange(len(z)) / 4, scale_tril=root).log_prob(z))
@@ -394,9 +392,7 @@ def test_mean_field_is_auto_normal_with_another_start():
     y = jnp.ones(6)
     ours, theirs = guides.AutoMeanField(model), AutoNormal(model)
     params = first_params(ours, y, 2)
-    assert {n: v.shape for n, v in params.items()} == {
-        n: v.shape for n, v in first_params(theirs, y, 2).items()
-    }
+    assert {n: v.shape for n, v in params.items()} == {n: v.shape for n, v in first_params(theirs, y, 2).items()}
     assert params["z_auto_loc"].shape == (6,)
     traces = [
         handlers.trace(handlers.seed(handlers.substitute(guide, params), 1)).get_trace(y, 2)

@@ -108,9 +108,7 @@ def posterior(x, y, sd_noise, mean, sd, weight=1.0):
     """Mean and covariance of weights with prior N(mean, sd^2), in float64."""
     x, y, mean = (np.asarray(a, np.float64) for a in (x, y, mean))
     root = np.broadcast_to(np.asarray(weight, np.float64), y.shape) / sd_noise**2
-    precision = x.T @ (root[:, None] * x) + np.diag(
-        np.broadcast_to(np.asarray(sd, np.float64) ** -2.0, mean.shape)
-    )
+    precision = x.T @ (root[:, None] * x) + np.diag(np.broadcast_to(np.asarray(sd, np.float64) ** -2.0, mean.shape))
     covariance = np.linalg.inv(precision)
     return mean + covariance @ (x.T @ (root * (y - x @ mean))), covariance
 
@@ -153,9 +151,7 @@ def locations(x, y=None, mask=True, power=1.0):
     mu = numpyro.sample("mu", dist.Normal(1.0, 2.0))
     a = numpyro.sample(
         "a",
-        dist.TransformedDistribution(
-            dist.Normal(0.0, jnp.ones(3)), dist.transforms.AffineTransform(mu, -0.5)
-        ),
+        dist.TransformedDistribution(dist.Normal(0.0, jnp.ones(3)), dist.transforms.AffineTransform(mu, -0.5)),
     )
     slope = numpyro.sample("slope", dist.Normal(mu - a[0], 1.5))
     mean = a[jnp.arange(x.shape[0]) % 3] + slope * x
@@ -218,9 +214,7 @@ def test_marginal_density_under_prior_scales_of_many_orders_of_magnitude(shape):
     # By the singular values of the scaled map: the covariance of the data is singular even in double precision.
     left, singular, _ = np.linalg.svd(np.asarray(x, np.float64) * np.asarray(gaussian.prior_sd, np.float64))
     variance = 0.25 + np.append(singular**2, np.zeros(shape[0] - len(singular)))
-    exact = scipy.stats.norm.logpdf(
-        left.T @ np.asarray(gaussian.value, np.float64), 0.0, np.sqrt(variance)
-    ).sum()
+    exact = scipy.stats.norm.logpdf(left.T @ np.asarray(gaussian.value, np.float64), 0.0, np.sqrt(variance)).sum()
     assert float(log_marginal(gaussian, x)) == pytest.approx(exact, rel=1e-4)
 
 

@@ -135,9 +135,7 @@ def check_export(mcmc, row, algorithm):
 @pytest.mark.parametrize(
     ("name", "method", "bar"),
     [
-        pytest.param(
-            "SGHMC with control variates", "sequential", True, id="sequential", marks=pytest.mark.slow
-        ),
+        pytest.param("SGHMC with control variates", "sequential", True, id="sequential", marks=pytest.mark.slow),
         pytest.param("MALA", "parallel", False, id="parallel"),
         pytest.param("GGMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
         pytest.param("MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow),
@@ -215,9 +213,7 @@ def test_states_keep_their_types(row, x64):
         return first, kernel.sample(first, args, call)
 
     first, then = jax.eval_shape(jax.vmap(chain), jax.random.split(jax.random.key(0), 2))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), first) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), then
-    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), first) == jax.tree.map(lambda a: (a.shape, a.dtype), then)
     floats = [a.dtype for a in jax.tree.leaves(then) if jnp.issubdtype(a.dtype, jnp.floating)]
     assert set(floats) == {jnp.dtype("float64")}
 
@@ -246,18 +242,14 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
     [
         infer.MALA(normal_gamma, steps_per_draw=3),
         pytest.param(infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2), marks=pytest.mark.slow),
-        pytest.param(
-            infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15), marks=pytest.mark.slow
-        ),
+        pytest.param(infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15), marks=pytest.mark.slow),
     ],
     ids=lambda kernel: type(kernel).__name__,
 )
 def test_block_of_gibbs_has_the_right_posterior(kernel):
     """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed shifts its posterior."""
     gibbs = Gibbs([(kernel, ["tau"]), (CustomGibbs(draw_mean), ["mu"])])
-    mcmc = MCMC(
-        gibbs, num_warmup=60, num_samples=100, num_chains=100, chain_method=jax.vmap, progress_bar=False
-    )
+    mcmc = MCMC(gibbs, num_warmup=60, num_samples=100, num_chains=100, chain_method=jax.vmap, progress_bar=False)
     mcmc.run(jax.random.key(0), SAMPLE)
     draws = mcmc.get_samples(group_by_chain=True)
     n = SAMPLE.size

@@ -157,9 +157,7 @@ WRONG_SECOND_SITES = {
     "shared by all rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w, 1.0), obs=y.mean()),
     "first rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w * x[i, 0], 1.0), obs=y[:B]),
     "mean of rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w, 1.0), obs=y[i].mean()),
-    "predictor of first rows": lambda w, x, y, i: numpyro.sample(
-        "v", dist.Normal(w * x[:B, 0], 1.0), obs=y[i]
-    ),
+    "predictor of first rows": lambda w, x, y, i: numpyro.sample("v", dist.Normal(w * x[:B, 0], 1.0), obs=y[i]),
     "mask of first rows": masked_first_rows,
     "scale of first rows": scaled_first_rows,
     "sum as factor": lambda w, x, y, i: numpyro.factor("v", dist.Normal(w, 1.0).log_prob(y[i]).sum()),
@@ -217,9 +215,7 @@ def test_pre_seeded_models_are_refused(transform):
         start(seeded, X, Y, batch_size=B)
     kernel = infer.SGLD(seeded, 1e-4)
     with pytest.raises(ValueError, match="already seeded"):
-        transform(lambda key: kernel.init(key, 0, None, (X, Y, B), {}).z)(
-            jax.random.split(jax.random.key(0), 1)
-        )
+        transform(lambda key: kernel.init(key, 0, None, (X, Y, B), {}).z)(jax.random.split(jax.random.key(0), 1))
 
 
 def test_batch_sizes_above_the_data_are_refused():
@@ -453,9 +449,7 @@ def quadratic():
 def test_divergence_is_reported_with_chain_and_step():
     eps = 2.0 * (1 + 1e6)  # each step multiplies by -1e6
     kernel = infer.SGLD(quadratic, eps, temperature=0.0, steps_per_draw=2, warm_start=0.0)
-    mcmc = MCMC(
-        kernel, num_warmup=0, num_samples=4, num_chains=3, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=4, num_chains=3, chain_method="vectorized", progress_bar=False)
     # |w|^2 leaves float32 (3.4e38) when |w| > 1.8e19: from 1 at the fourth step, from 1e9 at the second.
     begin = {"w": jnp.stack([jnp.array([1.0, 1.0]), jnp.array([1e9, 0.0]), jnp.zeros(2)])}
     mcmc.run(jax.random.key(0), init_params=begin)
@@ -485,9 +479,7 @@ def test_a_run_whose_first_chain_diverged_is_exported_with_predictions():
             numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
 
     kernel = infer.SGLD(regression, 1e7, temperature=0.0, steps_per_draw=20, warm_start=0.0)
-    mcmc = MCMC(
-        kernel, num_warmup=0, num_samples=2, num_chains=2, chain_method="vectorized", progress_bar=False
-    )
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=2, num_chains=2, chain_method="vectorized", progress_bar=False)
     mcmc.run(jax.random.key(0), x, x * 0, init_params={"w": jnp.array([1.0, 0.0])})
     with pytest.warns(UserWarning, match="diverged"):
         idata = numpyro_bnn.to_inference_data(mcmc, predictions={"x": x[:3]})

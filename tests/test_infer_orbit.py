@@ -51,9 +51,7 @@ MODELS = {
     "ReLU, centered": network_model(RELU, priors.Hierarchical(SCALE, centered=True)),
     "ReLU, non-centered": network_model(RELU, priors.Hierarchical(SCALE)),
     "ReLU, Laplace": network_model(RELU, priors.Laplace()),
-    "LN, ReLU, horseshoe": network_model(
-        nn.MLP([3, 1], "relu", norm=nn.LayerNorm()), priors.Horseshoe(unit="input")
-    ),
+    "LN, ReLU, horseshoe": network_model(nn.MLP([3, 1], "relu", norm=nn.LayerNorm()), priors.Horseshoe(unit="input")),
 }
 
 
@@ -120,9 +118,7 @@ def geweke(kernel):
         return jax.tree.map(lambda v: v.mean(0), values)
 
     after = jax.jit(jax.vmap(chain))(random.split(random.key(1), CHAINS))
-    prior = jax.jit(jax.vmap(lambda key: summaries(latent_sites(model, key))))(
-        random.split(random.key(2), 20_000)
-    )
+    prior = jax.jit(jax.vmap(lambda key: summaries(latent_sites(model, key))))(random.split(random.key(2), 20_000))
     return {
         name: float(
             (after[name].mean() - prior[name].mean())
@@ -298,9 +294,7 @@ def test_a_redrawn_precision_keeps_the_standardized_weights():
     assert entry.method == "scale prior"
     values = {"p": jnp.asarray(3.0), "w": jnp.array([0.5, -1.0, 2.0])}
     prior = PriorProgram(model, values, (), {})
-    after = jax.vmap(lambda key: move(entry, key, values, prior, jnp.ones(()))[0])(
-        random.split(random.key(0), 2000)
-    )
+    after = jax.vmap(lambda key: move(entry, key, values, prior, jnp.ones(()))[0])(random.split(random.key(0), 2000))
     assert stats.kstest(after["p"], stats.gamma(2.0, scale=0.5).cdf).pvalue > 1e-6
     standard = after["w"] * jnp.sqrt(after["p"] / values["p"])[:, None]
     np.testing.assert_allclose(standard, jnp.broadcast_to(values["w"], (2000, 3)), rtol=1e-5)
@@ -512,9 +506,7 @@ OF_SCALES = {
     "JointRescale": lambda s, t: symmetry.JointRescale(f"{s} weights", f"{t} weights", [(s, 1), (t, -1)]),
 }
 FAST_FAMILIES = ("uniform", "half-normal", "uniform scale")
-EVERY_FAMILY = [
-    pytest.param(name, marks=[] if name in FAST_FAMILIES else pytest.mark.slow) for name in FAMILIES
-]
+EVERY_FAMILY = [pytest.param(name, marks=[] if name in FAST_FAMILIES else pytest.mark.slow) for name in FAMILIES]
 
 
 def groups_of(family):
@@ -693,14 +685,10 @@ def test_deterministic_sites_belong_to_the_recorded_weights(batch_size):
     """Of the same rows and the same dropout, wherever on the orbit the draw lies."""
     x = X[:, 0]
     units = [("w", 0), ("v", 0)]
-    free = symmetry.quotient(
-        own_random_numbers, [symmetry.SignFlip(units), symmetry.Permutation(units)], x, Y
-    )
+    free = symmetry.quotient(own_random_numbers, [symmetry.SignFlip(units), symmetry.Permutation(units)], x, Y)
 
     def draw(key):
-        trace = handlers.trace(
-            handlers.seed(lambda: numpyro.deterministic("run", free(x, Y, batch_size)), key)
-        )
+        trace = handlers.trace(handlers.seed(lambda: numpyro.deterministic("run", free(x, Y, batch_size)), key))
         return {name: site["value"] for name, site in trace.get_trace().items() if site["type"] != "plate"}
 
     for found in map(jax.jit(draw), random.split(random.key(0), 20)):
@@ -810,9 +798,7 @@ def test_simulation_based_calibration(kind):
     found = symmetry.find(model, X, Y)
     kernel = {
         "NUTS with moves": lambda: infer.OrbitMoves(nuts(model), found),
-        "MALA with moves": lambda: infer.OrbitMoves(
-            infer.MALA(model, 0.02, steps_per_draw=8, warm_start=0.0), found
-        ),
+        "MALA with moves": lambda: infer.OrbitMoves(infer.MALA(model, 0.02, steps_per_draw=8, warm_start=0.0), found),
         "quotient": lambda: nuts(symmetry.quotient(model, found, X, Y)),
     }[kind]()
     state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
@@ -1003,9 +989,7 @@ def test_quotient_draws_radius_and_scale_independently():
     # The draws of the function are those of the model at the original sites, and `Predictive` agrees.
     sites = mcmc.get_samples()
     mean = Predictive(normed_model, {k: v for k, v in sites.items() if "gauge" not in k})
-    gauge = Predictive(
-        free, {k: v for k, v in sites.items() if "gauge" in k or "Norm" in k or "Dense_1" in k}
-    )
+    gauge = Predictive(free, {k: v for k, v in sites.items() if "gauge" in k or "Norm" in k or "Dense_1" in k})
     one, other = (predict(random.key(0), X_TRAIN)["y"] for predict in (mean, gauge))
     np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
     idata = bnn.to_inference_data(mcmc, predictions={"x": X_TRAIN[:5]})
@@ -1042,10 +1026,7 @@ def test_chain_methods_agree():
     found = symmetry.find(normed_model, X_TRAIN, Y_TRAIN)
     kernel = infer.OrbitMoves(HMC(normed_model, step_size=0.05, num_steps=3, trajectory_length=None), found)
     parallel = run(kernel, 6, 3, method="parallel")
-    others = [
-        run(pickle.loads(pickle.dumps(kernel)), 6, 3, method=method)
-        for method in ("vectorized", "sequential")
-    ]
+    others = [run(pickle.loads(pickle.dumps(kernel)), 6, 3, method=method) for method in ("vectorized", "sequential")]
     for mcmc in others:
         np.testing.assert_allclose(log_scale(mcmc), log_scale(parallel), rtol=1e-2, atol=1e-3)
     assert parallel.get_extra_fields()["orbit_accept_prob"].shape == (12, len(found))
@@ -1066,9 +1047,7 @@ def test_caches_of_the_inner_kernel_are_renewed(make):
     state = kernel.init(random.key(0), 0, None, model_args=(X_TRAIN, Y_TRAIN), model_kwargs={})
     state = kernel.sample(state, (X_TRAIN, Y_TRAIN), {})
     fresh = kernel.refresh(state, (X_TRAIN, Y_TRAIN), {})
-    jax.tree.map(
-        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), _energies(state), _energies(fresh)
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), _energies(state), _energies(fresh))
 
 
 def _energies(state):

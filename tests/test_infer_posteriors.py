@@ -40,9 +40,7 @@ MEAN = np.linalg.solve(HESSIAN, X.T @ Y / SIGMA**2)
 SLOPES = -X * (Y - X @ MEAN)[:, None] / SIGMA**2
 
 
-def run(
-    kernel, num_chains, warmup, draws, args=ARGS, kwargs=None, start=None, edit=lambda state: state, seed=0
-):
+def run(kernel, num_chains, warmup, draws, args=ARGS, kwargs=None, start=None, edit=lambda state: state, seed=0):
     """Run chains side by side without ``MCMC``; returns z by site (draws, C, ...) and the last state."""
     kwargs = {"batch_size": B} if kwargs is None else kwargs
     keys = jax.random.split(jax.random.key(seed), num_chains)
@@ -143,9 +141,7 @@ LINEAR = {
         lambda t, steps: underdamped("BAOAB", 1e-4, 0.3, t, steps[-1])[None],
     ),
     "SGHMC with OBABO": (
-        lambda t: infer.SGHMC(
-            regression, 1e-4, momentum_decay=0.3, splitting="OBABO", temperature=t, **FIXED
-        ),
+        lambda t: infer.SGHMC(regression, 1e-4, momentum_decay=0.3, splitting="OBABO", temperature=t, **FIXED),
         lambda t, steps: underdamped("OBABO", 1e-4, 0.3, t, steps[-1])[None],
     ),
     "MALA": (
@@ -257,9 +253,7 @@ def test_mala_is_adapted_to_its_acceptance():
     [
         (infer.SGLD(regression, 1e-3, steps_per_draw=40, warm_start=0.0), 1),
         (
-            infer.SGHMC(
-                regression, 1e-3, splitting="OBABO", momentum_decay=0.3, steps_per_draw=20, warm_start=0.0
-            ),
+            infer.SGHMC(regression, 1e-3, splitting="OBABO", momentum_decay=0.3, steps_per_draw=20, warm_start=0.0),
             1,
         ),
     ],
@@ -277,9 +271,7 @@ def test_the_bias_falls_at_the_theoretical_order(kernel, order):
     squares = (((draws["w"] - MEAN) @ root) ** 2).mean((0, 2)).reshape(3, -1)
     bias, error = squares.mean(1) - 1, squares.std(1) / 3000**0.5
     slope = np.polyfit(np.log([1.0, 0.5, 0.25]), np.log(bias), 1, w=bias / error)[0]
-    print(
-        f"{type(kernel).__name__}: eps 2e-3, 1e-3, 5e-4: bias {bias}, standard errors {error}, slope {slope:.3f}"
-    )
+    print(f"{type(kernel).__name__}: eps 2e-3, 1e-3, 5e-4: bias {bias}, standard errors {error}, slope {slope:.3f}")
     spread = np.hypot(error[0] / bias[0], error[2] / bias[2]) / np.log(4)
     assert spread < 0.1
     # The closed form 1 / (1 - eps lam / 4) has slopes up to 1.15 between these sizes.
@@ -376,9 +368,7 @@ def test_warm_start_descends_from_afar():
     kernel_sd = np.sqrt(np.diag(np.linalg.inv(HESSIAN)))
     assert np.abs((np.asarray(state.z["w"]) - MEAN) / kernel_sd).mean() < 2
     assert (state.num_gradients == 100 * 9).all()
-    np.testing.assert_array_equal(
-        state.engine.step, 100 * 3
-    )  # the schedule counts from the end of the warm start
+    np.testing.assert_array_equal(state.engine.step, 100 * 3)  # the schedule counts from the end of the warm start
 
 
 def test_cyclical_keeps_draws_of_the_sampling_phase_only():
@@ -436,9 +426,7 @@ def location_scale(y, batch_size=None):
     [
         (infer.MALA(location_scale, 0.02, steps_per_draw=40, warm_start=0.0), None),
         (
-            infer.GHMC(
-                location_scale, 0.05, num_steps=4, momentum_decay=0.5, steps_per_draw=8, warm_start=0.0
-            ),
+            infer.GHMC(location_scale, 0.05, num_steps=4, momentum_decay=0.5, steps_per_draw=8, warm_start=0.0),
             None,
         ),
         (infer.GGMC(location_scale, 4e-3, num_steps=3, steps_per_draw=30, warm_start=0.0), 10),

@@ -114,9 +114,7 @@ def test_variances_and_scales(name):
     assert_distribution(draws, cdf)
     # From far away it gets there too (the half-Cauchy within some sweeps).
     if name != "half-Cauchy":
-        assert_distribution(
-            many(model, {"w": jnp.asarray(W)}, start={"v": jnp.full(NUM_DRAWS, 30.0)})["v"], cdf
-        )
+        assert_distribution(many(model, {"w": jnp.asarray(W)}, start={"v": jnp.full(NUM_DRAWS, 30.0)})["v"], cdf)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +138,7 @@ def test_a_scaled_prior_is_a_power_of_its_density(name):
         squares = 1.5 * (w**2).sum()
 
         def conditional(v, scale=scale, squares=squares):
-            return (
-                density(v, 3, squares) ** scale
-                * v ** (-4.5 * power)
-                * np.exp(-0.5 * squares * v ** (-2 * power))
-            )
+            return density(v, 3, squares) ** scale * v ** (-4.5 * power) * np.exp(-0.5 * squares * v ** (-2 * power))
 
         exact.append(quantiles(conditional, NUM_DRAWS))
     start = jnp.stack([jnp.asarray(values, jnp.float32) for _, values in exact], axis=1)
@@ -364,9 +358,7 @@ def persistent(model, **options):
     ("kernel", "num_warmup"),
     [
         (
-            composite(
-                small_network, step_size=0.25, num_steps=8, trajectory_length=None, adapt_step_size=False
-            ),
+            composite(small_network, step_size=0.25, num_steps=8, trajectory_length=None, adapt_step_size=False),
             0,
         ),
         # A momentum that persists between sweeps.
@@ -388,24 +380,18 @@ def test_simulation_based_calibration(kernel, num_warmup):
     def chain(key, y):
         start = simulate(random.fold_in(key, 7))
         precisions, weights = state.block_states
-        precisions = precisions._replace(
-            z={n: start[n] for n in precisions.z}, rng_key=random.fold_in(key, 0)
-        )
+        precisions = precisions._replace(z={n: start[n] for n in precisions.z}, rng_key=random.fold_in(key, 0))
         weights = weights._replace(z={n: start[n] for n in weights.z}, rng_key=random.fold_in(key, 1))
         held = {CONDITIONED: precisions.z}
         weights = kernel.blocks[1][0].refresh(weights, (X, y), held)
-        begin = state._replace(
-            z={**start}, block_states=(precisions, weights), rng_key=random.fold_in(key, 2)
-        )
+        begin = state._replace(z={**start}, block_states=(precisions, weights), rng_key=random.fold_in(key, 2))
         begin = begin._replace(z={n: start[n] for n in state.z})
 
         def step(_, at):
             return kernel.sample(at, (X, y), {})
 
         begin = jax.lax.fori_loop(0, burn, step, begin)
-        return jax.lax.scan(
-            lambda s, _: ((s := jax.lax.fori_loop(0, thin, step, s)), s.z), begin, None, num_draws
-        )[1]
+        return jax.lax.scan(lambda s, _: ((s := jax.lax.fori_loop(0, thin, step, s)), s.z), begin, None, num_draws)[1]
 
     draws = jax.jit(jax.vmap(chain))(random.split(random.key(4), replicates), truth["y"])
     quantities = {

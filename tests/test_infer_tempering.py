@@ -322,9 +322,7 @@ def test_the_ladder_is_fixed_after_warm_up():
     moved = np.flatnonzero(np.abs(np.diff(betas, axis=0)).max(1)) + 1
     np.testing.assert_array_equal(moved, [2, 4, 8, 16])
     total = np.zeros(2)
-    for i, (accept_prob, rejections) in enumerate(
-        zip(seen.swap_accept_prob, seen.rejections, strict=True), 1
-    ):
+    for i, (accept_prob, rejections) in enumerate(zip(seen.swap_accept_prob, seen.rejections, strict=True), 1):
         total = total + 1 - np.asarray(accept_prob)
         total = np.zeros(2) if i in moved else total
         np.testing.assert_allclose(rejections, total, rtol=1e-4, atol=1e-5)

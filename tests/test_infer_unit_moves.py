@@ -187,9 +187,7 @@ def test_sites_with_bounds_that_move_keep_their_values():
 def two_modes(y=None):
     """|w| near 3, either sign, the positive one half as likely."""
     w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([1]).to_event(1))
-    numpyro.factor(
-        "y", jnp.logaddexp(-0.5 * ((w[0] - 3) / 0.2) ** 2, jnp.log(2) - 0.5 * ((w[0] + 3) / 0.2) ** 2)
-    )
+    numpyro.factor("y", jnp.logaddexp(-0.5 * ((w[0] - 3) / 0.2) ** 2, jnp.log(2) - 0.5 * ((w[0] + 3) / 0.2) ** 2))
 
 
 @pytest.mark.slow
@@ -209,9 +207,7 @@ def test_modes_are_crossed_in_every_chain():
             np.exp(-0.5 * ((w - 3) / 0.2) ** 2) + 2 * np.exp(-0.5 * ((w + 3) / 0.2) ** 2)
         )
 
-    above, below = (
-        scipy.integrate.quad(density, *ends, points=[p])[0] for *ends, p in ((0, 9, 3), (-9, 0, -3))
-    )
+    above, below = (scipy.integrate.quad(density, *ends, points=[p])[0] for *ends, p in ((0, 9, 3), (-9, 0, -3)))
     ess = numpyro.diagnostics.effective_sample_size(shares[True][..., None])[0]
     expected = above / (above + below)
     assert ess > 1000

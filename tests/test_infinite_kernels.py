@@ -18,10 +18,7 @@ OUTPUTS = 32  # each an independent draw of the same process, given the hidden l
 
 # Width -> network and shape of its inputs: every kind of layer, and every way they may stand together.
 NETWORKS = {
-    **{
-        name: lambda h, name=name: (nn.MLP([h, h, OUTPUTS], name), (3,))
-        for name in ("relu", "erf", "gelu", "tanh")
-    },
+    **{name: lambda h, name=name: (nn.MLP([h, h, OUTPUTS], name), (3,)) for name in ("relu", "erf", "gelu", "tanh")},
     "steep": lambda h: (
         nn.Sequential([nn.Dense(h), nn.Activation("leaky_relu", 0.4), nn.Dense(OUTPUTS)]),
         (3,),
@@ -38,9 +35,7 @@ NETWORKS = {
         (3,),
     ),
     "residual": lambda h: (
-        nn.Sequential(
-            [nn.Dense(h), nn.Residual(nn.Sequential(["relu", nn.Dense(h)])), "erf", nn.Dense(OUTPUTS)]
-        ),
+        nn.Sequential([nn.Dense(h), nn.Residual(nn.Sequential(["relu", nn.Dense(h)])), "erf", nn.Dense(OUTPUTS)]),
         (3,),
     ),
     "residual of activations": lambda h: (
@@ -146,9 +141,7 @@ def test_blocks_give_the_same(name):
             whole, blocks = kernel(net, *pair, prior=PRIOR), kernel(net, *pair, prior=PRIOR, block_size=3)
             assert isinstance(blocks, np.ndarray)
             assert blocks.dtype == np.float32
-            np.testing.assert_allclose(
-                blocks, whole, rtol=2e-3, atol=1e-5
-            )  # ReLU's T near equal inputs: root of eps
+            np.testing.assert_allclose(blocks, whole, rtol=2e-3, atol=1e-5)  # ReLU's T near equal inputs: root of eps
 
 
 # -------------------------------------------------------------------------------------- published closed forms
@@ -160,9 +153,7 @@ def test_arc_cosine_kernels(angle):
     """Cho & Saul (2009), equations (3) and (6), orders 0 and 1; theirs are twice the expectations of relu."""
     x = np.array([[2.0, 0.0], [3.0 * np.cos(angle), 3.0 * np.sin(angle)]])
     net = nn.Sequential([nn.Dense(8, use_bias=False), "relu", nn.Dense(1, use_bias=False)])
-    found = nngp(net, x, prior=priors.Normal(2**0.5))[
-        0, 1
-    ]  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    found = nngp(net, x, prior=priors.Normal(2**0.5))[0, 1]  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
     order1 = 2.0 * 3.0 / np.pi * (np.sin(angle) + (np.pi - angle) * np.cos(angle))
     np.testing.assert_allclose(found, order1, rtol=1e-12, atol=1e-14)
     order0 = 1 - angle / np.pi
@@ -218,12 +209,8 @@ def test_gelu_against_the_normal_distribution_function():
     q1, q2, k = 1.3, 0.7, 0.5
     gelu = lambda x: x * stats.norm.cdf(x)  # noqa: E731
     joint = stats.multivariate_normal(np.zeros(2), [[q1, k], [k, q2]])
-    expected, error = integrate.dblquad(
-        lambda y, x: gelu(x) * gelu(y) * joint.pdf([x, y]), -9, 9, -7, 7, epsabs=1e-9
-    )
-    assert (
-        abs(float(dual(nn.Activation("gelu")).value(*map(jnp.asarray, (k, q1, q2)))) - expected) < 10 * error
-    )
+    expected, error = integrate.dblquad(lambda y, x: gelu(x) * gelu(y) * joint.pdf([x, y]), -9, 9, -7, 7, epsabs=1e-9)
+    assert abs(float(dual(nn.Activation("gelu")).value(*map(jnp.asarray, (k, q1, q2)))) - expected) < 10 * error
 
 
 POINTS = [(0.4, 1.3, 0.7), (-0.9, 1.0, 1.0), (2.9, 3.0, 3.0), (4.0, 4.0, 4.0), (0.0, 2.0, 0.0)]
@@ -351,9 +338,7 @@ def test_a_hundred_thousand_networks_approach_the_kernel_as_one_over_width(depth
             assert (np.abs(covariance.mean(0) - kernel) < 5 * covariance.std(0) / networks**0.5).all()
     slope = np.polyfit(np.log(widths), np.log(squared), 1)[0]
     assert abs(slope + 1) < 0.15
-    (slope, _), spread = np.polyfit(
-        np.log(widths), np.log(excess), 1, w=np.array(excess) / errors, cov="unscaled"
-    )
+    (slope, _), spread = np.polyfit(np.log(widths), np.log(excess), 1, w=np.array(excess) / errors, cov="unscaled")
     assert abs(slope + 1) < 0.15
     assert spread[0, 0] ** 0.5 < 0.05
 
@@ -392,9 +377,7 @@ def test_only_the_variance_of_hidden_weights_matters():
         "Dense_2.kernel": priors.ScaleMixture(0.5, 1.2, 0.3),
         "*": PRIOR,
     }
-    mixture = 8 * (
-        0.5 * 1.2**2 + 0.5 * 0.3**2
-    )  # without fan-in scaling: the width of the specification counts
+    mixture = 8 * (0.5 * 1.2**2 + 0.5 * 0.3**2)  # without fan-in scaling: the width of the specification counts
     same = {"Dense_2.kernel": priors.Normal(mixture**0.5), "*": PRIOR}
     np.testing.assert_allclose(nngp(net, x, prior=prior), nngp(net, x, prior=same), rtol=1e-5)
 

@@ -76,12 +76,8 @@ def test_draws_have_the_moments_of_the_prediction(data):
     assert (np.abs(draws.mean(0) - mean) < 6 * np.sqrt(variance / 4000)).all()
     error = np.sqrt((np.outer(variance, variance) + covariance**2) / 4000)
     assert (np.abs(np.cov(draws.T) - covariance) < 6 * error).all()
-    both = gp_regression(NET, x, np.stack([y, -2 * y], 1), noise_sd=0.3).sample(
-        jax.random.key(2), new, (4000,)
-    )
-    assert (
-        np.abs(both.mean(0) - np.stack([mean, -2 * mean], 1)) < 6 * np.sqrt(variance / 4000)[:, None]
-    ).all()
+    both = gp_regression(NET, x, np.stack([y, -2 * y], 1), noise_sd=0.3).sample(jax.random.key(2), new, (4000,))
+    assert (np.abs(both.mean(0) - np.stack([mean, -2 * mean], 1)) < 6 * np.sqrt(variance / 4000)[:, None]).all()
     for output in (0, 1):
         assert (np.abs(np.cov(both[..., output].T) - covariance) < 6 * error).all()
 
@@ -197,8 +193,7 @@ def prior_draw(net, shape, prior, key):
     names = net.param_shapes(shape)
     keys = jax.random.split(key, len(names))
     return {
-        name: prior(name, dims).expand(dims).sample(k)
-        for (name, dims), k in zip(names.items(), keys, strict=True)
+        name: prior(name, dims).expand(dims).sample(k) for (name, dims), k in zip(names.items(), keys, strict=True)
     }
 
 
@@ -214,23 +209,17 @@ def test_ensemble_of_wide_networks():
     sds = standard_deviations(net, (1,), PRIOR)
 
     def one(key):
-        trained = train(
-            net, prior_draw(net, (1,), PRIOR, key), sds, jnp.asarray(x, jnp.float32), y, rate, steps
-        )
+        trained = train(net, prior_draw(net, (1,), PRIOR, key), sds, jnp.asarray(x, jnp.float32), y, rate, steps)
         return net.apply(trained, jnp.asarray(new, jnp.float32))[:, 0]
 
-    draws = np.asarray(
-        jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(jax.random.key(0), networks))
-    )
+    draws = np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(jax.random.key(0), networks)))
     mean, covariance = ntk_ensemble(net, x, y, new, time=rate * steps, prior=PRIOR)
     sd = np.sqrt(np.diagonal(covariance))
     assert (np.abs(draws.mean(0) - mean) < 6 * sd / networks**0.5 + 0.02).all()
     assert (np.abs(draws.std(0) / sd - 1) < 6 / (2 * networks) ** 0.5).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"time": -1.0}, "time"), ({"y": np.zeros(3)}, "mismatched")]
-)
+@pytest.mark.parametrize(("options", "message"), [({"time": -1.0}, "time"), ({"y": np.zeros(3)}, "mismatched")])
 def test_errors_of_ensembles(data, options, message):
     x, y = data
     with pytest.raises(ValueError, match=message):
@@ -246,9 +235,7 @@ def test_empirical_kernel_is_the_product_of_jacobians(data):
     params = prior_draw(net, (2,), PRIOR, jax.random.key(0))
     sds = standard_deviations(net, (2,), PRIOR)
     jacobians = jax.jacobian(lambda p: net.apply(p, x))(params)
-    full = sum(
-        jnp.einsum("akp,blp->abkl", *2 * (jacobians[name].reshape(5, 3, -1) * sds[name],)) for name in params
-    )
+    full = sum(jnp.einsum("akp,blp->abkl", *2 * (jacobians[name].reshape(5, 3, -1) * sds[name],)) for name in params)
     found = empirical_ntk(net, params, x, prior=PRIOR, full=True, block_size=2)
     np.testing.assert_allclose(found, full, rtol=1e-4, atol=1e-5)
     mean = np.einsum("abkk->ab", full) / 3
@@ -278,9 +265,7 @@ def test_finite_kernels_approach_the_limit_and_move_less():
         pairs = [np.stack(pair) for pair in kernels_before_and_after(width, 40, x, y)]
         before, after = np.swapaxes(pairs, 0, 1)
         distance.append(np.mean((before - limit) ** 2) / np.mean(limit**2))
-        change.append(
-            np.mean(np.linalg.norm(after - before, axis=(1, 2)) / np.linalg.norm(before, axis=(1, 2)))
-        )
+        change.append(np.mean(np.linalg.norm(after - before, axis=(1, 2)) / np.linalg.norm(before, axis=(1, 2))))
     # 40 networks know a mean square to about 0.3 and so the slope to 0.15 at most: the bounds are three of these.
     assert abs(np.polyfit(np.log(widths), np.log(distance), 1)[0] + 1) < 0.45
     assert np.polyfit(np.log(widths), np.log(change), 1)[0] < -0.4
@@ -403,9 +388,7 @@ def test_results_for_arviz(data):
     assert predicted["y_mean"].dims == ("chain", "draw", "data")
     drawn = predicted["y_mean"].to_numpy()[0]
     assert (np.abs(drawn.mean(0) - mean) < 6 * np.sqrt(np.diagonal(covariance) / 800)).all()
-    assert (
-        np.abs(predicted["y"].to_numpy()[0].var(0) / (np.diagonal(covariance) + 0.09) - 1) < 6 / 400**0.5
-    ).all()
+    assert (np.abs(predicted["y"].to_numpy()[0].var(0) / (np.diagonal(covariance) + 0.09) - 1) < 6 / 400**0.5).all()
     density = stats.norm(drawn, 0.3).logpdf(y[20:])
     np.testing.assert_allclose(predicted["y_log_likelihood"].to_numpy()[0], density, rtol=1e-6)
     at_data = _arviz.group(idata, "posterior")["f"].to_numpy()[0]

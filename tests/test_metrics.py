@@ -40,9 +40,7 @@ def gaussian_crps(y, mean, scale):
 def test_rmse_and_its_standard_error(rng):
     errors = rng.normal(scale=2.0, size=(400, 200))
     scores = [metrics.rmse(row, np.zeros(200)) for row in errors]
-    np.testing.assert_allclose(
-        scores[0].value, np.sqrt(sklearn.metrics.mean_squared_error(errors[0], np.zeros(200)))
-    )
+    np.testing.assert_allclose(scores[0].value, np.sqrt(sklearn.metrics.mean_squared_error(errors[0], np.zeros(200))))
     np.testing.assert_array_equal(scores[0].pointwise, np.abs(errors[0]))
     # The spread of 400 values has a relative error of 1 / sqrt(800) = 3.5 %: 16 % is 4.5 of those.
     spread = np.std([score.value for score in scores], ddof=1)
@@ -139,9 +137,7 @@ def test_pit_is_uniform_for_counts_with_many_ties(rng):
     values = rng.poisson(0.8, size=(31, 4000))
     result = metrics.pit(values[1:], values[0], rng)
     assert scipy.stats.kstest(result, "uniform").pvalue > 1e-5
-    np.testing.assert_array_equal(
-        metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5)
-    )
+    np.testing.assert_array_equal(metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5))
 
 
 @pytest.mark.parametrize("scale", [0.7, 1.4])
@@ -266,9 +262,7 @@ def test_uncertainty_splits_entropy(classes):
     probs, mean, _ = classes
     result = metrics.uncertainty(probs)
     np.testing.assert_allclose(result.total, scipy.stats.entropy(mean, axis=-1), rtol=1e-12)
-    np.testing.assert_allclose(
-        result.aleatoric, scipy.stats.entropy(probs, axis=-1).mean(axis=(0, 1)), rtol=1e-12
-    )
+    np.testing.assert_allclose(result.aleatoric, scipy.stats.entropy(probs, axis=-1).mean(axis=(0, 1)), rtol=1e-12)
     # The mutual information is also the mean divergence of the draws from their mean.
     divergence = scipy.stats.entropy(probs, np.broadcast_to(mean, probs.shape), axis=-1).mean(axis=(0, 1))
     np.testing.assert_allclose(result.mutual_information, divergence, rtol=1e-9, atol=1e-14)

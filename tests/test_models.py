@@ -104,9 +104,7 @@ def test_nuts_on_a_neal_style_network_mixes_in_function_space():
     prior = bnn.priors.GammaPrecision(scale=1.0, alpha=5.0)
     model = bnn.models.regression(bnn.nn.MLP([8, 1], "tanh"), prior, noise=0.1)
     kernel = NUTS(model, target_accept_prob=0.9)
-    mcmc = MCMC(
-        kernel, num_warmup=400, num_samples=500, num_chains=4, chain_method="sequential", progress_bar=False
-    )
+    mcmc = MCMC(kernel, num_warmup=400, num_samples=500, num_chains=4, chain_method="sequential", progress_bar=False)
     mcmc.run(jax.random.key(2), x, y)
     idata = bnn.to_inference_data(mcmc, {"x": jnp.linspace(-2, 2, 21)[:, None]}, log_likelihood=False)
     mixing = bnn.metrics.function_space(idata["predictions"]["y_mean"])

@@ -49,9 +49,7 @@ def wave(x):
 wave.defvjp(lambda x: (wave(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
-@pytest.mark.parametrize(
-    "wrap", [jax.jit, jax.checkpoint, lambda fn: jax.vmap(fn), lambda fn: jax.jit(jax.jit(fn))]
-)
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda fn: jax.vmap(fn), lambda fn: jax.jit(jax.jit(fn))])
 def test_calls_are_descended_into(wrap):
     def fn(x):
         return jax.nn.relu(wave(x) + x @ jnp.ones((3, 3)))
@@ -83,8 +81,7 @@ def test_custom_derivatives_are_used_inside_quadrature(x64):
 
     curve.defjvp(own)
     slopes = [
-        jax.grad(lambda m, fn=fn: propagate(fn)(Gaussian(m, X.var)).mean.sum())(X.mean)
-        for fn in (curve, jnp.tanh)
+        jax.grad(lambda m, fn=fn: propagate(fn)(Gaussian(m, X.var)).mean.sum())(X.mean) for fn in (curve, jnp.tanh)
     ]
     assert used
     np.testing.assert_allclose(*slopes, rtol=1e-10)

@@ -106,9 +106,7 @@ def test_leaky_relu_agrees_with_integration(slopes, x64):
 
         def expected(fn, normal=normal):
             parts = ((-np.inf, 0, below), (0, np.inf, above))
-            return sum(
-                quad(lambda x, s=s: fn(s * x) * normal.pdf(x), a, b, epsabs=1e-13)[0] for a, b, s in parts
-            )
+            return sum(quad(lambda x, s=s: fn(s * x) * normal.pdf(x), a, b, epsabs=1e-13)[0] for a, b, s in parts)
 
         mean = expected(lambda y: y)
         var = expected(lambda y, mean=mean: (y - mean) ** 2)
@@ -126,9 +124,7 @@ def test_maximum_of_two_agrees_with_integration(case, x64):
     def density(x):
         return one.pdf(x) * two.cdf(x) + one.cdf(x) * two.pdf(x)
 
-    grid = np.linspace(
-        -80, 80, 1_600_001
-    )  # the trapezoid rule is exact to rounding for these smooth densities
+    grid = np.linspace(-80, 80, 1_600_001)  # the trapezoid rule is exact to rounding for these smooth densities
     weight = density(grid) * (grid[1] - grid[0])
     mean = (grid * weight).sum()
     found = maximum(Gaussian(jnp.array(m1), jnp.array(v1)), Gaussian(jnp.array(m2), jnp.array(v2)))
@@ -171,8 +167,6 @@ def test_largest_of_many_agrees_with_integration(x64):
     for argument in (0, 1):
         for i in (0, 1, 2):
             step = jnp.zeros(5).at[i].set(1e-6)
-            up, down = (
-                total(*(a + s * step * (k == argument) for k, a in enumerate((mean, var)))) for s in (1, -1)
-            )
+            up, down = (total(*(a + s * step * (k == argument) for k, a in enumerate((mean, var)))) for s in (1, -1))
             np.testing.assert_allclose(slopes[argument][i], (up - down) / 2e-6, rtol=1e-3, atol=1e-4)
     assert np.isfinite(np.array(slopes)).all()

@@ -282,9 +282,7 @@ def test_derivatives_of_an_author_survive_broadcasting(shape, factor, x64):
 def test_more_nodes_are_more_exact(x64):
     x = Gaussian(jnp.array([[0.4]]), jnp.array([[400.0]]))
     var = integrate(jnp.tanh, x)[1]
-    errors = [
-        abs(float(propagate(jnp.tanh, num_nodes=n)(x).var[0, 0] / var[0, 0] - 1)) for n in (24, 64, 128)
-    ]
+    errors = [abs(float(propagate(jnp.tanh, num_nodes=n)(x).var[0, 0] / var[0, 0] - 1)) for n in (24, 64, 128)]
     assert errors[0] > 10 * errors[1] > 100 * errors[2]
     with pytest.raises(ValueError, match="8 nodes beside each break do not integrate to 1%"):
         propagate(jnp.tanh, num_nodes=8)(x)

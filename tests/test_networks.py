@@ -163,9 +163,7 @@ def test_predictive(key):
 
 def test_float64(x64):
     trace = trace_of(model, X.astype(np.float64), Y.astype(np.float64), priors.RegularizedHorseshoe())
-    assert {site["value"].dtype for site in trace.values() if site["type"] != "plate"} == {
-        jnp.dtype("float64")
-    }
+    assert {site["value"].dtype for site in trace.values() if site["type"] != "plate"} == {jnp.dtype("float64")}
 
 
 def test_two_networks_in_one_model():
@@ -356,9 +354,7 @@ MODULE_PRIORS = {
 # Every prior and every kind of module once; the other pairs are slow.
 PAIRS = {("flax", "Hierarchical"), ("nnx", "GammaPrecision"), ("equinox", "ARD"), ("equinox", "Horseshoe")}
 MODULES_WITH_PRIORS = [
-    pytest.param(
-        *module, *prior, id=f"{one}-{other}", marks=[] if (one, other) in PAIRS else pytest.mark.slow
-    )
+    pytest.param(*module, *prior, id=f"{one}-{other}", marks=[] if (one, other) in PAIRS else pytest.mark.slow)
     for one, module in MODULES.items()
     for other, prior in MODULE_PRIORS.items()
 ]
@@ -381,9 +377,7 @@ def test_modules_with_hyper_sites(make, names, prior, hyper):
     assert sites[conv][0] == "deterministic"
     assert sites[f"{conv}_base"] == ("sample", sites[conv][1])
 
-    values = {
-        name: np.full(shape, 0.5, np.float32) for name, (kind, shape) in sites.items() if kind == "sample"
-    }
+    values = {name: np.full(shape, 0.5, np.float32) for name, (kind, shape) in sites.items() if kind == "sample"}
     gradient = jax.jit(jax.value_and_grad(lambda v: log_density(run, (IMAGES, LABELS), {}, v)[0]))
     density, slopes = gradient(values)
     assert np.isfinite(density)

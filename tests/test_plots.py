@@ -129,10 +129,7 @@ def test_band_shows_the_training_data_and_names_its_axes(idata):
 def test_band_takes_labels_from_the_attributes(idata):
     inputs = _arviz.group(idata, "predictions_constant_data").copy()
     inputs["x"].attrs.update(long_name="distance", units="km")
-    assert (
-        plots.predictive_band(changed(idata, predictions_constant_data=inputs)).get_xlabel()
-        == "distance [km]"
-    )
+    assert plots.predictive_band(changed(idata, predictions_constant_data=inputs)).get_xlabel() == "distance [km]"
 
 
 def test_band_orders_inputs_and_takes_values_to_draw_against(idata):
@@ -175,10 +172,7 @@ def test_predicted_vs_observed_holds_means_intervals_and_scores(idata):
     assert to_rgb(dots[0].get_facecolor()[0, :3]) != to_rgb(dots[1].get_facecolor()[0, :3])
     title = axis.get_legend().get_title().get_text()
     assert f"RMSE {metrics.rmse(mean, y).value:.3g} ±" in title
-    assert (
-        f"{100 * coverage.coverage:.1f} % of targets inside (80 ± {100 * coverage.standard_error:.1f}"
-        in title
-    )
+    assert f"{100 * coverage.coverage:.1f} % of targets inside (80 ± {100 * coverage.standard_error:.1f}" in title
     (line,) = axis.lines
     np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("observed y", "predicted y")
@@ -238,9 +232,7 @@ def test_calibration_of_classes_holds_the_reliability_curve(classified):
     np.testing.assert_allclose(curve.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
     assert curve.get_legend().get_title().get_text() == f"ECE {100 * table.ece:.1f} %"
     (bands,) = curve.collections
-    for segment, size, mean in zip(
-        bands.get_segments(), table.counts[filled], table.confidence[filled], strict=True
-    ):
+    for segment, size, mean in zip(bands.get_segments(), table.counts[filled], table.confidence[filled], strict=True):
         np.testing.assert_allclose(segment[:, 1], binomial_band(size, mean))
 
 
@@ -266,9 +258,7 @@ def test_figures_draw_what_to_inference_data_gives(figure, fitted, tmp_path):
     assert any(axis.lines or axis.collections for axis in axes)
     if figure is plots.predictive_band:
         assert "data" in legend(axes[0])
-        np.testing.assert_allclose(
-            axes[0].lines[0].get_xdata(), np.linspace(-1, 1, 30)[:20] + 0.01, rtol=1e-6
-        )
+        np.testing.assert_allclose(axes[0].lines[0].get_xdata(), np.linspace(-1, 1, 30)[:20] + 0.01, rtol=1e-6)
     if figure is plots.predicted_vs_observed:
         assert "training" not in axes[0].get_xlabel()
 

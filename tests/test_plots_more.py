@@ -72,9 +72,7 @@ def test_reliability_holds_shares_of_right_labels_and_of_points(labeled):
         size = (place == m).sum()
         expected = np.array(scipy.stats.binom.interval(0.95, size, top[place == m].mean())) / size
         np.testing.assert_allclose(segment[:, 1], expected)
-    ece = sum(
-        (place == m).mean() * abs(a - c) for m, c, a in zip(filled, *axis.lines[-1].get_data(), strict=True)
-    )
+    ece = sum((place == m).mean() * abs(a - c) for m, c, a in zip(filled, *axis.lines[-1].get_data(), strict=True))
     assert axis.get_legend().get_title().get_text() == f"ECE {100 * ece:.1f} %"
     assert legend(axis) == ["share of 500 points", "95 % if calibrated", "most probable class"]
     assert axis.get_xlim() == pytest.approx((0.3, 1.0))
@@ -125,9 +123,7 @@ def test_ood_histograms_hold_the_scores_and_their_auroc(labeled):
         np.testing.assert_allclose(patch.get_data().values, counts / score.size, err_msg=name)
         np.testing.assert_allclose(patch.get_data().edges, edges)
     area = {name: metrics.auroc(scores["seen"], scores[name]) for name in foreign}
-    shown = [
-        re.fullmatch(r"(\w+), AUROC (0\.\d+) ± (0\.0*[1-9])", text).groups() for text in legend(axis)[1:]
-    ]
+    shown = [re.fullmatch(r"(\w+), AUROC (0\.\d+) ± (0\.0*[1-9])", text).groups() for text in legend(axis)[1:]]
     assert [name for name, _, _ in shown] == ["far", "near"]
     for name, value, error in shown:  # as many digits as the error has
         assert len(value) == len(error)
@@ -222,9 +218,7 @@ def test_member_intervals_hold_every_chain_in_the_order_of_targets(numbers):
     for draws, bar, dot in zip(chains, bars, dots, strict=True):
         low, middle, high = np.quantile(draws[:, chosen], [0.25, 0.5, 0.75], axis=0, method="weibull")
         np.testing.assert_allclose(dot.get_ydata(), middle)
-        np.testing.assert_allclose(
-            [segment[:, 1] for segment in bar.get_segments()], np.transpose([low, high])
-        )
+        np.testing.assert_allclose([segment[:, 1] for segment in bar.get_segments()], np.transpose([low, high]))
     places = np.array([dot.get_xdata() for dot in dots])
     assert (np.diff(places, axis=0) > 0).all()
     np.testing.assert_allclose(np.round(places), np.tile(np.arange(5), (6, 1)))
@@ -319,9 +313,7 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
             "`names` got 1 names.*2 inputs",
         ),
         (
-            lambda f: plots.relevance(
-                f["weights"], ["tau_precision", "net.Dense_0.kernel_scale"], by_chain=True
-            ),
+            lambda f: plots.relevance(f["weights"], ["tau_precision", "net.Dense_0.kernel_scale"], by_chain=True),
             "`by_chain` got True for 2 variables",
         ),
         (lambda f: plots.relevance(f["labeled"]), "without posterior"),

@@ -133,9 +133,7 @@ def test_centered_and_noncentered_forms_agree(row, x64):
     np.testing.assert_allclose(left, right, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "row", rows(PRIORS, "test_density_is_differentiable_and_keeps_dtype", PRIOR_VARIANTS)
-)
+@pytest.mark.parametrize("row", rows(PRIORS, "test_density_is_differentiable_and_keeps_dtype", PRIOR_VARIANTS))
 def test_density_is_differentiable_and_keeps_dtype(row):
     model = priors.noncenter(model_of(row.prior, *FLAX_PARAMETERS))
 
@@ -416,9 +414,7 @@ def test_horseshoe_units_share_a_local_scale(unit, parameter, shape):
     local = jnp.arange(1.0, max(shape) + 1)
     with handlers.substitute(data={f"{name}_global": 0.5, f"{name}_local": local}):
         fn = prior(*parameter)
-    np.testing.assert_allclose(
-        fn.scale * nn.base.fan_in(*parameter) ** 0.5, 0.5 * local.reshape(shape), rtol=1e-6
-    )
+    np.testing.assert_allclose(fn.scale * nn.base.fan_in(*parameter) ** 0.5, 0.5 * local.reshape(shape), rtol=1e-6)
 
 
 def regularized(tau, local, slab, z=1.0):
@@ -494,11 +490,7 @@ def test_filters_with_a_large_jitter_keep_their_variance():
     prior = priors.GPFilters(2.0, 1.5, jitter=0.5, centered=True)("Conv2d_0.kernel", (3, 2, 2, 3))
     w = np.random.default_rng(0).normal(size=(3, 2, 2, 3))
     correlation = np.asarray(filters.filter_covariance((3, 2), "rbf", 1.5)) + 0.5 * np.eye(6)
-    exact = (
-        scipy.stats.multivariate_normal(np.zeros(6), 4 / 12 * correlation / 1.5)
-        .logpdf(w.reshape(6, 6).T)
-        .sum()
-    )
+    exact = scipy.stats.multivariate_normal(np.zeros(6), 4 / 12 * correlation / 1.5).logpdf(w.reshape(6, 6).T).sum()
     np.testing.assert_allclose(prior.log_prob(jnp.asarray(w, jnp.float32)), exact, rtol=1e-4)
 
 
@@ -554,9 +546,7 @@ def test_first_matching_pattern_wins():
 
 
 def test_positional_arguments_are_the_familys_own():
-    assert priors.ScaleMixture(0.25, 1.0, 0.1) == priors.ScaleMixture(
-        weight=0.25, wide_scale=1.0, narrow_scale=0.1
-    )
+    assert priors.ScaleMixture(0.25, 1.0, 0.1) == priors.ScaleMixture(weight=0.25, wide_scale=1.0, narrow_scale=0.1)
     assert priors.Normal(2.0).scale == 2.0
 
 

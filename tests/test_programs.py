@@ -29,9 +29,7 @@ def test_equal_computations_share_a_program(compiled):
     assert float(found) == 36.0
 
 
-@pytest.mark.parametrize(
-    "factor", [3.0, np.float32(3.0), 3 * np.ones(3, np.float32), 3 * jnp.ones(3)], ids=str
-)
+@pytest.mark.parametrize("factor", [3.0, np.float32(3.0), 3 * np.ones(3, np.float32), 3 * jnp.ones(3)], ids=str)
 def test_what_a_function_closes_over_is_a_part_of_it(factor):
     """Numbers and arrays, also inside a program of its own."""
     for wrap in (lambda fn: fn, jax.jit):
@@ -49,9 +47,7 @@ def test_long_arrays_that_print_alike_are_told_apart():
         weights[place] = 1.0
         for wrap in (lambda fn: fn, jax.jit):
             product = wrap(lambda x, w=weights: w * x)
-            found = run(
-                lambda given, args, kwargs, p=product: p(args[0]), 0.0, (np.ones(5000, np.float32),), {}
-            )
+            found = run(lambda given, args, kwargs, p=product: p(args[0]), 0.0, (np.ones(5000, np.float32),), {})
             assert int(found.argmax()) == place
 
 
@@ -70,9 +66,7 @@ def test_host_functions_are_never_shared():
     for add in (1.0, 2.0):
 
         def fn(given, args, kwargs, add=add):
-            return jax.pure_callback(
-                lambda x: np.float32(x + add), jax.ShapeDtypeStruct((), jnp.float32), given
-            )
+            return jax.pure_callback(lambda x: np.float32(x + add), jax.ShapeDtypeStruct((), jnp.float32), given)
 
         assert float(run(fn, jnp.float32(1.0), (X,), {})) == 1.0 + add
 

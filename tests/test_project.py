@@ -95,9 +95,7 @@ def import_faults(source, module, is_package=False):
         elif top == NAME and target not in (room, "__version__") and not target.startswith("_"):
             allowed = ROOMS.get(room, set())
             if target not in allowed:
-                faults.append(
-                    f"{imported}: {room} may import {sorted(allowed) or 'no other room'} and _* modules"
-                )
+                faults.append(f"{imported}: {room} may import {sorted(allowed) or 'no other room'} and _* modules")
     return faults
 
 
@@ -109,9 +107,7 @@ def faults_of_files(faults):
 
 def test_imports_point_down_only():
     assert (
-        faults_of_files(
-            lambda path: import_faults(path.read_text(), module_name(path), path.stem == "__init__")
-        )
+        faults_of_files(lambda path: import_faults(path.read_text(), module_name(path), path.stem == "__init__"))
         == {}
     )
 
@@ -296,9 +292,7 @@ def test_everything_exported_has_an_example():
             found[f"{room}.{name}".removeprefix(f"{NAME}.")] = doc_faults(value)
     faults = {name: lacks for name, lacks in found.items() if lacks}
     for name, shown_by in EXAMPLE_ELSEWHERE.items():
-        assert faults.pop(name, None) == [NO_EXAMPLE], (
-            f"{name} is gone, undocumented, or has its own example by now"
-        )
+        assert faults.pop(name, None) == [NO_EXAMPLE], f"{name} is gone, undocumented, or has its own example by now"
         assert found.get(shown_by) == [], f"{name} is to be shown by {shown_by}, which has no example"
     assert not faults, "\n".join(f"{name}: {lacks[0]}" for name, lacks in faults.items())
 
@@ -367,9 +361,7 @@ def by_cost(paths, label):
 
 
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize(
-    "path", list(by_cost([path for path in FILES if path.stem != "__main__"], module_name))
-)
+@pytest.mark.parametrize("path", list(by_cost([path for path in FILES if path.stem != "__main__"], module_name)))
 def test_docstring_examples(path):
     """Examples see the names of their module, and nothing that another docstring defined."""
     name = module_name(path)
@@ -513,16 +505,12 @@ def test_no_address_of_a_registry_or_of_a_machine():
     found = {}
     for path in project_files():
         text = (ROOT / path).read_bytes().decode(errors="replace")
-        if hits := [
-            f"line {text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}" for hit in ADDRESSES.finditer(text)
-        ]:
+        if hits := [f"line {text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}" for hit in ADDRESSES.finditer(text)]:
             found[str(path)] = hits
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["uv.lock", "poetry.lock", "package-lock.json", "conda-lock.yml", "pylock.toml"]
-)
+@pytest.mark.parametrize("name", ["uv.lock", "poetry.lock", "package-lock.json", "conda-lock.yml", "pylock.toml"])
 def test_lock_files_are_seen(name):
     assert LOCK.search(name)
     assert not LOCK.search("block.py")
@@ -573,9 +561,7 @@ def test_files_and_functions_stay_short():
 def test_the_package_stays_small():
     """What is added is paid for by what goes."""
     lines = sum(len(path.read_text().splitlines()) for path in FILES)
-    names = [
-        name for room, name in exports() if not inspect.ismodule(getattr(importlib.import_module(room), name))
-    ]
+    names = [name for room, name in exports() if not inspect.ismodule(getattr(importlib.import_module(room), name))]
     found = {"lines": lines, "files": len(FILES), "public names": len(names)}
     assert {what: size for what, size in found.items() if size > BUDGET[what]} == {}
 

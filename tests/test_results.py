@@ -36,9 +36,7 @@ def bnn_model(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
 
 
-def sample(
-    model, *args, draws=DRAWS, warmup=10, chains=CHAINS, key=None, kernel=BarkerMH, extra_fields=(), **kwargs
-):
+def sample(model, *args, draws=DRAWS, warmup=10, chains=CHAINS, key=None, kernel=BarkerMH, extra_fields=(), **kwargs):
     """A short run; Barker's kernel compiles several times faster than NUTS, and the export does not care."""
     mcmc = MCMC(
         kernel(model),
@@ -62,9 +60,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def mcmc(data):
-    return sample(
-        bnn_model, data["x"], data["y"], kernel=NUTS, extra_fields=("potential_energy", "num_steps")
-    )
+    return sample(bnn_model, data["x"], data["y"], kernel=NUTS, extra_fields=("potential_energy", "num_steps"))
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +73,7 @@ def idata(mcmc, data):
 
 def params_of(draws):
     return {
-        k.removeprefix("net/"): v
-        for k, v in draws.items()
-        if k.startswith("net/") and "_" not in k.split(".")[1]
+        k.removeprefix("net/"): v for k, v in draws.items() if k.startswith("net/") and "_" not in k.split(".")[1]
     }
 
 
@@ -119,9 +113,7 @@ def test_coords_of_training_rows_are_not_those_of_new_rows(plated, data):
     def labels(group, variable="y", **options):
         new = {"x": -data["x"]}
         idata = bnn.to_inference_data(run, new, log_likelihood=False, coords=coords, **options)
-        return [
-            values.to_numpy().tolist() for values in _arviz.group(idata, group)[variable].coords.values()
-        ][2:]
+        return [values.to_numpy().tolist() for values in _arviz.group(idata, group)[variable].coords.values()][2:]
 
     assert labels("posterior_predictive") == [list(range(100, 100 + N))]
     assert labels("predictions") == [list(range(N))]
@@ -226,9 +218,7 @@ def test_results_do_not_depend_on_the_chunk(mcmc, data, idata):
 
 
 def test_subsampled_plate_is_exported_in_full_and_in_order(data):
-    frozen = handlers.seed(
-        bnn_model, 3
-    )  # these kernels need a frozen minibatch; the export must not inherit it
+    frozen = handlers.seed(bnn_model, 3)  # these kernels need a frozen minibatch; the export must not inherit it
     run = sample(frozen, data["x"], data["y"], batch_size=8)
     exported = bnn.to_inference_data(run)
     np.testing.assert_array_equal(_arviz.group(exported, "observed_data")["y"], data["y"])
@@ -379,9 +369,7 @@ def test_masked_new_observations_are_not_scored(data):
     w = np.asarray(run.get_samples(group_by_chain=True)["w"])[..., None]
     x, y = np.asarray(data["x_test"])[mask, 0], np.asarray(data["y_test"])[mask]
     score = bnn.metrics.lppd(found["y_log_likelihood"])
-    assert score.value == pytest.approx(
-        bnn.metrics.lppd(scipy.stats.norm.logpdf(y, w * x, 0.5)).value, rel=1e-5
-    )
+    assert score.value == pytest.approx(bnn.metrics.lppd(scipy.stats.norm.logpdf(y, w * x, 0.5)).value, rel=1e-5)
     assert found["y_mean"].shape == (CHAINS, DRAWS, M)
 
 
@@ -390,9 +378,7 @@ def test_classification_exports_probabilities(data):
     model = bnn.models.classification(bnn.nn.MLP([4, 3]), num_classes=3)
     run = sample(model, data["x"], labels, draws=5)
     test_labels = jnp.zeros(M, int)
-    predictions = _arviz.group(
-        bnn.to_inference_data(run, {"x": data["x_test"], "y": test_labels}), "predictions"
-    )
+    predictions = _arviz.group(bnn.to_inference_data(run, {"x": data["x_test"], "y": test_labels}), "predictions")
     probs = predictions["y_probs"]
     assert probs.dims == ("chain", "draw", "data", "y_probs_dim_1")
     np.testing.assert_allclose(probs.sum("y_probs_dim_1"), 1, rtol=1e-5)

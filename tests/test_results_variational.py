@@ -78,9 +78,7 @@ def test_draws_have_their_log_density_and_weights(wide):
 def test_attributes_judge_the_fit(wide):
     """4000 draws: bounds within four standard errors of their exact values."""
     about = _arviz.attrs(wide)
-    evidence = scipy.stats.multivariate_normal(np.zeros(N), SIGMA**2 * np.eye(N) + X @ X.T).logpdf(
-        np.asarray(Y)
-    )
+    evidence = scipy.stats.multivariate_normal(np.zeros(N), SIGMA**2 * np.eye(N) + X @ X.T).logpdf(np.asarray(Y))
     # KL between Gaussians with covariances of ratio 1.5^2.
     divergence = 0.5 * D * (1.5**2 - 1 - np.log(1.5**2))
     assert abs(about["elbo"] - (evidence - divergence)) < 4 * about["elbo_se"]

@@ -241,9 +241,7 @@ def test_zero_temperature_starts_at_rest_and_descends(dynamics):
     np.testing.assert_array_equal(sampler.dynamics.momentum(state.memory), 0.0)
     after = step(sampler, state)
     # From rest, one leapfrog step is gradient descent with rate eps / 2.
-    np.testing.assert_allclose(
-        after.position, state.position - 0.05 * jax.grad(stretched)(state.position), rtol=1e-5
-    )
+    np.testing.assert_allclose(after.position, state.position - 0.05 * jax.grad(stretched)(state.position), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,7 @@ def test_gradient_noise_is_the_variance_of_the_estimate():
     sampler = build(ESTIMATORS["minibatch"](WithReplacement(N, B)), Overdamped(), schedule=0.1)
     q = jnp.array([0.3, -1.0, 2.0])
     estimate = sampler.gradient_noise(sampler.init(q, jax.random.key(1)), 4000)
-    per_point = jax.vmap(
-        jax.grad(lambda q, i: N * (minibatch_potential(q, i[None]) - 0.5 * q @ q) / N), (None, 0)
-    )
+    per_point = jax.vmap(jax.grad(lambda q, i: N * (minibatch_potential(q, i[None]) - 0.5 * q @ q) / N), (None, 0))
     exact = np.asarray(per_point(q, jnp.arange(N))).var(axis=0) / B
     # A sample variance of 4000 has a relative error near sqrt(2 / 4000) = 2.2 %.
     np.testing.assert_allclose(estimate, exact, rtol=0.1)
@@ -141,9 +139,7 @@ PRECONDITIONERS = {
     "dense": (lambda G: (Dense(G), G))(random_covariance(5)),
     "blocks": (
         Blocks([(2, Dense([[2.0, 1.0], [1.0, 3.0]])), (1, Identity()), (2, Diagonal(4.0))]),
-        np.block(
-            [[np.array([[2.0, 1.0], [1.0, 3.0]]), np.zeros((2, 3))], [np.zeros((3, 2)), np.diag([1.0, 4, 4])]]
-        ),
+        np.block([[np.array([[2.0, 1.0], [1.0, 3.0]]), np.zeros((2, 3))], [np.zeros((3, 2)), np.diag([1.0, 4, 4])]]),
     ),
 }
 

@@ -78,9 +78,7 @@ def test_works_inside_jit_and_vmap_on_traced_data():
         return jax.vmap(lambda rows: finish(q, rows))(jax.vmap(prepare)(batches))
 
     batches = jnp.array([[0, 1], [2, 3]])
-    np.testing.assert_allclose(
-        through(X, batches, jnp.ones(3)), DATA[:4].reshape(2, 2, 3).sum((1, 2)), rtol=1e-5
-    )
+    np.testing.assert_allclose(through(X, batches, jnp.ones(3)), DATA[:4].reshape(2, 2, 3).sum((1, 2)), rtol=1e-5)
 
 
 def test_calls_into_python_stay_in_the_step():

@@ -18,9 +18,7 @@ STIFF = np.linspace(0.5, 3.0, P)
 
 def potential(q):
     """Not Gaussian, coupled."""
-    return (
-        0.5 * jnp.vdot(q, jnp.asarray(STIFF, q.dtype) * q) + 0.1 * jnp.sum(q**4) + 0.3 * jnp.sin(q[0] * q[1])
-    )
+    return 0.5 * jnp.vdot(q, jnp.asarray(STIFF, q.dtype) * q) + 0.1 * jnp.sum(q**4) + 0.3 * jnp.sin(q[0] * q[1])
 
 
 def slope(q):
@@ -40,9 +38,7 @@ def turned(u, force, time):
     size = np.linalg.norm(force)
     e, delta = force / size, time * size / (len(u) - 1)
     stretch = np.cosh(delta) + (u @ e) * np.sinh(delta)
-    return (u + (np.sinh(delta) + (u @ e) * (np.cosh(delta) - 1)) * e) / stretch, (len(u) - 1) * np.log(
-        stretch
-    )
+    return (u + (np.sinh(delta) + (u @ e) * (np.cosh(delta) - 1)) * e) / stretch, (len(u) - 1) * np.log(stretch)
 
 
 def transcribed(q, u, integrator, eps, root, temperature):
@@ -79,9 +75,7 @@ def test_a_step_is_the_published_one(integrator, temperature, x64):
     noise = np.asarray(sampler._draw(state.seeds, state.step, state.position).noise[0])
     nu = np.sqrt((np.exp(2 * eps / length) - 1) / P)
     u = np.asarray(state.memory.direction) + nu * noise
-    q, u, error = transcribed(
-        np.array(state.position), u / np.linalg.norm(u), integrator, eps, root, temperature
-    )
+    q, u, error = transcribed(np.array(state.position), u / np.linalg.norm(u), integrator, eps, root, temperature)
     after = jax.jit(sampler.step)(state)
     np.testing.assert_allclose(after.position, q, rtol=1e-6)
     np.testing.assert_allclose(after.memory.direction, u, rtol=1e-6)
@@ -281,9 +275,7 @@ def test_gradient_noise_of_one_size_blurs_only(fresh):
     )
     decay = np.exp(-h / 4)
     heat = h**2 * variance / (1 - decay**2)
-    print(
-        f"fresh={fresh}: E[x^2] {squares.mean():.3f}; underdamped Langevin would be off by about {heat:.2f}"
-    )
+    print(f"fresh={fresh}: E[x^2] {squares.mean():.3f}; underdamped Langevin would be off by about {heat:.2f}")
     assert heat > 1
     assert abs(squares.mean() - 1) < 0.25
 

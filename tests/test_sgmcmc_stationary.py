@@ -238,9 +238,7 @@ def test_mala_is_unbiased(target, temperature):
 def test_hmc_is_unbiased(target, temperature, momentum_decay):
     potential = {"gaussian": gaussian, "quartic": quartic}[target]
     expected = {"gaussian": temperature / LAM, "quartic": QUARTIC * temperature**0.5}[target]
-    sampler = build(
-        Full(potential), HMC(3, momentum_decay, jitter=0.3), schedule=0.8, temperature=temperature
-    )
+    sampler = build(Full(potential), HMC(3, momentum_decay, jitter=0.3), schedule=0.8, temperature=temperature)
     assert_mean(chains(sampler, 4000, 60), expected)
 
 
@@ -248,9 +246,7 @@ def test_hmc_is_unbiased(target, temperature, momentum_decay):
 def test_ggmc_is_unbiased_with_minibatch_noise(target, temperature):
     potential = {"gaussian": gaussian, "quartic": quartic}[target]
     expected = {"gaussian": temperature / LAM, "quartic": QUARTIC * temperature**0.5}[target]
-    sampler = build(
-        noisy(potential, 1.0), GGMC(potential, 3, friction=0.5), schedule=0.5, temperature=temperature
-    )
+    sampler = build(noisy(potential, 1.0), GGMC(potential, 3, friction=0.5), schedule=0.5, temperature=temperature)
     assert_mean(chains(sampler, 4000, 80), expected)
 
 
@@ -272,9 +268,7 @@ def test_the_test_sees_a_missing_momentum_flip(right, wrong):
     assert wrong.mean() - 1 / LAM > 8 * wrong.std() / 4000**0.5
 
 
-@pytest.mark.parametrize(
-    "dynamics", [pytest.param(Overdamped(), marks=slow), BAOAB(1.0)], ids=["SGLD", "BAOAB"]
-)
+@pytest.mark.parametrize("dynamics", [pytest.param(Overdamped(), marks=slow), BAOAB(1.0)], ids=["SGLD", "BAOAB"])
 def test_dense_preconditioner_keeps_the_target(dynamics):
     """With G equal to the covariance every direction behaves like a unit Gaussian."""
     covariance = np.array([[1.0, 0.9], [0.9, 1.0]]) * np.outer([1, 30], [1, 30])
@@ -305,9 +299,7 @@ def test_fixed_preconditioner_pays_on_an_ill_conditioned_target():
 
     def slowest_ess_per_step(preconditioner, eps):
         sampler = build(gradient, Overdamped(), preconditioner, schedule=eps)
-        start = sampler.init(
-            jnp.sqrt(variances) * jax.random.normal(jax.random.key(6), (512,)), jax.random.key(7)
-        )
+        start = sampler.init(jnp.sqrt(variances) * jax.random.normal(jax.random.key(6), (512,)), jax.random.key(7))
 
         def body(carry, _):
             state = sampler.step(carry[0])

@@ -81,9 +81,7 @@ def test_overdamped():
 
 
 def test_baoab():
-    found = one_step(
-        BAOAB(FRICTION), Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION))), NOISE[:1], SHIFT[0]
-    )
+    found = one_step(BAOAB(FRICTION), Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION))), NOISE[:1], SHIFT[0])
     kicked = kick(R, POSITION, H / 2)
     q = POSITION + H / 2 * L @ kicked
     fresh = refresh(kicked, FRICTION * H, NOISE[0])
@@ -94,9 +92,7 @@ def test_baoab():
 
 
 def test_obabo():
-    found = one_step(
-        OBABO(FRICTION), Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION))), NOISE[:2], SHIFT[0]
-    )
+    found = one_step(OBABO(FRICTION), Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION))), NOISE[:2], SHIFT[0])
     kicked = kick(refresh(R, FRICTION * H / 2, NOISE[0]), POSITION, H / 2)
     q = POSITION + H * L @ kicked
     same(found.position, q)

@@ -27,9 +27,7 @@ def test_bits_are_those_of_jax(words):
 
 
 def test_typed_and_legacy_keys_give_the_same_seeds():
-    np.testing.assert_array_equal(
-        streams.seeds(jax.random.key(3), 4), streams.seeds(jax.random.PRNGKey(3), 4)
-    )
+    np.testing.assert_array_equal(streams.seeds(jax.random.key(3), 4), streams.seeds(jax.random.PRNGKey(3), 4))
     assert streams.seeds(jax.random.key(3, impl="rbg"), 4).shape == (4, 2)
 
 
@@ -71,12 +69,7 @@ def test_normals_of_a_pair_and_of_neighboring_steps_are_independent(words):
 @pytest.mark.parametrize(("sigmas", "tolerance"), [(3.0, 1e-4), (4.0, 1e-4), (5.0, 5e-4), (6.0, 0.02)])
 def test_float32_tail_probability_is_right(sigmas, tolerance):
     """No sampling: the atoms of the radius are enumerated, the angle is uniform to 2^-30."""
-    k = (
-        np.unique(
-            np.round(np.geomspace(1, 2**32 * np.exp(-(sigmas**2) / 2) * 1.01, 200_000)).astype(np.uint64)
-        )
-        - 1
-    )
+    k = np.unique(np.round(np.geomspace(1, 2**32 * np.exp(-(sigmas**2) / 2) * 1.01, 200_000)).astype(np.uint64)) - 1
     width = np.diff(np.append(k, k[-1] + 1)).astype(float)
     no_turn = jnp.zeros(len(k), jnp.uint32)
     radius = np.hypot(*np.asarray(streams.box_muller(jnp.asarray(k.astype(np.uint32)), no_turn), np.float64))
@@ -104,9 +97,7 @@ def test_extreme_bits_stay_finite():
     values = np.asarray(streams.box_muller(ends, jnp.zeros(2, jnp.uint32)))
     assert np.isfinite(values).all()
     np.testing.assert_allclose(np.abs(values).max(), np.sqrt(2 * 33 * np.log(2)), rtol=1e-6)
-    uniform = np.asarray(
-        [float(streams.uniform(jnp.uint32([1, 2]), jnp.uint32(i), jnp.float32)) for i in range(3)]
-    )
+    uniform = np.asarray([float(streams.uniform(jnp.uint32([1, 2]), jnp.uint32(i), jnp.float32)) for i in range(3)])
     assert ((uniform > 0) & (uniform <= 1)).all()
 
 
@@ -115,9 +106,7 @@ def test_integers_equal_exact_arithmetic(bound):
     bits = np.random.default_rng(0).integers(0, 2**32, (2, 300), dtype=np.uint64).astype(np.uint32)
     bits[:, 0], bits[:, 1] = 0, 2**32 - 1
     expected = [(bound * (int(h) * 2**32 + int(low))) >> 64 for h, low in bits.T]
-    np.testing.assert_array_equal(
-        streams.integers(jnp.asarray(bits[0]), jnp.asarray(bits[1]), bound), expected
-    )
+    np.testing.assert_array_equal(streams.integers(jnp.asarray(bits[0]), jnp.asarray(bits[1]), bound), expected)
 
 
 def test_step_keys_differ_and_serve_jax(words):

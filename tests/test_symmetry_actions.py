@@ -46,9 +46,7 @@ def composed(s, g, then):
 
 def values_of(row, seed=0):
     keys = jax.random.split(jax.random.key(seed), len(row.shapes))
-    drawn = {
-        site: jax.random.normal(k, shape) for k, (site, shape) in zip(keys, row.shapes.items(), strict=True)
-    }
+    drawn = {site: jax.random.normal(k, shape) for k, (site, shape) in zip(keys, row.shapes.items(), strict=True)}
     return {site: jnp.exp(value) if site in row.positive else value for site, value in drawn.items()}
 
 
@@ -91,9 +89,7 @@ def log_det_by_autodiff(s, values, g, positive=()):
     def move(flat):
         at = {site: POSITIVE(z) if site in positive else z for site, z in unravel(flat).items()}
         moved = s.act({**values, **at}, g)
-        return ravel_pytree(
-            {site: POSITIVE.inv(moved[site]) if site in positive else moved[site] for site in at}
-        )[0]
+        return ravel_pytree({site: POSITIVE.inv(moved[site]) if site in positive else moved[site] for site in at})[0]
 
     return jnp.linalg.slogdet(jax.jacfwd(move)(flat))[1]
 
@@ -116,9 +112,7 @@ def test_log_det_is_that_of_the_map(row):
     assert jacobian_error(row) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "row", rows(SYMMETRIES, "test_log_det_in_unconstrained_coordinates", SYMMETRY_VARIANTS)
-)
+@pytest.mark.parametrize("row", rows(SYMMETRIES, "test_log_det_in_unconstrained_coordinates", SYMMETRY_VARIANTS))
 def test_log_det_in_unconstrained_coordinates(row):
     """log|dz' / dz| = log|d theta' / d theta| + log|d theta / dz| - log|d theta' / dz'|."""
     s, values = row.symmetry, values_of(row)
@@ -203,9 +197,7 @@ def test_wrong_parts_are_refused(make, message):
 )
 def test_units_that_disagree_are_refused(s, message):
     values = values_of(SYMMETRIES["Rescale"])
-    with pytest.raises(
-        ValueError, match=rf"symmetry.{type(s).__name__}: argument `unit_axes` got .*{message}"
-    ):
+    with pytest.raises(ValueError, match=rf"symmetry.{type(s).__name__}: argument `unit_axes` got .*{message}"):
         s.units(values)
 
 
@@ -217,9 +209,7 @@ BATCH, SEEDS = 7, (0, 1, 2)
 def point(net, input_shape, seed):
     shapes = net.param_shapes(input_shape)
     *keys, x_key = jax.random.split(jax.random.key(seed), len(shapes) + 1)
-    params = {
-        name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    params = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     return params, jax.random.normal(x_key, (BATCH, *input_shape))
 
 
@@ -253,9 +243,7 @@ def derived(net, input_shape, logits=False):
     return [s.rename({site: site.removeprefix("net/") for site in s.sites}) for s in found]
 
 
-@pytest.mark.parametrize(
-    "row", rows(SYMMETRIC_NETS, "test_derived_symmetries_hold_and_are_complete", NET_VARIANTS)
-)
+@pytest.mark.parametrize("row", rows(SYMMETRIC_NETS, "test_derived_symmetries_hold_and_are_complete", NET_VARIANTS))
 def test_derived_symmetries_hold_and_are_complete(row):
     """Float64: gains and norms near 0 lose some digits, 1e-9 is far below any change that a mistake makes."""
     found = derived(row.net, row.input_shape)
@@ -348,9 +336,7 @@ def test_an_unknown_layer_lets_nothing_through():
 
 
 def test_of_refuses_what_is_no_network():
-    with pytest.raises(
-        TypeError, match=r"symmetry.from_network: argument `net` got net\. Pass a specification"
-    ):
+    with pytest.raises(TypeError, match=r"symmetry.from_network: argument `net` got net\. Pass a specification"):
         symmetry.from_network("net", (3,))
     with pytest.raises(ValueError, match=r"nn\.Dense at 'Dense_0'"):
         symmetry.from_network(nn.MLP([4, 1]), (3, 3, 2))
@@ -455,7 +441,5 @@ def test_a_model_without_observations_is_refused(call):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
 
-    with pytest.raises(
-        ValueError, match=r"symmetry.check: argument `args` got no observations.*Pass the data"
-    ):
+    with pytest.raises(ValueError, match=r"symmetry.check: argument `args` got no observations.*Pass the data"):
         call(model, [symmetry.Shift("w")])

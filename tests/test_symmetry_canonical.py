@@ -87,9 +87,7 @@ SLOW_NETS = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "row",
-    rows(
-        {name: SYMMETRIC_NETS[name] for name in DISTINCT}, "test_canonical_is_constant_on_orbits", SLOW_NETS
-    ),
+    rows({name: SYMMETRIC_NETS[name] for name in DISTINCT}, "test_canonical_is_constant_on_orbits", SLOW_NETS),
 )
 def test_canonical_is_constant_on_orbits(row):
     """It is idempotent too, and the network computes what it did."""
@@ -189,9 +187,7 @@ def test_signs_and_order_are_decided_together():
     for n in range(20):
         w, v = draws["w"][0, n], draws["v"][0, n]
         best = max(
-            fit({"w": w[:, order] * sign, "v": v[order] * sign[:, None]})
-            for order in orders
-            for sign in signs
+            fit({"w": w[:, order] * sign, "v": v[order] * sign[:, None]}) for order in orders for sign in signs
         )
         assert fit({site: placed[site][0, n] for site in placed}) == pytest.approx(best)
 
@@ -239,9 +235,7 @@ def test_gauges():
         "sigma": np.ones((2, 3)),
     }
     draws["w"][0, 0, :, 1] = draws["b"][0, 0, 1] = 0.0
-    placed = canonical(
-        draws, [Rescale([("w", 1), ("b", 0)], [("v", 0)]), Shift([("v", 0)]), JointScale("w", "s")]
-    )
+    placed = canonical(draws, [Rescale([("w", 1), ("b", 0)], [("v", 0)]), Shift([("v", 0)]), JointScale("w", "s")])
     squares = (placed["w"] ** 2).sum(2) + placed["b"] ** 2
     np.testing.assert_allclose(np.delete(squares.ravel(), 1), 5.0)
     assert squares.ravel()[1] == 0.0
@@ -424,9 +418,7 @@ def test_draws_that_do_not_fit_are_refused(call, draws, s, kind, message):
 
 def test_references_that_do_not_fit_are_refused():
     s = [SignFlip([("net/w", 0)])]
-    with pytest.raises(
-        ValueError, match=r"argument `reference` got site 'net/w' of shape \(3, 4\)\. The draws are"
-    ):
+    with pytest.raises(ValueError, match=r"argument `reference` got site 'net/w' of shape \(3, 4\)\. The draws are"):
         canonical(GOOD, s, {"net/w": np.ones((3, 4))})
     with pytest.raises(ValueError, match=r"argument `symmetries` got 'net/w'"):
         canonical(GOOD, s, {"b": np.ones(4)})

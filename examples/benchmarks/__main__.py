@@ -88,15 +88,11 @@ def run_all(argv: list[str]) -> int:
         prog="examples.benchmarks all", description="All of them, as the docs have them."
     )
     parser.add_argument("--data", default=os.environ.get("NUMPYRO_BNN_DATA"), help="folder of the data sets")
-    parser.add_argument(
-        "--output", type=Path, default=Path("output/evidence"), help="folder of the JSON files"
-    )
+    parser.add_argument("--output", type=Path, default=Path("output/evidence"), help="folder of the JSON files")
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     args = parser.parse_args(argv)
     if args.data is None and not args.dry_run:
-        parser.error(
-            "--data: the figures of the docs need real data; name its folder, or set NUMPYRO_BNN_DATA"
-        )
+        parser.error("--data: the figures of the docs need real data; name its folder, or set NUMPYRO_BNN_DATA")
     folder, failed = writable_folder(args.output), []
     for name, found in MEASUREMENTS.items():
         words = command(name, folder, args.data)

@@ -101,15 +101,11 @@ def plain(x: np.ndarray, y: np.ndarray, layers: tuple[int, ...]) -> tuple[Callab
     draws = np.random.default_rng(0)
     shapes = [(i + 1, o) for i, o in pairwise((x.shape[2], *layers, 1))]
     runs = len(x)
-    weights = [
-        (jnp.asarray(draws.normal(size=(runs, *s)) / s[0] ** 0.5), jnp.full((runs, *s), 1.2)) for s in shapes
-    ]
+    weights = [(jnp.asarray(draws.normal(size=(runs, *s)) / s[0] ** 0.5), jnp.full((runs, *s), 1.2)) for s in shapes]
     start = weights, (jnp.full(runs, 6.0), jnp.full(runs, 6.0))
     data = jnp.asarray(x), jnp.asarray(y)
     begin = time.perf_counter()
-    learn = (
-        jax.jit(jax.vmap(lambda start, data: lax.scan(plain_step, start, data))).lower(start, data).compile()
-    )
+    learn = jax.jit(jax.vmap(lambda start, data: lax.scan(plain_step, start, data))).lower(start, data).compile()
     return lambda: learn(start, data), time.perf_counter() - begin
 
 
@@ -192,9 +188,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved repeats; the median counts")
     parser.add_argument("--splits", type=int, default=20, help="splits of boston at once")
-    parser.add_argument(
-        "--rows", type=int, default=5000, help="rows of California housing used (455 of boston)"
-    )
+    parser.add_argument("--rows", type=int, default=5000, help="rows of California housing used (455 of boston)")
     parser.add_argument("--width", type=int, default=50, help="units of a hidden layer")
     parser.add_argument("--output", type=Path, default=Path("output/adf_speed.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")

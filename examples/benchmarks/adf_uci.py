@@ -26,8 +26,7 @@ def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np
 
     splits = [datasets.standardize(datasets.load_uci(name, s, folder)) for s in range(num_splits)]
     parts = {
-        part: np.stack([getattr(d, part) for d in splits])
-        for part in ("x_train", "y_train", "x_test", "y_test")
+        part: np.stack([getattr(d, part) for d in splits]) for part in ("x_train", "y_train", "x_test", "y_test")
     }
     return parts | {"scale": np.array([d.y_scaler.scale_factor for d in splits])}
 

@@ -66,9 +66,7 @@ def seconds_of_runs(
     return found
 
 
-def measure(
-    kernel_name: str, data_as_arguments: bool, cached: bool, args: argparse.Namespace
-) -> dict[str, Any]:
+def measure(kernel_name: str, data_as_arguments: bool, cached: bool, args: argparse.Namespace) -> dict[str, Any]:
     """The same in a separate process; with a cache, in a second one."""
     job = {"kernel_name": kernel_name, "data_as_arguments": data_as_arguments, "options": options_of(args)}
     words = [sys.executable, "-W", "ignore", "-m", "examples.benchmarks.compilation", "--job"]

@@ -43,9 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samplers")
     parser.add_argument("--data", type=Path, default=None, help="folder of the UCI sets")
-    parser.add_argument(
-        "--output", type=Path, default=Path("output/function_agreement.json"), help="JSON file"
-    )
+    parser.add_argument("--output", type=Path, default=Path("output/function_agreement.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table shows the figures")
     args = parser.parse_args(argv)
     at_least(parser, args, ("num_chains",), 3)

@@ -97,9 +97,7 @@ def measure_variance(batch_size: int, width: int, draws: int, steps: int) -> dic
             loss = jax.grad(lambda p: elbo.loss(key, p, model, guide, *data) / ROWS)
             return None, ravel_pytree(loss(params))[0]
 
-        values = jax.jit(lambda keys, g=gradient: jax.lax.scan(g, None, keys)[1])(
-            random.split(random.key(1), draws)
-        )
+        values = jax.jit(lambda keys, g=gradient: jax.lax.scan(g, None, keys)[1])(random.split(random.key(1), draws))
         row["variance"][name] = float(np.asarray(values, np.float64).var(0).sum())
         row["ratio"][name] = row["variance"][name] / row["variance"]["one draw"]
     return row
@@ -146,20 +144,14 @@ def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--output", type=Path, default=Path("output/gradient_variance.json"), help="JSON file"
-    )
+    parser.add_argument("--output", type=Path, default=Path("output/gradient_variance.json"), help="JSON file")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--draws", type=int, default=500, help="gradients per estimator")
     parser.add_argument("--steps", type=int, default=500, help="steps of training before")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="interleaved rounds of timing; the median counts"
-    )
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of timing; the median counts")
     parser.add_argument("--calls", type=int, default=5, help="steps per round")
-    parser.add_argument(
-        "--networks", nargs="+", choices=["mlp", "cnn"], default=["mlp", "cnn"], help="to be timed"
-    )
+    parser.add_argument("--networks", nargs="+", choices=["mlp", "cnn"], default=["mlp", "cnn"], help="to be timed")
     parser.add_argument("--channels", type=int, default=64, help="filters of the convolution that is timed")
     args = parser.parse_args(argv)
     at_least(parser, args, ("draws",), 2)

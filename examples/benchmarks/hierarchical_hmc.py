@@ -177,9 +177,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--data", type=Path, default=None, help="folder of the data; otherwise NUMPYRO_BNN_DATA"
-    )
+    parser.add_argument("--data", type=Path, default=None, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
     parser.add_argument("--output", type=Path, default=Path("output/hierarchical_hmc.json"), help="JSON file")
     parser.add_argument("--docs", type=Path, help="page whose table shows the figures")
     parser.add_argument("--sets", nargs="+", choices=MODELS, default=list(MODELS), help="data sets")

@@ -112,9 +112,7 @@ def keep(state: Any, draw: dict[str, jax.Array]) -> tuple:
     return {name: draw[name] for name in (*GLOBAL, "beta")}, counts
 
 
-def sample(
-    kernel: Callable[[], MCMCKernel], call: tuple, num_samples: int, args: argparse.Namespace
-) -> tuple:
+def sample(kernel: Callable[[], MCMCKernel], call: tuple, num_samples: int, args: argparse.Namespace) -> tuple:
     """Draws (C, S, ...) of all chains, one after the other, and sums of their costs."""
     keys = random.split(random.key(args.seed + 1), args.num_chains)
     chains = [sample_chain(kernel(), call, key, (args.num_warmup, num_samples), keep) for key in keys]
@@ -158,11 +156,8 @@ def compare(gibbs: dict[str, Any], nuts: dict[str, Any]) -> dict[str, Any]:
     tops = (set(part["top inputs"][: len(RELEVANT)]) for part in (gibbs, nuts))
     return {
         "ranking exact": dict(zip(("gibbs", "nuts"), [top == expected for top in tops], strict=True)),
-        "difference of mean log tau in mcse": (one["mean"] - other["mean"])
-        / np.hypot(one["mcse"], other["mcse"]),
-        "ess per second, gibbs / nuts": {
-            name: per_second[0][name] / per_second[1][name] for name in per_second[0]
-        },
+        "difference of mean log tau in mcse": (one["mean"] - other["mean"]) / np.hypot(one["mcse"], other["mcse"]),
+        "ess per second, gibbs / nuts": {name: per_second[0][name] / per_second[1][name] for name in per_second[0]},
     }
 
 
@@ -175,9 +170,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("output/horseshoe.json"), help="JSON file")
     parser.add_argument("--rows", type=int, default=100, help="data points")
     parser.add_argument("--inputs", type=int, default=200, help="inputs, of which 5 are relevant")
-    parser.add_argument(
-        "--num-chains", type=int, default=4, help="chains of each sampler, one after the other"
-    )
+    parser.add_argument("--num-chains", type=int, default=4, help="chains of each sampler, one after the other")
     parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of each chain")
     parser.add_argument("--sweeps", type=int, default=5000, help="draws of each chain of the Gibbs sampler")
     parser.add_argument("--nuts-draws", type=int, default=1500, help="draws of each chain of NUTS")
@@ -200,13 +193,9 @@ def print_report(report: dict[str, Any]) -> None:
     for name in ("gibbs", "nuts"):
         part = report[name]
         tau, cost = part["log tau"], part["cost"]
-        print(
-            f"\n{name}: {part['draws']} draws in {cost['sampling']:.1f} s, {cost['divergences']} divergences"
-        )
+        print(f"\n{name}: {part['draws']} draws in {cost['sampling']:.1f} s, {cost['divergences']} divergences")
         print(f"  largest |mean|: {part['top inputs']}, {[round(size, 2) for size in part['their |mean|']]}")
-        print(
-            f"  log tau: {tau['mean']:.3f} (mcse {tau['mcse']:.3f}), sd {tau['sd']:.3f}, r_hat {tau['r_hat']}"
-        )
+        print(f"  log tau: {tau['mean']:.3f} (mcse {tau['mcse']:.3f}), sd {tau['sd']:.3f}, r_hat {tau['r_hat']}")
         print("  quantiles:", {level: round(value, 3) for level, value in tau["quantiles"].items()})
         print("  ESS/s:", {what: round(value, 1) for what, value in part["ess per second"].items()})
     for what, found in report["comparison"].items():
@@ -217,9 +206,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
     data = make_data(args.rows, args.inputs, args.seed)
-    nuts = partial(
-        NUTS, model, target_accept_prob=args.target_accept_prob, max_tree_depth=args.max_tree_depth
-    )
+    nuts = partial(NUTS, model, target_accept_prob=args.target_accept_prob, max_tree_depth=args.max_tree_depth)
     found = {
         "gibbs": summary(*sample(partial(composite, data), (data, {}), args.sweeps, args)),
         "nuts": summary(*sample(nuts, (data, {"centered": False}), args.nuts_draws, args)),

@@ -56,9 +56,7 @@ def learn_set(name: str, variant: str, args: argparse.Namespace) -> dict[str, An
     for split in range(args.splits):
         data = datasets.standardize(datasets.load_uci(name, split, args.data))
         found = infinite.prior_fit(net, data.x_train, data.y_train, ard=ard, max_steps=args.max_steps)
-        gp = infinite.gp_regression(
-            net, data.x_train, data.y_train, noise_sd=found.noise_sd, prior=found.prior
-        )
+        gp = infinite.gp_regression(net, data.x_train, data.y_train, noise_sd=found.noise_sd, prior=found.prior)
         scale = float(data.y_scaler.scale_factor)
         error = gp.predict(data.x_test, diagonal=True).mean - data.y_test
         by_split["rmse"].append(scale * float(np.sqrt(np.mean(error**2))))
@@ -84,8 +82,7 @@ def nuts_of(path: Path | None) -> dict[str, dict[str, tuple[float, float]]]:
         return {}
     rows = json.loads(path.read_text())["rows"]
     return {
-        row["set"]: {name: mean_and_error(row["NUTS"][name]) for name in ("rmse", "log_likelihood")}
-        for row in rows
+        row["set"]: {name: mean_and_error(row["NUTS"][name]) for name in ("rmse", "log_likelihood")} for row in rows
     }
 
 

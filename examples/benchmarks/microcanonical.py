@@ -113,9 +113,7 @@ def gradients_of(mcmc: MCMC) -> int:
 
 def functions_of(mcmc: MCMC, data: Any) -> np.ndarray:
     """Draws of the function at the test rows, (C, S, N)."""
-    idata = to_inference_data(
-        mcmc, predictions={"x": data.x_test}, log_likelihood=False, posterior_predictive=False
-    )
+    idata = to_inference_data(mcmc, predictions={"x": data.x_test}, log_likelihood=False, posterior_predictive=False)
     return idata["predictions"]["y_mean"].to_numpy()
 
 
@@ -236,8 +234,7 @@ def step_costs(net: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
         calls[name] = partial(call, states), 8 * number * part.dynamics.evaluations
     times = wall_clock(interleave(calls, args.rounds))
     ratios = {
-        f"{name} / bare gradient": median_ratio(times, name, "bare gradient")
-        for name in ("mclachlan", "leapfrog")
+        f"{name} / bare gradient": median_ratio(times, name, "bare gradient") for name in ("mclachlan", "leapfrog")
     }
     for name in ("eight chains", "eight chains, all devices"):
         ratios[f"{name} / one, per gradient and chain"] = median_ratio(times, name, "mclachlan")

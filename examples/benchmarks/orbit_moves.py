@@ -48,9 +48,7 @@ def loop(step: Callable, state: Any, times: int) -> Callable:
     return partial(program.lower(state, keys).compile(), state, keys)
 
 
-def subset(
-    kernel: infer.OrbitMoves, state: OrbitState, chosen: list[int]
-) -> tuple[infer.OrbitMoves, OrbitState]:
+def subset(kernel: infer.OrbitMoves, state: OrbitState, chosen: list[int]) -> tuple[infer.OrbitMoves, OrbitState]:
     """The same kernel and state with some of the symmetries."""
     kernel = copy.copy(kernel)
     kernel._plans = tuple(kernel._plans[i] for i in chosen)
@@ -106,9 +104,7 @@ def sgld_calls(kernel: infer.OrbitMoves, state: OrbitState, data: tuple, args: a
         call = (*data, batch)
         inner = infer.SGLD(kernel.model, STEP_SIZE, steps_per_draw=args.steps_per_draw, warm_start=0.0)
         outer, start = with_inner(kernel, state, inner, call)
-        draw = loop(
-            lambda base, _, inner=inner, call=call: inner.sample(base, call, {}), start.base, args.draws
-        )
+        draw = loop(lambda base, _, inner=inner, call=call: inner.sample(base, call, {}), start.base, args.draws)
         calls[f"SGLD step, B={batch}"] = draw, args.draws * args.steps_per_draw
         calls[f"sweep + refresh, SGLD B={batch}"] = (
             loop(refreshed(outer, call), start, args.sweeps),
@@ -131,9 +127,7 @@ def times_of(found: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str,
     return report
 
 
-def ratios_of(
-    found: dict[str, list[tuple[float, float]]], steps_per_draw: int
-) -> dict[str, dict[str, float]]:
+def ratios_of(found: dict[str, list[tuple[float, float]]], steps_per_draw: int) -> dict[str, dict[str, float]]:
     """A sweep relative to each kernel: medians of the ratios within a round, ratios of the minima (wall-clock)."""
     report = {}
 

@@ -151,9 +151,7 @@ def summary(times: dict[str, list[tuple[float, float]]], pairs: Iterable[tuple[s
     for clock, name in enumerate(("wall", "processor")):
         report[f"{name}_us"] = {who: statistics.median(t[clock] for t in ts) for who, ts in times.items()}
         report[f"{name}_ratio"] = {
-            f"{p} / {q}": statistics.median(
-                a[clock] / b[clock] for a, b in zip(times[p], times[q], strict=True)
-            )
+            f"{p} / {q}": statistics.median(a[clock] / b[clock] for a, b in zip(times[p], times[q], strict=True))
             for p, q in pairs
             if p in times and q in times
         }

@@ -59,9 +59,7 @@ def seconds(call: Callable) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - processor
 
 
-def interleave(
-    calls: Mapping[Any, tuple[Callable, int]], rounds: int
-) -> dict[Any, list[tuple[float, float]]]:
+def interleave(calls: Mapping[Any, tuple[Callable, int]], rounds: int) -> dict[Any, list[tuple[float, float]]]:
     """Microseconds per step, wall-clock and processor, of each call (with its number of steps) in each round."""
     found: dict[Any, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -160,8 +158,7 @@ def provenance(reports: Iterable[Mapping[str, Any]]) -> str:
     kept = list(reports)
     machines = {f"{report['machine']['cores']} cores, {report['machine']['device']}" for report in kept}
     versions = {
-        ", ".join(f"{name} {found or 'absent'}" for name, found in report["versions"].items())
-        for report in kept
+        ", ".join(f"{name} {found or 'absent'}" for name, found in report["versions"].items()) for report in kept
     }
     text = f"Machine: {'; '.join(sorted(machines))}. {'; '.join(sorted(versions))}."
     options = dict.fromkeys(_as_typed(report["options"]) for report in kept if "options" in report)

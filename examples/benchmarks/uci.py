@@ -284,9 +284,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("output/uci.jsonl"), help="file to which results are added"
     )
-    parser.add_argument(
-        "--docs", type=Path, nargs="+", default=[], help="pages whose tables are to be replaced"
-    )
+    parser.add_argument("--docs", type=Path, nargs="+", default=[], help="pages whose tables are to be replaced")
     parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false")
     args = parser.parse_args(argv)
     args.methods = [name for name in args.methods if name != "none"]

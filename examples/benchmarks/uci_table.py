@@ -130,8 +130,7 @@ def _table(lines: list[dict[str, Any]], score: str) -> str:
     sets = [name for name in PUBLISHED if any(name == key[0] for key in values)]
     title = {"log_likelihood": "test log likelihood", "rmse": "test RMSE"}[score]
     columns = [
-        _column(name, [list(values.get((name, method), {}).values()) for method in methods], score)
-        for name in sets
+        _column(name, [list(values.get((name, method), {}).values()) for method in methods], score) for name in sets
     ]
     rows = zip([*methods, *(f"{name}, published" for name in COLUMNS)], *columns, strict=True)
     return markdown([title, *sets], list(rows))

@@ -51,17 +51,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--sets", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="data sets"
-    )
+    parser.add_argument("--sets", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="data sets")
     parser.add_argument("--splits", type=int, default=5, help="standard splits used, at most 20")
     parser.add_argument("--width", type=int, default=50, help="hidden units")
     parser.add_argument("--activation", default="tanh", help="activation of the hidden units")
     parser.add_argument("--num-steps", type=int, default=10_000, help="steps of the optimizer")
     parser.add_argument("--num-warmup", type=int, default=400, help="warm-up transitions of NUTS per chain")
-    parser.add_argument(
-        "--num-samples", type=int, default=400, help="draws of NUTS per chain, twice that of a guide"
-    )
+    parser.add_argument("--num-samples", type=int, default=400, help="draws of NUTS per chain, twice that of a guide")
     parser.add_argument("--max-tree-depth", type=int, default=7, help="of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
     parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
@@ -104,9 +100,7 @@ def fit_guide(
     key, loop = jax.random.key(args.seed), {"progress_bar": False, "stable_update": True}
     fit = bnn.guides.fit(svi, key, args.num_steps, *call, **loop)
     new = {"x": data.x_test, "y": data.y_test}
-    idata = bnn.to_inference_data(
-        fit, guide=guide, args=call, num_samples=2 * args.num_samples, predictions=new
-    )
+    idata = bnn.to_inference_data(fit, guide=guide, args=call, num_samples=2 * args.num_samples, predictions=new)
     return idata, guide.median(fit.params)
 
 

@@ -113,9 +113,7 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
     return Dataset(x[train], y[train], x[test], y[test], name, _columns(x))
 
 
-def load_california(
-    folder: str | os.PathLike | None = None, test_fraction: float = 0.2, seed: int = 0
-) -> Dataset:
+def load_california(folder: str | os.PathLike | None = None, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """Load California housing (N = 20640, D = 8, targets in 100,000 USD, capped at 5), split at random.
 
     The file ``california_housing.npz`` holds ``X`` (N, D), ``y`` (N,) and ``feature_names`` (D,).

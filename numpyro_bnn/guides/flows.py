@@ -313,9 +313,7 @@ class FlowjaxDistribution(dist.Distribution):
     def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
         return self.loc + self.scale * self.flow.sample(_typed(key), sample_shape)
 
-    def sample_with_intermediates(
-        self, key: jax.Array, sample_shape: tuple[int, ...] = ()
-    ) -> tuple[Any, list]:
+    def sample_with_intermediates(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> tuple[Any, list]:
         """Draw together with the density, so that no flow has to be inverted (some need a numerical inverse)."""
         z, log_prob = self.flow.sample_and_log_prob(_typed(key), sample_shape)
         return self.loc + self.scale * z, [log_prob - jnp.log(self.scale).sum()]

@@ -111,9 +111,7 @@ class SGMCMCKernel(MCMCKernel):
         if isinstance(preconditioner, str):
             check_choice(call, "preconditioner", preconditioner, (*NAMES, *self.preconditioners))
         if is_named(preconditioner, "warm_start") and not self._warm_start.share:
-            raise argument_error(
-                call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it."
-            )
+            raise argument_error(call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it.")
 
     def _reset(self) -> None:
         """Discard what was built for a model and its arguments."""
@@ -269,18 +267,14 @@ class SGMCMCKernel(MCMCKernel):
 
         return run(start, (z, chain_key), model_args, model_kwargs or {})
 
-    def sample(
-        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> SGMCMCState:
+    def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> SGMCMCState:
         chain = Chain(self.policy, model_args, model_kwargs)
         if is_prng_key(state.rng_key):
             return chain.transition(state, state.i)
         i = state.i[0]  # all chains are at the same transition
         return jax.vmap(lambda s: chain.transition(s, i), out_axes=0)(state)
 
-    def refresh(
-        self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> SGMCMCState:
+    def refresh(self, state: SGMCMCState, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> SGMCMCState:
         chain = Chain(self.policy, model_args, model_kwargs)
         return chain.refresh(state) if is_prng_key(state.rng_key) else jax.vmap(chain.refresh)(state)
 
@@ -318,9 +312,7 @@ class SGMCMCKernel(MCMCKernel):
     def policy(self) -> Policy:
         """What the chains of this run do."""
         if self._policy is None:
-            raise argument_error(
-                self._call, "state", "a kernel that is not initialized", "Call `init` first."
-            )
+            raise argument_error(self._call, "state", "a kernel that is not initialized", "Call `init` first.")
         return self._policy
 
     @property
@@ -363,9 +355,7 @@ class SGMCMCKernel(MCMCKernel):
     def divergence_report(self, state: SGMCMCState) -> str | None:
         """Which chains diverged, at which step, and what to change; ``None`` if none did."""
         firsts, eps = jax.device_get((state.engine.first_divergence, state.base_step_size))
-        chains = [
-            f"chain {chain} at step {first}" for chain, first in enumerate(np.ravel(firsts)) if first >= 0
-        ]
+        chains = [f"chain {chain} at step {first}" for chain, first in enumerate(np.ravel(firsts)) if first >= 0]
         if not chains:
             return None
         return (

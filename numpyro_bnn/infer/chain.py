@@ -65,9 +65,7 @@ class Tuner:
         """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
         return engine
 
-    def adapt(
-        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
-    ) -> SGMCMCState:
+    def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Adapt a chain after transition ``i``; ``before`` is its state before it, with caches renewed."""
         return after
 
@@ -80,9 +78,7 @@ class AcceptanceTuner(Tuner):
     begin: int
     end: int
 
-    def adapt(
-        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
-    ) -> SGMCMCState:
+    def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         seen, middle = jnp.asarray(after.accept_prob), (self.begin + self.end) // 2
         age = jnp.where(i < middle, jnp.maximum(i - self.begin, 0), i - middle) + 1
         gain = 2.0 * age.astype(seen.dtype) ** -0.6

@@ -108,9 +108,7 @@ def _read_site(
     return ConjugateSite(name, power, tuple(child for _, child in measured))
 
 
-def _follow(
-    name: str, parts: Callable, values: Mapping[str, Any], other: str
-) -> tuple[float, ScaledSite] | None:
+def _follow(name: str, parts: Callable, values: Mapping[str, Any], other: str) -> tuple[float, ScaledSite] | None:
     """Exponent and owners of the sds of ``other``, from the effects of steps in log value that encode indices.
 
     ``None`` if sds are not products of powers: checked in the program, and at values over most of the floats.

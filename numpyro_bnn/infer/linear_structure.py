@@ -104,8 +104,7 @@ class LinearModel:
         """Everything except the linear map."""
         traced = self.trace(self.zeros())
         prior, data = (
-            [flat_normal(traced[name]) for name in names]
-            for names in (self.structure.shapes, self.structure.data)
+            [flat_normal(traced[name]) for name in names] for names in (self.structure.shapes, self.structure.data)
         )
         _, _, prior_sd, prior_weight = map(jnp.concatenate, zip(*prior, strict=True))
         return LinearGaussian(prior_sd, prior_weight, *map(jnp.concatenate, zip(*data, strict=True)))
@@ -163,9 +162,7 @@ def _parts(linear: LinearModel, at: Mapping[str, jax.Array]) -> dict[tuple[str, 
     return found
 
 
-def _data(
-    call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]
-) -> tuple[str, ...]:
+def _data(call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
     what = {

@@ -191,9 +191,7 @@ class MCLMC(SGMCMCKernel):
         }
 
 
-def _measure_some_steps(
-    num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
-) -> sgmcmc.State:
+def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
     """The steps of a transition, only some of which report energy errors: without them a step is cheaper."""
     measured = min(num_steps, max(LEAST_MEASURED, num_steps // 10))
     if measured == num_steps:
@@ -258,9 +256,7 @@ class EnergyTuner(Tuner):
         adaptation = jnp.exp(scale - jnp.mean(scale)).astype(engine.position.dtype)
         return engine._replace(adaptation=jnp.where(i < self.num_warmup, adaptation, engine.adaptation))
 
-    def adapt(
-        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
-    ) -> SGMCMCState:
+    def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Adapt the step size after every transition of the warm-up, length and preconditioner after some."""
         state = after
         if self.stages.end > self.stages.begin:
@@ -273,9 +269,7 @@ class EnergyTuner(Tuner):
         energy = jnp.where(draws > 0, mean, tuning.energy)
         return state._replace(tuning=tuning._replace(energy=energy, draws=draws))
 
-    def _adapted(
-        self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array
-    ) -> SGMCMCState:
+    def _adapted(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         stages, broken = self.stages, after.diverging
         # A divergence here means that the first steps were too large: go back, and shorten them.
         kept, z = jax.tree.map(
@@ -311,9 +305,7 @@ class EnergyTuner(Tuner):
         tiny = jnp.finfo(excess.dtype).tiny
         factor = jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, 3.0)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
-        return state._replace(
-            base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age)
-        )
+        return state._replace(base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age))
 
     def _recorded(self, state: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Add the position to variances and record."""

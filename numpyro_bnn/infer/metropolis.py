@@ -51,9 +51,7 @@ class MALA(_AllDataKernel):
 
     target_accept_prob = 0.574
 
-    def __init__(
-        self, model: Callable, step_size: Any = None, *, steps_per_draw: int = 10, **options: Any
-    ) -> None:
+    def __init__(self, model: Callable, step_size: Any = None, *, steps_per_draw: int = 10, **options: Any) -> None:
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
@@ -154,9 +152,7 @@ class GGMC(SGMCMCKernel):
         super()._check_arguments()
         if self._minibatches != "with_replacement" or self._gradient == "svrg":
             came = (self._minibatches, self._gradient)
-            instead = (
-                "It is exact with independent minibatches only: draw them with replacement, and not by SVRG."
-            )
+            instead = "It is exact with independent minibatches only: draw them with replacement, and not by SVRG."
             raise argument_error(self._call, "minibatches or gradient", came, instead)
         check_momentum_decay(self._call, self._momentum_decay)
         self.dynamics(lambda z: z, 1.0)  # checks the number of steps

@@ -163,9 +163,7 @@ def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
     return Reading(found, spy.asked, frozenset(name for name, used in depends.items() if used))
 
 
-def prior_values(
-    model: Callable, kinds: Container[str], args: tuple, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def prior_values(model: Callable, kinds: Container[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Values of the sites of some kinds that are not observed, from one draw of the prior."""
 
     def values(seed: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,9 +267,7 @@ def check_indices(
         )
     if not reading.stochastic:  # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, sites, parts, fresh)
-    local = [
-        n for n, site in reading.sites.items() if any(f.name in plates for f in site["cond_indep_stack"])
-    ]
+    local = [n for n, site in reading.sites.items() if any(f.name in plates for f in site["cond_indep_stack"])]
     return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
 
 

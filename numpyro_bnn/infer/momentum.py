@@ -26,9 +26,7 @@ def check_momentum_decay(call: str, value: Any) -> None:
     """Refuse a fraction outside [0, 1]."""
     check_number(call, "momentum_decay", value)
     if value > 1:
-        raise argument_error(
-            call, "momentum_decay", value, "Pass the fraction of momentum lost per step, in [0, 1]."
-        )
+        raise argument_error(call, "momentum_decay", value, "Pass the fraction of momentum lost per step, in [0, 1].")
 
 
 class _WithMomentum(SGMCMCKernel):
@@ -82,9 +80,7 @@ class SGHMC(_WithMomentum):
     'kinetic_temperature'
     """
 
-    def __init__(
-        self, model: Callable, step_size: Any = None, *, splitting: str = "BAOAB", **options: Any
-    ) -> None:
+    def __init__(self, model: Callable, step_size: Any = None, *, splitting: str = "BAOAB", **options: Any) -> None:
         check_choice("infer.SGHMC", "splitting", splitting, SPLITTINGS)
         self._splitting = splitting
         super().__init__(model, step_size, **options)

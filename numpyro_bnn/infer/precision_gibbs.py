@@ -127,9 +127,7 @@ class PrecisionGibbs(MCMCKernel):
             return {name: jnp.asarray(traced[name]["value"]) for name in found}
 
         drawn = start(keys[0]) if is_prng_key(rng_key) else jax.vmap(start)(keys[0])
-        z = {
-            name: jnp.asarray((init_params or {}).get(name, drawn[name]), drawn[name].dtype) for name in found
-        }
+        z = {name: jnp.asarray((init_params or {}).get(name, drawn[name]), drawn[name].dtype) for name in found}
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])
 
@@ -251,9 +249,7 @@ def _draw(
     return drawn
 
 
-def _conditional(
-    found: ConjugateSite, traced: Mapping[str, dict[str, Any]], value: Any, rng_key: jax.Array
-) -> GIG:
+def _conditional(found: ConjugateSite, traced: Mapping[str, dict[str, Any]], value: Any, rng_key: jax.Array) -> GIG:
     """Conditional of t, flat, given everything else."""
     flat = jnp.ravel(value)
     number, squares = jnp.zeros_like(flat), jnp.zeros_like(flat)

@@ -64,9 +64,7 @@ class PSGLD(SGLD):
     'z'
     """
 
-    def __init__(
-        self, model: Callable, step_size: Any = None, *, preconditioner: Any = "rmsprop", **options: Any
-    ):
+    def __init__(self, model: Callable, step_size: Any = None, *, preconditioner: Any = "rmsprop", **options: Any):
         super().__init__(model, step_size, preconditioner=preconditioner, **options)
 
 
@@ -122,9 +120,7 @@ class CyclicalSGLD(SGLD):
         self.draws_per_cycle = draws_per_cycle
         self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
         self._cycle = sgmcmc.schedules.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
-        options["warm_start"] = (
-            0.0  # the first half of a cycle already explores, better than an optimizer would
-        )
+        options["warm_start"] = 0.0  # the first half of a cycle already explores, better than an optimizer would
         super().__init__(model, step_size, steps_per_draw=self.steps_per_draw, **options)
 
     @property

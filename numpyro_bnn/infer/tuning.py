@@ -79,9 +79,7 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     return Noise(eigenvalues[-1], total / mean.size, total / jnp.maximum(jnp.vdot(mean, mean), tiny))
 
 
-def temperature_band(
-    num_parameters: int, temperature: float = 1.0, level: float = 0.95
-) -> tuple[float, float]:
+def temperature_band(num_parameters: int, temperature: float = 1.0, level: float = 0.95) -> tuple[float, float]:
     r"""Central interval of the temperature statistics of one draw, as a check that a chain is at equilibrium.
 
     The central quantiles of T chi^2_P / P, by the Wilson-Hilferty approximation. At stationarity the kinetic

@@ -86,9 +86,7 @@ class UnitMoves(Wrapper):
         super().__init__(kernel)
         good = isinstance(units, Mapping) and units and all(isinstance(axis, int) for axis in units.values())
         if not good:
-            instead = (
-                "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`."
-            )
+            instead = "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`."
             raise argument_error(self._call, "units", units, instead, TypeError)
         self._units = dict(units)
         self._num_moves = check_count(self._call, "num_moves", num_moves)
@@ -103,9 +101,7 @@ class UnitMoves(Wrapper):
         traced = full_trace(self.model, held, args, kwargs)
         sizes = {name: self._size(traced, name, axis) for name, axis in self._units.items()}
         if len(set(sizes.values())) > 1:
-            raise argument_error(
-                self._call, "units", f"sites with {sizes} units", "Name axes of equal length."
-            )
+            raise argument_error(self._call, "units", f"sites with {sizes} units", "Name axes of equal length.")
         self._num_units = next(iter(sizes.values()))
         values = {name: jnp.asarray(traced[name]["value"]) for name in latent_sample_sites(traced)}
 
@@ -129,9 +125,7 @@ class UnitMoves(Wrapper):
             instead = "Name the axis that runs over the units."
             raise argument_error(self._call, "units", f"axis {axis} of {name!r}, shaped {shape}", instead)
         base = unwrapped(fn)
-        if not isinstance(base, GroupStudentT) and (
-            base.event_dim or isinstance(base, dist.MaskedDistribution)
-        ):
+        if not isinstance(base, GroupStudentT) and (base.event_dim or isinstance(base, dist.MaskedDistribution)):
             came = f"{name!r}, a site with a {type(base).__name__} prior"
             instead = "Its elements must be independent, or a `priors.GroupStudentT`."
             raise argument_error(self._call, "units", came, instead)

@@ -100,9 +100,7 @@ def optimize(
     :return: the chain at the new position, the optimizer's state, and the mean squared gradient (P,).
     """
 
-    def descend(
-        number: jax.Array, carry: tuple[jax.Array, Any, jax.Array]
-    ) -> tuple[jax.Array, Any, jax.Array]:
+    def descend(number: jax.Array, carry: tuple[jax.Array, Any, jax.Array]) -> tuple[jax.Array, Any, jax.Array]:
         position, memory, squares = carry
         batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
         gradient = sampler.gradient(state.estimator, position, batch)[1]
@@ -169,6 +167,4 @@ def check_held_out(
     try:
         jax.eval_shape(held_out_score(target, share, args, kwargs), z, random.key(0))
     except (TypeError, ValueError) as error:
-        raise argument_error(
-            call, "warm_start", "held_out of a model that needs all rows", instead
-        ) from error
+        raise argument_error(call, "warm_start", "held_out of a model that needs all rows", instead) from error

@@ -109,9 +109,7 @@ class Wrapper(MCMCKernel):
         model_kwargs = dict(model_kwargs or {})
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model_args, model_kwargs))):
             came = "arrays that are traced by a transformation"
-            instead = (
-                "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
-            )
+            instead = "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
             raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.ensure_compile_time_eval():
@@ -122,9 +120,7 @@ class Wrapper(MCMCKernel):
         if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
             # Gibbs passes constrained values to kernels it does not recognize.
             init_params = unconstrain_fn(full_plates(self.model), model_args, model_kwargs, init_params)
-        base = self._kernel.init(
-            keys[0], num_warmup, init_params, model_args=model_args, model_kwargs=model_kwargs
-        )
+        base = self._kernel.init(keys[0], num_warmup, init_params, model_args=model_args, model_kwargs=model_kwargs)
         self._sample_fn = self._transition
         return self._start(base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1])
 
@@ -180,9 +176,7 @@ class Wrapper(MCMCKernel):
         inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(state.base)
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
-    def members(
-        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> dict[str, jax.Array]:
+    def members(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> dict[str, jax.Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
             came = f"moves around {type(self._kernel).__name__}, which has no warm start"
@@ -208,16 +202,12 @@ def _bounded_by_others(model: Callable, args: tuple, kwargs: Mapping[str, Any]) 
     return tuple(name for name, others in dependence(bounds, values).items() if others)
 
 
-def with_constrained(
-    kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
-) -> Any:
+def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:
     """Return ``state`` with the constrained values ``moved`` of some sites; its caches become stale."""
     return with_values(kernel, state, _as_held(kernel, moved, prior))
 
 
-def _as_held(
-    kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+def _as_held(kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``, stores them."""
     if isinstance(kernel, Gibbs):
         found: dict[str, jax.Array] = {}
@@ -236,9 +226,7 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
     if isinstance(kernel, Gibbs):
         blocks = [
             with_values(block, block_state, {name: values[name] for name in names if name in values})
-            for (block, _), names, block_state in zip(
-                kernel.blocks, kernel._sites, state.block_states, strict=True
-            )
+            for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True)
         ]
         return state._replace(z={**state.z, **values}, block_states=tuple(blocks))
     field = kernel.sample_field

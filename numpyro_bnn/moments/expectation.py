@@ -134,9 +134,7 @@ def _rules(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
     return nodes.astype(dtype), np.stack([weights, rough]).astype(dtype)
 
 
-def _sums(
-    evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
-) -> tuple[Gaussian, Gaussian]:
+def _sums(evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int) -> tuple[Gaussian, Gaussian]:
     """Mean and variance of a function of z, standard normal, and the estimated error of both."""
     nodes, rules = _rules(num_nodes, middle.dtype)
 

@@ -37,9 +37,7 @@ def _padding(call: str, value: str | int) -> Padding:
     return value
 
 
-def _window_shape(
-    layer: Layer, path: str, spatial: Shape, window: Pair, strides: Pair, padding: Padding
-) -> Pair:
+def _window_shape(layer: Layer, path: str, spatial: Shape, window: Pair, strides: Pair, padding: Padding) -> Pair:
     """Spatial size after a window slides over an image."""
     if padding == "SAME":
         return tuple(-(-n // s) for n, s in zip(spatial, strides, strict=True))  # type: ignore[return-value]

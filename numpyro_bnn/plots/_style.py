@@ -83,9 +83,7 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def axes(
-    call: str, given: Any, shape: tuple[int, int] = (1, 1), size: Sequence[float] = (COLUMN, 2.4)
-) -> np.ndarray:
+def axes(call: str, given: Any, shape: tuple[int, int] = (1, 1), size: Sequence[float] = (COLUMN, 2.4)) -> np.ndarray:
     """The axes to draw on, (rows x columns) as a flat array: the user's, or those of a new figure."""
     count = shape[0] * shape[1]
     if given is None:

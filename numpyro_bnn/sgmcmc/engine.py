@@ -255,9 +255,7 @@ class Sampler:
             return Evaluation(position, potential, gradient, learned)
 
         scales = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
-        return StepContext(
-            evaluate, self.preconditioner.root, self.preconditioner.transpose, adaptation, *scales
-        )
+        return StepContext(evaluate, self.preconditioner.root, self.preconditioner.transpose, adaptation, *scales)
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
         """Make one step with given random numbers; a step that is not finite freezes the chain."""

@@ -241,9 +241,7 @@ class GGMC(Dynamics):
         kept, trajectory = select(accepted, (end, Trajectory(momentum, potential)), back)
         return StepResult(kept, trajectory, seen, probability)
 
-    def _simulate(
-        self, context: StepContext, position: Array, momentum: Array, draw: StepRandomness
-    ) -> tuple:
+    def _simulate(self, context: StepContext, position: Array, momentum: Array, draw: StepRandomness) -> tuple:
         """Return the end (theta_L, r_L), the sum of kinetic changes, and the first evaluation."""
         h, adaptation = jnp.sqrt(context.step_size), context.adaptation
         rate = 0.5 * self.friction * h

@@ -207,9 +207,7 @@ class RMSProp(Preconditioner):
 
     def update(self, state: RMSPropState, gradient: Array, warming: Array) -> RMSPropState:
         square = jnp.square(gradient / self.num_data)
-        average = jnp.where(
-            state.num_seen == 0, square, self.decay * state.mean_square + (1 - self.decay) * square
-        )
+        average = jnp.where(state.num_seen == 0, square, self.decay * state.mean_square + (1 - self.decay) * square)
         learning = jnp.asarray(True if self.running else warming)
         mean_square = jnp.where(learning, average, state.mean_square)
         return RMSPropState(mean_square, state.num_seen + learning.astype(jnp.int32))

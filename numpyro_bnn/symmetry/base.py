@@ -145,9 +145,7 @@ class Symmetry(ABC):
                 refuse(f"{entry} of shape {shape}", "Repeats must divide the length of the axis.")
             counts[site] = entry.units(shape)
         if len(set(counts.values())) > 1:
-            refuse(
-                f"units by site {counts}", "All sites must have the same number of units along their axes."
-            )
+            refuse(f"units by site {counts}", "All sites must have the same number of units along their axes.")
         return next(iter(counts.values()))
 
     def rename(self, names: Mapping[str, str]) -> Self:
@@ -167,8 +165,6 @@ def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
     given = (symmetries,) if isinstance(symmetries, Symmetry) else tuple(symmetries)
     for symmetry in given:
         if not isinstance(symmetry, Symmetry):
-            instead = (
-                "Pass symmetries such as `symmetry.Scale(...)`, or those of `symmetry.find(model, ...)`."
-            )
+            instead = "Pass symmetries such as `symmetry.Scale(...)`, or those of `symmetry.find(model, ...)`."
             raise argument_error(call, "symmetries", symmetry, instead, TypeError)
     return given

@@ -78,9 +78,7 @@ def canonical(
     return {site: moved[site].astype(v.dtype) if site in moved else v for site, v in given.items()}
 
 
-def _target(
-    call: str, reference: Mapping[str, Any], symmetries: Sequence[Symmetry], points: Points
-) -> Points:
+def _target(call: str, reference: Mapping[str, Any], symmetries: Sequence[Symmetry], points: Points) -> Points:
     """The reference in the gauge, as one draw."""
     one = {site: np.asarray(value)[None] for site, value in reference.items()}
     target, _, _ = read(call, one, symmetries, leading=1)
@@ -171,9 +169,7 @@ def _best(
     """For every draw of the chunk, the group elements of the members, to be applied one after the other."""
     from scipy.optimize import linear_sum_assignment
 
-    scores = [
-        _score(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])) for axis in axes
-    ]
+    scores = [_score(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])) for axis in axes]
     unit_choices = list(product((1.0, -1.0), repeat=len(group.unit_flips)))
     found: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
     for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
@@ -202,9 +198,7 @@ def _score(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.swapaxes(a @ b[0].T, 1, 2)
 
 
-def _signed(
-    score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs: Sequence[float]
-) -> np.ndarray:
+def _signed(score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs: Sequence[float]) -> np.ndarray:
     """The score of a site after flips by the signs."""
     sign = 1.0
     for flip, s in zip(flips, signs, strict=True):

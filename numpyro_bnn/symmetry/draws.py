@@ -32,8 +32,7 @@ def read(
     A site ``net/Dense_0.kernel`` may also be named ``net.Dense_0.kernel``, as in files.
     """
     renamed = [
-        s.rename({site: _stored(call, site, draws) for site in s.sites})
-        for s in as_symmetries(call, symmetries)
+        s.rename({site: _stored(call, site, draws) for site in s.sites}) for s in as_symmetries(call, symmetries)
     ]
     sizes: dict[str, tuple[int, ...]] = {}
     points = {}

@@ -264,9 +264,7 @@ def _invariance(
         args, kwargs = _doubled((args, dict(kwargs or {})))
         info = model_info(model, args, kwargs, SEEDS)
         if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
-            instead = (
-                "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
-            )
+            instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
             raise argument_error(call, "args", "no observations", instead)
         moving = [in_latent(symmetry, info) for symmetry in symmetries]
         changes = jax.jit(lambda values, key: _changes(model, moving, key, values, args, kwargs))

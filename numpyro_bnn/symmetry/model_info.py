@@ -140,9 +140,7 @@ class PriorProgram:
 def _checked(site: Mapping[str, Any]) -> dist.Distribution:
     if site.get("scale") is not None and not site["is_observed"]:
         got = f"latent site {site['name']!r} with a scaled log density"
-        instead = (
-            "Take the site out of `handlers.scale` or the subsampled plate: a scaled prior is not the prior."
-        )
+        instead = "Take the site out of `handlers.scale` or the subsampled plate: a scaled prior is not the prior."
         raise argument_error("symmetry", "model", got, instead)
     return site["fn"]
 

@@ -285,9 +285,7 @@ def _several_steps(orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple
     return _scan(orbit, lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)), noise)
 
 
-def _one_by_one(
-    step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array
-) -> tuple[Values, jax.Array]:
+def _one_by_one(step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple[Values, jax.Array]:
     """Update units that share a factor of the density one after the other."""
     units = jnp.arange(orbit.plan.units)
 

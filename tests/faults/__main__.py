@@ -114,9 +114,7 @@ def outcomes(faults: list[Fault], workers: int, whole_files: bool) -> Iterator[d
 def main() -> int:
     """Run the faults chosen on the command line; the exit status is the number of faults that were not caught."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="python tests/faults")
-    parser.add_argument(
-        "only", nargs="*", help="parts of paths, such as infer/tempering; by default every fault"
-    )
+    parser.add_argument("only", nargs="*", help="parts of paths, such as infer/tempering; by default every fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--whole-files", action="store_true", help="run all fast tests of the files")
     parser.add_argument("--output", type=Path, help="write the outcomes to this JSON file")
@@ -135,9 +133,7 @@ def main() -> int:
     print(f"{len(results) - missed} of {len(results)} faults caught in {minutes:.1f} minutes")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(
-            json.dumps({"minutes": round(minutes, 1), "faults": results}, indent=1) + "\n"
-        )
+        options.output.write_text(json.dumps({"minutes": round(minutes, 1), "faults": results}, indent=1) + "\n")
     return min(missed, 100)
 
 

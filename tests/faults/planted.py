@@ -33,7 +33,5 @@ class Fault(NamedTuple):
 
 def read_faults() -> list[Fault]:
     """All faults, in the order of the lists: one list per module."""
-    rows = [
-        row for path in sorted(FOLDER.glob("*.toml")) for row in tomllib.loads(path.read_text())["faults"]
-    ]
+    rows = [row for path in sorted(FOLDER.glob("*.toml")) for row in tomllib.loads(path.read_text())["faults"]]
     return [Fault(row["file"], row["sound"], row["fault"], tuple(row["tests"]), row["why"]) for row in rows]

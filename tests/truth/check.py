@@ -19,9 +19,7 @@ def recorded() -> dict[str, Any]:
 def parameters(group: str) -> list[Any]:
     """The cells of a group, as parameters; those off the diagonal run in `make test-all`."""
     return [
-        pytest.param(
-            cell, id=key_of(cell), marks=[] if (cell.way, cell.problem) in DIAGONAL else [pytest.mark.slow]
-        )
+        pytest.param(cell, id=key_of(cell), marks=[] if (cell.way, cell.problem) in DIAGONAL else [pytest.mark.slow])
         for cell in cells(group)
     ]
 

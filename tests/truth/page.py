@@ -70,9 +70,7 @@ def write_page(found: Mapping[str, Mapping]) -> None:
     """Write the page from the outcomes."""
     known = {f"{way} | {problem}" for way, problem in KNOWN_FAILURES}
     kinds = Counter(
-        "known failure" if key_of(c) in known else found[key_of(c)]["outcome"]
-        for c in cells()
-        if key_of(c) in found
+        "known failure" if key_of(c) in known else found[key_of(c)]["outcome"] for c in cells() if key_of(c) in found
     )
     minutes = sum(row["seconds"] for row in found.values()) / 60
     counts = f"{kinds['right']} right, {kinds['refused']} refused, {kinds['known failure']} known failures"

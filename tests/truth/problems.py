@@ -471,9 +471,7 @@ def nested(x, y, batch_size=None):
     with numpyro.plate("groups", 2):
         a = numpyro.sample("a", dist.Normal(0.0, 1.0))
         with numpyro.plate("data", 3, subsample_size=batch_size) as i:
-            numpyro.sample(
-                "y", dist.Normal(a + b * jnp.reshape(x, (2, 3)).T[i], SD), obs=jnp.reshape(y, (2, 3)).T[i]
-            )
+            numpyro.sample("y", dist.Normal(a + b * jnp.reshape(x, (2, 3)).T[i], SD), obs=jnp.reshape(y, (2, 3)).T[i])
 
 
 def nested_density(c):
@@ -773,11 +771,7 @@ SCALES = [
         noise_precision,
         ARGS,
         {"tau": TAU, "w": line(-2, 3.5, 300)},
-        lambda c: (
-            gamma(c["tau"], 2.0, 1.0)
-            + normal(c["w"], 0, 1)
-            + slope_rows(c, c["tau"][:, None] ** -0.5).sum(-1)
-        ),
+        lambda c: gamma(c["tau"], 2.0, 1.0) + normal(c["w"], 0, 1) + slope_rows(c, c["tau"][:, None] ** -0.5).sum(-1),
     ),
 ]
 

@@ -59,9 +59,7 @@ def beyond_chance(means: np.ndarray, problem: Problem, allowed: float = 0.0) -> 
         return Figure(np.inf, f"standard error of {np.max(standard_error / sd):.2f} sd says nothing")
     worst = int(np.argmax(off / (WIDEST * standard_error + allowed * sd)))
     error = off[worst] / (WIDEST * standard_error[worst] + allowed * sd[worst])
-    return Figure(
-        float(error), f"z = {off[worst] / standard_error[worst]:.1f}, {off[worst] / sd[worst]:.3f} sd"
-    )
+    return Figure(float(error), f"z = {off[worst] / standard_error[worst]:.1f}, {off[worst] / sd[worst]:.3f} sd")
 
 
 def has_moved(start: dict[str, np.ndarray], samples: dict[str, Any]) -> bool:
@@ -69,10 +67,7 @@ def has_moved(start: dict[str, np.ndarray], samples: dict[str, Any]) -> bool:
     for name, value in start.items():
         first = np.reshape(value, (len(value), -1))
         last = np.reshape(np.asarray(samples[name])[:, -1], (len(value), -1))
-        if any(
-            np.corrcoef(before, after)[0, 1] > MOST_ALIKE
-            for before, after in zip(first.T, last.T, strict=True)
-        ):
+        if any(np.corrcoef(before, after)[0, 1] > MOST_ALIKE for before, after in zip(first.T, last.T, strict=True)):
             return False
     return True
 
@@ -161,8 +156,7 @@ def density(problem: Problem) -> Figure:
         ]
         batches = [{name: jnp.asarray(rows) for name, rows in pairs} for pairs in itertools.product(*sets)]
     total = sum(
-        np.asarray(jax.vmap(target.potential(problem.args, kwargs, batch))(z), np.float64)
-        for batch in batches
+        np.asarray(jax.vmap(target.potential(problem.args, kwargs, batch))(z), np.float64) for batch in batches
     )
     off = np.abs(-total / len(batches) - log_joint_of(problem, chosen, z)).max()
     return Figure(off / 1e-4, f"{off:.0e} nats")
@@ -347,9 +341,7 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
         chains, partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=400, draws_per_cycle=4), **NOISY
     ),
     "MALA": partial(chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)),
-    "GHMC": partial(
-        chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)
-    ),
+    "GHMC": partial(chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)),
     "GGMC": partial(chains, partial(infer.GGMC, step_size=0.03, warm_start=0.0, steps_per_draw=40)),
     "MCLMC": partial(
         chains,
@@ -374,9 +366,7 @@ WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
 GUIDES: dict[str, Callable[[Problem], Figure]] = {
     "AutoMeanField": partial(evidence_of, guides.AutoMeanField),
     "AutoStructured": partial(evidence_of, guides.AutoStructured),
-    "AutoBlocks, full rank": partial(
-        evidence_of, partial(guides.AutoBlocks, blocks={"*": guides.FullRank()})
-    ),
+    "AutoBlocks, full rank": partial(evidence_of, partial(guides.AutoBlocks, blocks={"*": guides.FullRank()})),
     "AutoCoupling": partial(evidence_of, partial(guides.AutoCoupling, num_flows=4, hidden=(8,))),
     "AutoADF": adf,
 }

@@ -122,9 +122,7 @@ class AutoADF(ADFPosterior):
         num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
         check_number(f"{CALL}.run", "max_refused", max_refused)
         if max_refused > 1:
-            raise argument_error(
-                f"{CALL}.run", "max_refused", max_refused, "Pass a fraction between 0 and 1."
-            )
+            raise argument_error(f"{CALL}.run", "max_refused", max_refused, "Pass a fraction between 0 and 1.")
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
@@ -203,16 +201,12 @@ class AutoADF(ADFPosterior):
             found = score(self._from_params(params), *data)
         return jnp.asarray(found, float)
 
-    def _prepare(
-        self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
-    ) -> tuple[Program, tuple[Any, Any], int]:
+    def _prepare(self, args: tuple, kwargs: Any, batched: bool, in_axes: Any) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
         axes = _axes(args, in_axes, batched)
         pairs = list(zip(args, axes, strict=True))
         first = tuple(
-            arg
-            if axis is None
-            else jax.tree.map(lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg)
+            arg if axis is None else jax.tree.map(lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg)
             for arg, axis in pairs
         )
         arguments = Arguments.read(self.model, first, kwargs)
@@ -289,8 +283,6 @@ def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) 
         or shape[-2] != num_epochs
         or not np.array_equal(np.sort(np.asarray(orders), axis=-1), permuted)
     ):
-        expected = (
-            f"{'(R, E, N)' if batched else '(E, N)'}: E = {num_epochs} permutations of N = {num_rows} rows"
-        )
+        expected = f"{'(R, E, N)' if batched else '(E, N)'}: E = {num_epochs} permutations of N = {num_rows} rows"
         raise argument_error(f"{CALL}.run", "orders", f"shape {shape}", f"Pass {expected}.")
     return jnp.swapaxes(jnp.asarray(orders), 0, 1) if batched else jnp.asarray(orders)

@@ -144,9 +144,7 @@ def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
     return {name: quantity.mean for name, quantity in quantities.items()}
 
 
-def noise_powers(
-    observation: Observation, noise: tuple[str, ...], context: Context
-) -> dict[str, float | None]:
+def noise_powers(observation: Observation, noise: tuple[str, ...], context: Context) -> dict[str, float | None]:
     """Power with which each noise site enters the sd of a Normal observation; ``None`` if it enters otherwise."""
     if observation.kind != "normal" or "scale" in observation.cut.random or len(noise) != 1:
         return dict.fromkeys(noise)
@@ -182,9 +180,7 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     classes = logits.mean.shape[-1]
     other = (jnp.arange(classes) != index).astype(float)
     ones = jnp.ones((*won.shape[:-1], 1))
-    terms, signs = (
-        jnp.concatenate(pair, axis=-1) for pair in ((0 * ones, -won), ((2 - classes) * ones, other))
-    )
+    terms, signs = (jnp.concatenate(pair, axis=-1) for pair in ((0 * ones, -won), ((2 - classes) * ones, other)))
     return -logsumexp(terms, axis=-1, b=signs)
 
 
@@ -288,9 +284,7 @@ def _points(gaussian: Gaussian, z: jax.Array, spacing: Any) -> tuple[jax.Array, 
     return fixed + sd * z, density + jnp.log(sd) + spacing
 
 
-def _around_the_mode(
-    log_integrand: Callable[[jax.Array], jax.Array], like: Gaussian
-) -> tuple[jax.Array, jax.Array]:
+def _around_the_mode(log_integrand: Callable[[jax.Array], jax.Array], like: Gaussian) -> tuple[jax.Array, jax.Array]:
     """Points and the logarithms of their distances, which grow with the distance from the mode on both sides.
 
     The mode is searched on nested grids. With a = width exp(t - exp(-t)), for equidistant t, a kink at the mode does
@@ -346,9 +340,9 @@ def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str,
             return fn(values)
         name, *rest = names
         mean, var = gaussians[name]
-        at = jax.vmap(
-            lambda z: integral(rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z})
-        )(jnp.asarray(z))
+        at = jax.vmap(lambda z: integral(rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z}))(
+            jnp.asarray(z)
+        )
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), at)
 
     return integral(list(gaussians), {})

@@ -107,9 +107,7 @@ class Hyperparameter:
         gamma = kind == "gamma"
         first, second = (
             np.broadcast_to(np.asarray(part, float), fn.shape())
-            for part in (
-                (base.concentration, base.rate) if gamma else _unconstrained_moments(base, transform)
-            )
+            for part in ((base.concentration, base.rate) if gamma else _unconstrained_moments(base, transform))
         )
         return cls(kind, fn, transform, (first, second))
 
@@ -159,9 +157,7 @@ def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str
         conjugate = type(base) is dist.Gamma and all(power == -0.5 for power in powers)
         if conjugate and not np.all(np.asarray(base.concentration) > 1):
             why = f"a Gamma with concentration {np.min(base.concentration):.3g}"
-            instead = (
-                "Pass a concentration above 1; otherwise the prior variance of what it scales is infinite."
-            )
+            instead = "Pass a concentration above 1; otherwise the prior variance of what it scales is infinite."
             raise refuse(name, why, instead)
         found[name] = Hyperparameter.of("gamma" if conjugate else "normal", fn)
     return found
@@ -306,8 +302,6 @@ def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaus
     new_mean = (at * tilted_mean).sum(axis=0)
     new_var = (at * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
     new = Gaussian(jnp.where(good, new_mean, flat.weights.mean), jnp.where(good, new_var, flat.weights.var))
-    updated = flat.factor._replace(
-        precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision
-    )
+    updated = flat.factor._replace(precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision)
     factor = jax.tree.map(lambda a, b: jnp.where(good, b, a), flat.factor, updated)
     return new, factor, Gaussian(center.reshape(start.mean.shape), var.reshape(start.mean.shape))

@@ -64,9 +64,7 @@ class Observation:
         }
 
 
-def observe(
-    model: Callable, arguments: Arguments, sites: Sites, context: Context, with_value: bool
-) -> Observation:
+def observe(model: Callable, arguments: Arguments, sites: Sites, context: Context, with_value: bool) -> Observation:
     """Read the observation of one data point from the model.
 
     :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the data, the other arrays, and
@@ -171,9 +169,7 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
 
 def _random_weights(sites: Sites) -> dict[str, jax.Array]:
     random = np.random.default_rng(0)
-    return {
-        n: jnp.asarray(w.loc + w.scale * random.normal(size=w.loc.shape)) for n, w in sites.weights.items()
-    }
+    return {n: jnp.asarray(w.loc + w.scale * random.normal(size=w.loc.shape)) for n, w in sites.weights.items()}
 
 
 def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
@@ -184,9 +180,7 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
     def parameters(rows: Any) -> list[jax.Array]:
         args, kwargs = arguments.call(rows, arrays)
         site = run_model(arguments.model, {**weights, **hyperparameters}, args, kwargs)[sites.observed]
-        return jax.tree.leaves(
-            (unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"])
-        )
+        return jax.tree.leaves((unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"]))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         alone = [parameters({name: leaf[k : k + 1] for name, leaf in rows.items()}) for k in range(2)]
@@ -246,9 +240,7 @@ class Split:
     own: set[str]
 
 
-def split(
-    fn: Callable[[Any, Any], Mapping[str, Any]], weights: Any, context: Any, keep: Sequence[str]
-) -> Split:
+def split(fn: Callable[[Any, Any], Mapping[str, Any]], weights: Any, context: Any, keep: Sequence[str]) -> Split:
     """Cut ``fn(weights, context)``, a dictionary of arrays.
 
     Outputs computed from one quantity share it. No cut lies behind a use of ``context["hyperparameters"]`` that could
@@ -261,8 +253,7 @@ def split(
     closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(weights, context)
     jaxpr = closed.jaxpr
     outputs = {
-        path[0].key: var
-        for (path, _), var in zip(jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True)
+        path[0].key: var for (path, _), var in zip(jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True)
     }
     count = len(jax.tree.leaves(weights))
     paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
@@ -301,9 +292,7 @@ def split(
 
     nonlinear = {n for n in ends if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]}
     own = {n for n, var in chosen.items() if var is outputs[n] and list(chosen.values()).count(var) == 1}
-    own |= {
-        n for n, var in outputs.items() if n not in random and (isinstance(var, Literal) or var not in held)
-    }
+    own |= {n for n, var in outputs.items() if n not in random and (isinstance(var, Literal) or var not in held)}
     return Split(head, tail, tuple(cuts), random, nonlinear, own)
 
 

@@ -134,9 +134,7 @@ class Problem:
             hypers = {**state.hyperparameters, **noise}
             return likelihood.log_z(quantities, hypers, context).sum(), quantities
 
-        (value, quantities), gradients = jax.value_and_grad(log_z, argnums=(0, 1), has_aux=True)(
-            state.weights, noise
-        )
+        (value, quantities), gradients = jax.value_and_grad(log_z, argnums=(0, 1), has_aux=True)(state.weights, noise)
         refused = jnp.zeros(())
         weights = {}
         for name, weight in state.weights.items():

@@ -269,9 +269,7 @@ def _positions(equation: Equation, operand: int, signs_out: jax.Array) -> tuple[
     return (prod(x[:rows]), positions, x[-1]) if set(signs[rows:]) <= {1} and x[-1] <= positions else None
 
 
-def _product_by_row(
-    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: Noise
-) -> jax.Array:
+def _product_by_row(equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: Noise) -> jax.Array:
     """Every row with its own weights, mean + r change t: one product forward and backward instead of two."""
     signs = noise.signs_out.reshape(len(x), 1, -1)  # type: ignore[union-attr]
     if noise.signs_in is not None:
