@@ -238,6 +238,7 @@ def log_density(site: Mapping[str, Any]) -> jax.Array:
 def weights(site: Mapping[str, Any]) -> jax.Array:
     """The factor by which scales and masks multiply the log density of every element of a site.
 
+    >>> import numpyro.distributions as dist
     >>> fn = dist.Normal(jnp.zeros((2, 3)), 1.0).to_event(1).mask(jnp.array([True, False]))
     >>> weights({"fn": fn, "scale": 0.5}).tolist()
     [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]
