@@ -71,6 +71,19 @@ def test_host_functions_are_never_shared():
         assert float(run(fn, jnp.float32(1.0), (X,), {})) == 1.0 + add
 
 
+@pytest.mark.parametrize("slope", [2.0, 3.0])
+def test_derivatives_of_an_author_are_never_shared(slope):
+    """Equal values, another derivative, which the text of a program does not show."""
+
+    @jax.custom_jvp
+    def f(x):
+        return x
+
+    f.defjvp(lambda primals, tangents: (primals[0], slope * tangents[0]))
+    found = jax.grad(lambda z: run(lambda given, args, kwargs: f(given), z, (), {}))(1.0)
+    assert float(found) == slope
+
+
 @pytest.mark.parametrize("labels", [np.array([0, 1, 1]), np.array([0, 1, 2])], ids=str)
 def test_models_that_compute_shapes_from_data(labels):
     """The number of groups follows from values, which a program of the data as inputs does not have."""

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from numpyro.infer.gibbs import latent_sample_sites
 
-from numpyro_bnn._dependence import dependence, needed_equations, pruned
+from numpyro_bnn._dependence import dependence, needed_equations, pruned, reached
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import weights
@@ -142,12 +141,12 @@ def _follow(name: str, parts: Callable, values: Mapping[str, Any], other: str) -
 
 def _is_piecewise(jaxpr: Any) -> bool:
     """Whether a program compares or cuts what depends on its inputs, or may do so in programs inside."""
-    marked = set(jaxpr.invars)
-    for equation, _ in needed_equations(jaxpr, jaxpr.outvars):
-        if any(not isinstance(var, Literal) and var in marked for var in equation.invars):
+    equations = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
+    depends = reached(equations, jaxpr.invars)
+    for equation in equations:
+        if depends.intersection(equation.outvars):
             compares = any(not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars)
             nested = any("jaxpr" in name for name in equation.params)
             if compares or nested or equation.primitive.name in PIECEWISE:
                 return True
-            marked.update(equation.outvars)
     return False

@@ -326,7 +326,7 @@ def _check_order(
             axes = tuple(frame.dim for frame in site["cond_indep_stack"] if frame.name == plate)
             if isinstance(after[name], jax.core.Tracer):
                 continue  # the data are arguments of a compiled program
-            expected = np.flip(np.asarray(before[name]), tuple(axes))
+            expected = np.flip(np.asarray(before[name]), axes)
             largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
             if not np.allclose(expected, after[name], 0, REORDERED * largest, equal_nan=True):
                 raise refused(

@@ -164,7 +164,7 @@ def initial_values(
     with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
         z, valid = run(search, rng_key, args, kwargs)
         if not isinstance(valid, jax.core.Tracer) and not valid:
-            search(rng_key, args, kwargs)  # raises, and warns of the values that no distribution accepts
+            z, _ = search(rng_key, args, kwargs)  # raises, and warns of the values that no distribution accepts
     return z
 
 
