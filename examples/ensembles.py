@@ -234,7 +234,6 @@ def draw_figure(fits: dict[str, Any], data: Any, folder: Path) -> Path:
 def main(argv: list[str] | None = None) -> list[Scores]:
     args = parse(argv)
     folder = writable_folder(args.output)
-    from numpyro_bnn import results
 
     rows, saved = [], []
     for name in args.sets:
@@ -243,10 +242,9 @@ def main(argv: list[str] | None = None) -> list[Scores]:
         fits, found = fit_all(data, args)
         rows += found
         saved.append(draw_figure(fits, data, folder))
-        saved += [
-            results.save(idata, folder / f"ensembles_{name}_{method.lower().replace(' ', '_')}.nc")
-            for method, idata in fits.items()
-        ]
+        for method, idata in fits.items():
+            saved.append(folder / f"ensembles_{name}_{method.lower().replace(' ', '_')}.nc")
+            idata.to_netcdf(str(saved[-1]))
     print_table(rows)
     print("written: " + ", ".join(map(str, saved)))
     return rows

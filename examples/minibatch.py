@@ -272,7 +272,6 @@ def main(argv: list[str] | None = None) -> list[Scores]:
     args = parse(argv)
     folder = writable_folder(args.output)
     numpyro.set_host_device_count(args.num_chains)  # before JAX starts: one device per chain
-    from numpyro_bnn import results
 
     data = load_data(args)
     print(f"{data}\n{args.num_chains} chains")
@@ -282,7 +281,8 @@ def main(argv: list[str] | None = None) -> list[Scores]:
         idata, row = fit_nuts(data, args) if name == "NUTS" else fit_minibatch(name, data, args)
         fits[row.method] = idata
         rows.append(row)
-        saved.append(results.save(idata, folder / f"minibatch_{name.lower()}.nc"))
+        saved.append(folder / f"minibatch_{name.lower()}.nc")
+        idata.to_netcdf(str(saved[-1]))
     print_table(rows, min(args.test_rows, len(data.y_test)))
     if max(row.rhat for row in rows) > 1.1:
         print("R-hat above 1.1: chains stay near the modes they found; together they are an ensemble of modes.")

@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> list[Scores]:
     args = parse(argv)
     folder = writable_folder(args.output)
     numpyro.set_host_device_count(args.num_chains)  # before JAX starts: one device per chain
-    from numpyro_bnn import datasets, results
+    from numpyro_bnn import datasets
 
     data = datasets.standardize(datasets.load_sklearn("diabetes", seed=args.seed))
     print(f"{data}\n{args.num_chains} chains of {args.num_warmup} + {args.num_samples} transitions")
@@ -151,7 +151,8 @@ def main(argv: list[str] | None = None) -> list[Scores]:
     divergences = int(idata["sample_stats"]["diverging"].sum())
     total = args.num_chains * args.num_samples
     print(f"{divergences} divergent transitions of {total}")
-    saved = [results.save(idata, folder / "regression.nc"), draw_plots(idata, folder)]
+    saved = [folder / "regression.nc", draw_plots(idata, folder)]
+    idata.to_netcdf(str(saved[0]))
     print("written: " + ", ".join(map(str, saved)))
     return rows
 

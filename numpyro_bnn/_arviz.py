@@ -5,11 +5,9 @@ the functions below and need not know which of the two it holds. Both libraries 
 they take longer than the rest of the package.
 """
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,7 +164,11 @@ def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] 
     """
     filled: dict[str, Any] = {name: data for name, data in groups.items() if data.data_vars}
     about = _attributes("inference_data", attrs)
-    return _tree(filled, about) if _has_trees() else _arviz().InferenceData(attrs=about, **filled)
+    if not _has_trees():
+        return _arviz().InferenceData(attrs=about, **filled)
+    import xarray as xr
+
+    return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **filled})
 
 
 def group_names(idata: Any) -> list[str]:
@@ -195,58 +197,6 @@ def attrs(idata: Any) -> dict[str, Any]:
     """Attributes of ``idata`` itself (not of one group)."""
     group_names(idata)
     return dict(idata.attrs)
-
-
-def save(idata: Any, path: str | Path) -> Path:
-    """Write results to a netCDF file (HDF5), which ArviZ 0.x and 1.x read; an existing file is replaced.
-
-    :return: the path.
-    :raises ValueError: if the file cannot be written.
-
-    >>> import numpy as np, pathlib, tempfile
-    >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = save(idata, pathlib.Path(folder) / "fit.nc")
-    ...     group_names(load(path))
-    ['posterior']
-    """
-    target = Path(path)
-    if os.path.isdir(target) or not os.path.isdir(target.parent):
-        instead = "Pass the name of a file (not a folder) in a folder that exists."
-        raise argument_error("save", "path", repr(str(target)), instead)
-    tree = _tree({name: group(idata, name) for name in group_names(idata)}, attrs(idata))
-    # Written next to the target and then moved, so that a failure leaves an older file unchanged.
-    part = target.with_name(target.name + ".part")
-    try:
-        tree.to_netcdf(part, engine="h5netcdf")
-        part.replace(target)
-    except (OSError, ImportError) as cause:
-        raise _file_error("save", target, cause, "Pass a file name in a folder you may write to.") from cause
-    finally:
-        if os.path.isfile(part):
-            part.unlink()
-    return target
-
-
-def load(path: str | Path) -> Any:
-    """Read results that :func:`save` (or ArviZ's ``to_netcdf``) wrote, into memory.
-
-    :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
-    :raises ValueError: if the file is missing, truncated or not netCDF.
-    """
-    import xarray as xr
-
-    target = Path(path)
-    if not os.path.isfile(target):
-        got = f"{str(target)!r}, which is not a file"
-        raise argument_error("load", "path", got, "Pass a file written by `save`.")
-    try:
-        with xr.open_datatree(target, engine="h5netcdf") as tree:
-            groups = {name: child.to_dataset().load() for name, child in tree.children.items()}
-            return inference_data(groups, {str(name): value for name, value in tree.attrs.items()})
-    except (OSError, ImportError) as cause:
-        instead = "The file is truncated or not netCDF-4: save it again."
-        raise _file_error("load", target, cause, instead) from cause
 
 
 def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
@@ -323,15 +273,3 @@ def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
             instead = "netCDF attributes are text or numbers: pass `str(...)` or `json.dumps(...)` of it."
             raise argument_error(call, "attrs", got, instead, TypeError)
     return checked
-
-
-def _tree(groups: Mapping[str, "xr.Dataset"], about: Mapping[str, Any]) -> "xr.DataTree":
-    import xarray as xr
-
-    return xr.DataTree.from_dict({"/": xr.Dataset(attrs=dict(about)), **groups})
-
-
-def _file_error(call: str, path: Path, cause: Exception, instead: str) -> Exception:
-    if isinstance(cause, ImportError):
-        instead = "netCDF needs HDF5: `pip install h5netcdf h5py`."
-    return argument_error(call, "path", f"{str(path)!r} ({type(cause).__name__}: {cause})", instead)

@@ -141,47 +141,12 @@ def test_groups_are_what_the_installed_arviz_works_on(idata):
     np.testing.assert_array_equal(_arviz.group(idata, "observed_data")["data"], [10, 20, 30, 40])
 
 
-def test_files_hold_everything(idata, tmp_path):
-    path = _arviz.save(idata, tmp_path / "fit.nc")
-    back = _arviz.load(path)
+def test_files_of_arviz_hold_everything(idata, tmp_path):
+    idata.to_netcdf(str(tmp_path / "fit.nc"))
+    back = az.from_netcdf(str(tmp_path / "fit.nc"))
     assert type(back) is type(idata)
     same(idata, back)
     assert _arviz.group(back, "sample_stats")["diverging"].dtype == bool
-    assert _arviz.save(back, path) == path  # nothing holds the file open
-    assert [entry.name for entry in tmp_path.iterdir()] == ["fit.nc"]
-
-
-def test_files_are_exchanged_with_arviz(idata, tmp_path):
-    same(idata, az.from_netcdf(str(_arviz.save(idata, tmp_path / "ours.nc"))))
-    theirs = tmp_path / "theirs.nc"
-    idata.to_netcdf(str(theirs), engine="h5netcdf")
-    same(idata, _arviz.load(theirs))
-
-
-@pytest.mark.parametrize("kept", [0, 100, 5000])
-def test_a_truncated_file_is_named(idata, tmp_path, kept):
-    path = _arviz.save(idata, tmp_path / "fit.nc")
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"load: argument `path` got .*fit\.nc.*truncated"):
-        _arviz.load(path)
-
-
-def test_paths_that_cannot_be_used_are_named(idata, tmp_path):
-    with pytest.raises(ValueError, match="which is not a file"):
-        _arviz.load(tmp_path / "absent.nc")
-    for path in (tmp_path, tmp_path / "absent" / "fit.nc"):
-        with pytest.raises(ValueError, match="save: argument `path`"):
-            _arviz.save(idata, path)
-    with pytest.raises(ValueError, match="in a folder you may write to"):
-        _arviz.save(idata, tmp_path / ("n" * 300))
-
-
-def test_a_failed_save_leaves_the_older_file(idata, tmp_path):
-    path = _arviz.save(idata, tmp_path / "fit.nc")
-    (tmp_path / "fit.nc.part").mkdir()  # no file can be written there
-    with pytest.raises(ValueError, match="save: argument `path`"):
-        _arviz.save(idata, path)
-    same(idata, _arviz.load(path))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import arviz as az
 import jax
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from numpyro import handlers
 from numpyro.infer import Predictive
 from scipy import stats
 
-from numpyro_bnn import results, symmetry
+from numpyro_bnn import symmetry
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
@@ -174,7 +175,7 @@ def test_regression(tmp_path):
         "regression.nc",
         "regression.png",
     }
-    saved = results.load(tmp_path / "out" / "regression.nc")
+    saved = az.from_netcdf(tmp_path / "out" / "regression.nc")
     assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 20, "data": 88}
 
 
@@ -189,7 +190,7 @@ def test_minibatch(tmp_path, capsys):
         assert row.gradients == 2 * (10 + 12) * 30  # chains x draws x steps
         assert row.passes == pytest.approx(row.gradients * 64 / 353, rel=1e-2)
         assert row.method in out
-        saved = results.load(tmp_path / "out" / f"minibatch_{row.method.lower()}.nc")
+        saved = az.from_netcdf(tmp_path / "out" / f"minibatch_{row.method.lower()}.nc")
         assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 12, "data": 30}
         assert not saved["sample_stats"]["diverging"].any()
         assert (saved["sample_stats"]["step_size"] > 0).all()
@@ -230,7 +231,7 @@ def test_ensembles(tmp_path, capsys):
     assert rows[1].gradients == 2 * (6 * 7 + 26 * 4 * 2)
     assert math.isnan(rows[0].median_ess)
     assert rows[1].median_ess > 0
-    members = results.load(tmp_path / "out" / "ensembles_energy_deep_ensemble.nc")
+    members = az.from_netcdf(tmp_path / "out" / "ensembles_energy_deep_ensemble.nc")
     assert dict(members["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 1, "data": 40}
     assert (tmp_path / "out" / "ensembles_energy.png").stat().st_size > 10_000
 

@@ -236,7 +236,6 @@ def test_import_is_quick_changes_nothing_global_and_needs_no_optional_package():
 EXAMPLE_ELSEWHERE = {
     "networks.RandomNetwork": "networks.random_network",
     "nn.ForwardContext": "nn.Layer",
-    "results.load": "results.save",
 }
 
 
