@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 # Operations after which an index is still an index.
 ADDRESSING = {
@@ -101,6 +101,16 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     return found
 
 
+def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program with only the equations and constants that its outputs need."""
+    kept = [equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)]
+    used = {var for equation in kept for var in equation.invars if not isinstance(var, Literal)}
+    used.update(var for var in closed.jaxpr.outvars if not isinstance(var, Literal))
+    held = [pair for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True) if pair[0] in used]
+    jaxpr = closed.jaxpr.replace(eqns=kept, constvars=[var for var, _ in held])
+    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
+
+
 def pruned(fn: Callable, *arguments: Any) -> Callable:
     """The program of ``fn``, a pure function, with only the equations that its outputs need, for such arguments.
 
@@ -112,8 +122,7 @@ def pruned(fn: Callable, *arguments: Any) -> Callable:
     (4.0, False)
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    kept = [equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)]
-    run = jaxpr_as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept)))
+    run = jaxpr_as_fun(needed_part(closed))
     tree = jax.tree.structure(shapes)
     return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
 

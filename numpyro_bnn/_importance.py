@@ -14,10 +14,9 @@ from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import pruned
 from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._plates import full_plates
-from numpyro_bnn._programs import signature
+from numpyro_bnn._programs import run
 
 Trace = Mapping[str, dict[str, Any]]
 
@@ -116,10 +115,8 @@ def check(
         raise argument_error(call, "params", type(params).__name__, instead, TypeError)
     set_up(guide, args, kwargs)
     traces: dict[str, Trace] = {}
-    fixed, arrays = signature(args, kwargs)
 
-    def count(key: jax.Array, arrays: list) -> jax.Array:
-        args, kwargs = fixed.call(arrays)
+    def count(key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(*args, **kwargs)
         values = {name: site["value"] for name, site in guide_trace.items() if _is_random(site)}
         placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
@@ -128,8 +125,7 @@ def check(
         sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not is_factor(s["fn"])]
         return jnp.sum(jnp.array(sizes, int))
 
-    key = jax.random.key(0)
-    num_observations = pruned(count, key, arrays)(key, arrays)
+    num_observations = run(count, jax.random.key(0), args, kwargs)
     _check_params(call, traces, params)
     guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
     left_out = [name for name, site in traces["model"].items() if _is_random(site) and name not in guided]

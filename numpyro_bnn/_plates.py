@@ -11,7 +11,10 @@ from jax import random
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
-__all__ = ["draw_indices", "full_plates", "full_trace", "isolated", "random_indices", "unobserved"]
+__all__ = ["PARAMETERS", "draw_indices", "full_plates", "full_trace", "isolated", "random_indices", "unobserved"]
+
+# Kinds of sites that are no random variables: MCMC keeps their values as they start.
+PARAMETERS = ("param", "mutable")
 
 
 class full_plates(Messenger):

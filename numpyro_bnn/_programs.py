@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import needed_part
 
 # Number of programs kept for later calls: few, since each keeps its guide and the guide's data alive.
 CACHE_SIZE = 8
@@ -77,28 +78,37 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any
 
     >>> def scaled(given, args, kwargs):
     ...     return given * args[0].sum()
-    >>> before = len(_KEPT)
+    >>> before = set(_KEPT)
     >>> found = [run(scaled, 2.0, (np.ones(n, np.float32),), {}) for n in (3, 3, 5)]
-    >>> [float(x) for x in found], len(_KEPT) - before
+    >>> [float(x) for x in found], len(set(_KEPT) - before)
     ([6.0, 6.0, 10.0], 2)
     """
+    return prepare(fn, given, args, kwargs)(given)
+
+
+def prepare(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """The program of :func:`run`, for ``given`` of these shapes."""
     fixed, arrays = signature(args, kwargs)
     try:
-        return _run(lambda given, arrays: fn(given, *fixed.call(arrays)), given, arrays)
+        program = _program(lambda given, arrays: fn(given, *fixed.call(arrays)), given, arrays)
+        return lambda given: program(given, arrays)
     except NEEDS_VALUES:
-        return _run(lambda given: fn(given, args, kwargs), given)
+        return _program(lambda given: fn(given, args, kwargs), given)
 
 
-def _run(fn: Callable, *given: Any) -> Any:
+def _program(fn: Callable, *given: Any) -> Callable:
     leaves, tree = jax.tree.flatten(given)
     closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(*leaves)
+    if not closed.effects:
+        closed = needed_part(closed)
     key = _fingerprint(closed, any(isinstance(leaf, jax.core.Tracer) for leaf in leaves))
     program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed))
     if key is not None:
         _KEPT[key] = program  # the last used comes last
         if len(_KEPT) > KEPT:
             _KEPT.pop(next(iter(_KEPT)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), program(*leaves))
+    tree = jax.tree.structure(shapes)
+    return lambda *given: jax.tree.unflatten(tree, program(*jax.tree.leaves(given)))
 
 
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:

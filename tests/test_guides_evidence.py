@@ -25,7 +25,7 @@ from numpyro.infer.autoguide import (
 )
 
 from numpyro_bnn._arviz import pareto_smoothed
-from numpyro_bnn.guides import TraceInclusiveKL_ELBO, evidence, log_weights, summarize
+from numpyro_bnn.guides import TraceInclusiveKL_ELBO, evidence, summarize
 
 SIGMA, N, D = 0.5, 30, 3
 X = jax.random.normal(jax.random.key(0), (N, D)) + 1.0
@@ -35,6 +35,10 @@ PRECISION = np.eye(D) + X64.T @ X64 / SIGMA**2
 MEAN = np.linalg.solve(PRECISION, X64.T @ Y64 / SIGMA**2)
 LOG_Z = scipy.stats.multivariate_normal(np.zeros(N), SIGMA**2 * np.eye(N) + X64 @ X64.T).logpdf(Y64)
 KL = 0.5 * (np.log(np.diag(PRECISION)).sum() - np.linalg.slogdet(PRECISION)[1])
+
+
+def log_weights(guide, params, *args, **kwargs):
+    return evidence(guide, params, *args, **kwargs).log_weights
 
 
 def model(x, y, batch_size=None):

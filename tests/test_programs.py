@@ -7,9 +7,10 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_bnn import infer
+from numpyro_bnn import infer, to_inference_data
 from numpyro_bnn._programs import run
 
 X = np.arange(3, dtype=np.float32)
@@ -96,6 +97,9 @@ def test_models_that_compute_shapes_from_data(labels):
     mcmc = MCMC(infer.MALA(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False)
     mcmc.run(random.key(0), labels, X)
     assert mcmc.get_samples()["effect"].shape == (2, len(np.unique(labels)))
+    exported = to_inference_data(mcmc)
+    assert exported["posterior_predictive"]["y"].shape == (1, 2, 3)
+    np.testing.assert_array_equal(exported["observed_data"]["y"], X)
 
 
 def test_a_second_kernel_compiles_only_the_loop_of_mcmc(compiled):
@@ -115,3 +119,41 @@ def test_a_second_kernel_compiles_only_the_loop_of_mcmc(compiled):
         mcmc.run(random.key(seed), X + seed, X)
         counts.append(len(compiled) - before)
     assert counts[1] == 1 < counts[0]
+
+
+def linear(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+
+def test_a_second_export_compiles_nothing(compiled):
+    """Of another run on other data of the same shape; each has its own data and draws."""
+    for seed in range(2):
+        mcmc = MCMC(infer.MALA(linear, step_size=0.1), num_warmup=0, num_samples=3, progress_bar=False)
+        mcmc.run(random.key(seed), X + seed, 2 * X + seed)
+        before = len(compiled)
+        found = to_inference_data(mcmc, predictions={"x": X[:2] - seed, "y": X[:2]})
+        assert (len(compiled) > before) == (seed == 0)
+        w = np.asarray(found["posterior"]["w"])[..., None]
+        np.testing.assert_array_equal(found["observed_data"]["y"], 2 * X + seed)
+        np.testing.assert_allclose(found["predictions"]["y_mean"], w * (X[:2] - seed), rtol=1e-6)
+        expected = dist.Normal(w * (X + seed), 1.0).log_prob(2 * X + seed)
+        np.testing.assert_allclose(found["log_likelihood"]["y"], expected, rtol=1e-5)
+
+
+def test_a_second_export_of_a_guide_compiles_nothing(compiled):
+    """A new guide, other parameters, other data of the same shape."""
+    counts = []
+    for seed in range(2):
+        guide = AutoNormal(linear)
+        result = SVI(linear, guide, numpyro.optim.Adam(0.1), Trace_ELBO()).run(
+            random.key(seed), 3, X + seed, 2 * X + seed, progress_bar=False
+        )
+        before = len(compiled)
+        found = to_inference_data(result, guide=guide, args=(X + seed, 2 * X + seed), num_samples=4)
+        counts.append(len(compiled) - before)
+        w = np.asarray(found["posterior"]["w"])[..., None]
+        expected = dist.Normal(w * (X + seed), 1.0).log_prob(2 * X + seed)
+        np.testing.assert_allclose(found["log_likelihood"]["y"], expected, rtol=1e-5)
+    assert counts[1] == 0 < counts[0]

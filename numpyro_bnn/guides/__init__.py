@@ -6,7 +6,7 @@ from numpyro_bnn.guides.auto_blocks import AutoBlocks
 from numpyro_bnn.guides.blocks import Block, Diagonal, FullRank, LowRank
 from numpyro_bnn.guides.coupling import AutoCoupling
 from numpyro_bnn.guides.elbo import TraceFlipout_ELBO, TraceLocalReparam_ELBO
-from numpyro_bnn.guides.evidence import Evidence, evidence, log_weights, summarize
+from numpyro_bnn.guides.evidence import Evidence, evidence, summarize
 from numpyro_bnn.guides.fitting import fit
 from numpyro_bnn.guides.flows import Coupling, Flowjax
 from numpyro_bnn.guides.gaussian import AutoMeanField, AutoStructured
@@ -34,6 +34,5 @@ __all__ = [
     "fit",
     "evidence",
     "Evidence",
-    "log_weights",
     "summarize",
 ]

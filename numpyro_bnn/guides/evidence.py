@@ -142,29 +142,10 @@ def evidence(
     return _summary(call, np.asarray(weights, dtype=np.float64), sites.num_observations)
 
 
-def log_weights(guide: Any, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> NDArray[np.float64]:
-    """Log importance ratios log p(D, z_s) - log q(z_s) of draws z_s of a guide, on the full data.
-
-    These are the field ``log_weights`` of :func:`evidence`, which has the same arguments and errors.
-
-    :return: (S,).
-
-    >>> import jax, numpyro, numpyro.distributions as dist
-    >>> from numpyro.infer.autoguide import AutoNormal
-    >>> def model():
-    ...     numpyro.sample("z", dist.Normal(0.0, 1.0))
-    >>> params = {"z_auto_loc": 0.0, "z_auto_scale": 1.0}                 # the prior: all weights are 1
-    >>> weights = log_weights(AutoNormal(model), params, rng_key=jax.random.key(0), num_samples=3)
-    >>> weights.shape, bool(abs(weights).max() < 1e-6)
-    ((3,), True)
-    """
-    return evidence(guide, params, *args, **kwargs).log_weights
-
-
 def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     """Estimate evidence, effective draws and k-hat from log weights.
 
-    :param log_weights: (S,), from :func:`log_weights`.
+    :param log_weights: (S,), e.g. the field of that name of :func:`evidence`.
     :param num_observations: number of observed values behind them.
     :raises ValueError: for fewer than two weights, NaN or infinite ones (``-inf``, a weight of 0, is allowed).
 

@@ -15,7 +15,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import constrain_fn, initialize_model, potential_energy, transform_fn, unconstrain_fn
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._plates import full_plates
+from numpyro_bnn._plates import PARAMETERS, full_plates
 from numpyro_bnn._programs import run
 from numpyro_bnn.infer.model_checks import (
     KEY,
@@ -34,8 +34,6 @@ from numpyro_bnn.infer.model_checks import (
 )
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
-# Kinds of sites whose values MCMC keeps as they start.
-PARAMETERS = ("param", "mutable")
 # Sources of minibatch indices by name; a new source is a new row.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
 

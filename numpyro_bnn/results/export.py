@@ -2,8 +2,10 @@
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -15,12 +17,14 @@ from numpyro.infer import MCMC
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
+from numpyro_bnn._plates import PARAMETERS
+from numpyro_bnn._programs import NEEDS_VALUES
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import CALL, Arguments, map_draws, site_trace, training_statistics
+from numpyro_bnn.results.replay import CALL, Arguments, map_draws, site_trace, site_values, sites_by_training
 
 SAMPLE_DIMS = ("chain", "draw")
 
@@ -128,43 +132,46 @@ class _Exporter:
         self.coords = {**dict(fit.stat_coords.values()), **coords}
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
-        self.first = {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
-        self.sites = self._trace(fit.arguments)
+        self.first = fit.params | {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
+        self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
         self._check_parameters()
-        sampled = {name: site for name, site in self.sites.items() if site["type"] == "sample"}
-        self.observed_sites = [
-            name
-            for name, site in sampled.items()
-            if site["is_observed"] and not site.get("infer", {}).get("is_auxiliary", False)
-        ]
+        sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
+        self.observed_sites = [name for name, site in self.sites.items() if replay.is_data(site)]
         self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
-        found = dependence(self._values, fit.arguments.arrays)
+        found = self._sources()
         self.observed = set().union(*(found[name] for name in self.observed_sites))
         computed = [name for name, site in self.sites.items() if site["type"] == "deterministic"]
         self.dependent = [name for name in computed if found[name]]
 
     # -- the model at the first draw -------------------------------------------------------------------
 
-    def _trace(
-        self, arguments: Arguments, predict: bool = False, values: Mapping | None = None, seed: int = 0
-    ) -> dict:
-        args, kwargs = arguments.call(values)
-        return site_trace(self.fit.model, self.first, jax.random.key(seed), args, kwargs, predict)
-
     def _values(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the observed and deterministic sites as a function of the array arguments."""
-        sites, kinds = self._trace(self.fit.arguments, values=arrays), ("sample", "deterministic")
+        call, kinds = self.fit.arguments.call(arrays), ("sample", "deterministic")
+        sites = site_trace(self.fit.model, self.first, jax.random.key(0), *call, predict=False)
         return {name: site["value"] for name, site in sites.items() if site["type"] in kinds}
+
+    def _sources(self) -> dict[str, set]:
+        """The array arguments from which each site is computed; those whose values shape the model count for none."""
+        arrays = self.fit.arguments.arrays
+        with suppress(*NEEDS_VALUES):
+            return dependence(self._values, arrays)
+        found: dict[str, set] = {name: set() for name in self.sites}
+        for name, value in arrays.items():
+            with suppress(*NEEDS_VALUES):
+                for site, used in dependence(self._values, {name: value}).items():
+                    found[site] |= used
+        return found
 
     def _check_parameters(self) -> None:
         """Parameter sites must not depend on the key, because their values in the run are not stored."""
-        again = self._trace(self.fit.arguments, seed=1)
-        for name, site in self.sites.items():
-            if site["type"] not in ("param", "mutable"):
-                continue
-            first, second = (jax.tree.leaves(trace[name]["value"]) for trace in (self.sites, again))
-            pairs = zip(first, second, strict=True)
-            if any(isinstance(a, jax.Array) and not np.array_equal(a, b) for a, b in pairs):
+        unknown = [n for n, s in self.sites.items() if s["type"] in PARAMETERS and n not in self.fit.params]
+        if not unknown:
+            return
+        again = site_values(self.fit.model, self.first, jax.random.key(1), self.fit.arguments.call())
+        for name in unknown:
+            pairs = zip(self.sites[name]["value"], again[name]["value"], strict=True)
+            if any(not np.array_equal(a, b) for a, b in pairs):
                 got = f"a model whose parameter site {name!r} starts at random values"
                 instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
                 raise argument_error(CALL, "result", got, instead)
@@ -177,21 +184,21 @@ class _Exporter:
         groups = {"posterior": self._sampled_parameters(posterior)}
         if fit.sample_stats:
             groups["sample_stats"] = self._sampled_parameters(fit.sample_stats)
-        call = fit.arguments.call()
 
-        def at_draw(draw: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple) -> dict[str, jax.Array]:
             values: dict[str, jax.Array] = {}
-            given = site_trace(fit.model, draw, key, *call, predict=False)
+            at = partial(site_trace, fit.model, {**params, **draw}, key, *call)
+            given = at(predict=False)
             if predictive:
-                values |= self._predicted(site_trace(fit.model, draw, key, *call, predict=True))
-                values |= self._functions(given)
+                values |= self._predicted(at(predict=True)) | self._functions(given)
             if log_likelihood:
                 values |= self._log_likelihood(given, "log_likelihood/{}")
             return values
 
         wanted = self.observed_sites if log_likelihood else []
         if wanted or (predictive and (self.observed_sites or self.dependent)):
-            values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
+            shared = fit.params, fit.arguments.call()
+            values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
             density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
             groups["log_likelihood"] = self._sampled(density, self.sites, density)
             predicted = {k: v for k, v in values.items() if "/" not in k}
@@ -207,22 +214,19 @@ class _Exporter:
     def prediction_groups(
         self, rng_key: jax.Array, new: Arguments, given: set[str], new_coords: Mapping[str, Sequence]
     ) -> dict[str, Any]:
-        model, training, call = self.fit.model, self.fit.arguments.call(), new.call()
+        model, shared = self.fit.model, (self.fit.params, new.call(), self.fit.arguments.call())
         scored = bool(self.observed) and self.observed <= given
 
-        def at_draw(draw: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
-            with training_statistics(model, draw, key, training):
-                sites = site_trace(model, draw, key, *call, predict=True)
+        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: tuple) -> dict[str, jax.Array]:
+            at = partial(sites_by_training, model, {**params, **draw}, key, *calls)
+            sites = at(predict=True)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
-                with training_statistics(model, draw, key, training):
-                    observed = site_trace(model, draw, key, *call, predict=False)
-                values |= self._log_likelihood(observed, "{}_log_likelihood")
+                values |= self._log_likelihood(at(predict=False), "{}_log_likelihood")
             return values
 
-        with training_statistics(model, self.first, rng_key, training):
-            sites = self._trace(new, predict=True)
-        values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk)
+        sites = site_values(model, self.first, jax.random.key(0), *shared[1:], self.observed_sites)
+        values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
         arrays = {name: value for name, value in new.arrays.items() if name in given}
         lengths = {len(value) for value in arrays.values()}
         plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
@@ -277,7 +281,7 @@ class _Exporter:
             stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
             site = by_name[max(stems, key=len)]
             dims = site_dims(site, name, value.shape[2:])
-            kept = replay.observed_elements(site["fn"], value) if name in densities else np.array(True)
+            kept = replay.observed_elements(site, value) if name in densities else np.array(True)
             if not kept.all():
                 dim = f"{safe(site['name'])}_observed"
                 labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpyro import handlers
 from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn._plates import full_plates
+from numpyro_bnn._programs import run
 from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.
@@ -30,6 +30,7 @@ class Fit:
 
     :param model: the NumPyro model.
     :param arguments: arguments of the run.
+    :param params: values of its parameters by site, where they are known.
     :param posterior: constrained draws (C, S, ...) by site.
     :param sample_stats: statistics (C, S, ...) by ArviZ's names.
     :param attrs: algorithm and settings.
@@ -41,6 +42,7 @@ class Fit:
     posterior: Mapping[str, np.ndarray]
     sample_stats: Mapping[str, np.ndarray]
     attrs: Mapping[str, Any]
+    params: dict[str, Any] = field(default_factory=dict)
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
@@ -151,10 +153,11 @@ def from_guide(
     stats: dict[str, np.ndarray] = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
 
-        def at_draw(_: Any, key: jax.Array) -> dict[str, jax.Array]:
-            return _weighted(guide, params, args, kwargs, key)
+        def at_draw(_: Any, key: jax.Array, *call: Any) -> dict[str, jax.Array]:
+            return _weighted(guide, *call, key)
 
-        draws = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk)
+        shared = params, args, kwargs
+        draws = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk, shared)
         stats = {name: draws.pop(f"stats:{name}") for name in ("lp", "log_weight")}
         log_weights = stats["log_weight"][0].astype(np.float64)
         if log_weights.size > 1 and not np.isnan(log_weights).any():
@@ -162,15 +165,19 @@ def from_guide(
             settings |= {name: value for name, value in judged.items() if np.isfinite(value)}
     else:
         set_up(guide, args, kwargs)
-        sample = full_plates(guide.sample_posterior)
-        drawn = sample(rng_key, result.params, *args, sample_shape=(num_samples,), **kwargs)
+
+        def sample(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+            return full_plates(guide.sample_posterior)(*given, *args, sample_shape=(num_samples,), **kwargs)
+
+        drawn = run(sample, (rng_key, result.params), args, kwargs)
         draws = {name: np.asarray(value)[None] for name, value in jax.device_get(drawn).items()}
     return Fit(
-        model=handlers.substitute(guide.model, data=params),
+        model=guide.model,
         arguments=arguments,
         posterior=draws,
         sample_stats=stats,
         attrs={**settings, "draws_rng_key": key_text(rng_key)},
+        params=params,
     )
 
 

@@ -1,7 +1,7 @@
 """Call a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro_bnn import _programs
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._plates import full_trace, unobserved
+from numpyro_bnn._plates import PARAMETERS, full_trace, unobserved
 from numpyro_bnn.networks import record_statistics, use_statistics
 
 CALL = "to_inference_data"
@@ -108,12 +108,13 @@ def site_trace(
 ) -> dict[str, dict[str, Any]]:
     """Trace of ``model`` with its latent sites at ``draw`` and its plates full.
 
+    :param draw: values of latent sites, and of parameters that are known.
     :param predict: draw the observed sites instead of using their data.
     """
 
     def latent(site: dict[str, Any]) -> Any:
         # Deterministic sites are recomputed: the draw holds their values for the training data.
-        return draw.get(site["name"]) if site["type"] == "sample" else None
+        return draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
 
     inner = unobserved(model) if predict else model
     # Draws of a diverged chain are NaN; validation would raise an error and lose the other chains.
@@ -121,11 +122,55 @@ def site_trace(
         return full_trace(inner, latent, args, kwargs, rng_key)
 
 
-def training_statistics(model: Callable, draw: Draws, rng_key: jax.Array, call: Call) -> use_statistics:
-    """Batch statistics of every network of the model on its training data, as a context for a prediction."""
-    with record_statistics() as training:
-        site_trace(model, draw, rng_key, *call, predict=False)
-    return use_statistics(training.calls)
+def site_values(
+    model: Callable,
+    draw: Draws,
+    rng_key: jax.Array,
+    call: Call,
+    training: Call | None = None,
+    observed: Collection[str] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """:func:`site_trace` with the values of parameters and observed sites, computed by one program.
+
+    Each observed site also says which of its elements no mask leaves out, as ``"unmasked"``. Of other sites only what
+    is known without computing can be read.
+
+    :param training: use the statistics of batch normalizations of this call.
+    :param observed: names of observed sites, to be drawn; by default those that the model observes, with their data.
+    """
+    sites: dict[str, dict[str, Any]] = {}
+
+    def values(given: tuple, calls: tuple, _: Any) -> dict[str, dict[str, Any]]:
+        sites.update(sites_by_training(model, *given, *calls, predict=observed is not None))
+        return {name: _computed(site, observed) for name, site in sites.items()}
+
+    found = _programs.run(values, (draw, rng_key), (call, training), {})
+    return {name: {**site, **found[name]} for name, site in sites.items()}
+
+
+def is_data(site: Mapping[str, Any]) -> bool:
+    """Whether a site is an observation."""
+    return site["type"] == "sample" and site["is_observed"] and not site.get("infer", {}).get("is_auxiliary", False)
+
+
+def _computed(site: Mapping[str, Any], observed: Collection[str] | None) -> dict[str, Any]:
+    if site["type"] in PARAMETERS:
+        return {"value": [leaf for leaf in jax.tree.leaves(site["value"]) if isinstance(leaf, jax.Array)]}
+    if is_data(site) if observed is None else site["name"] in observed:
+        return {"unmasked": unmasked_elements(site["fn"]), "value": site["value"]}
+    return {}
+
+
+def sites_by_training(
+    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, predict: bool
+) -> dict[str, dict[str, Any]]:
+    """:func:`site_trace` whose networks use their batch statistics on the training data, if there are any."""
+    if training is None:
+        return site_trace(model, draw, rng_key, *call, predict)
+    with record_statistics() as recorded:
+        site_trace(model, draw, rng_key, *training, predict=False)
+    with use_statistics(recorded.calls):
+        return site_trace(model, draw, rng_key, *call, predict)
 
 
 class Summary(NamedTuple):
@@ -149,10 +194,10 @@ def observation_mean(fn: dist.Distribution) -> Summary | None:
     return Summary("mean", jnp.broadcast_to(mean, shape))
 
 
-def observed_elements(fn: dist.Distribution, log_likelihood: np.ndarray) -> np.ndarray:
+def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np.ndarray:
     """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out by a mask in every draw."""
-    events = tuple(range(-fn.event_dim, 0))
-    return np.asarray(unmasked_elements(fn)).any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
+    events = tuple(range(-site["fn"].event_dim, 0))
+    return site["unmasked"].any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
 
 
 def map_draws(
@@ -160,30 +205,36 @@ def map_draws(
     draws: Draws,
     rng_key: jax.Array,
     draws_per_chunk: int | None = None,
+    shared: tuple = (),
 ) -> dict[str, np.ndarray]:
-    """Apply ``fn(draw, key)`` to every draw and collect the results in host memory.
+    """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host memory.
 
     The function is compiled once for a chunk of draws; memory holds the results and one chunk. Each draw has its own
     key, so results do not depend on the chunk size.
 
-    :param fn: a pure function of one draw and a key.
+    :param fn: a pure function of one draw, a key, and what all draws share.
     :param draws: arrays (C, S, ...).
     :param rng_key: key that is split into those of the draws.
     :param draws_per_chunk: by default as many as keep working memory near 128 MiB.
+    :param shared: arguments of models and parameters, the same for every draw.
     :return: arrays (C, S, ...).
     """
     chains, length = next(iter(draws.values())).shape[:2]
     total = chains * length
     flat = {name: np.asarray(value).reshape((total, *value.shape[2:])) for name, value in draws.items()}
     keys = jax.random.split(rng_key, total)
-    size = draws_per_chunk or _programs.draws_per_chunk(fn, {k: v[0] for k, v in flat.items()}, keys[0])
-    size = min(total, size)
-    compiled = jax.jit(jax.vmap(fn))
+    first = {name: value[0] for name, value in flat.items()}, keys[0]
+    size = min(total, draws_per_chunk or _programs.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first))
+
+    def at_draws(given: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
+        return jax.vmap(lambda draw, key: fn(draw, key, *shared))(*given)
+
+    program = _programs.prepare(at_draws, ({k: v[:size] for k, v in flat.items()}, keys[:size]), shared, {})
     results: dict[str, np.ndarray] = {}
     for start in range(0, total, size):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
-        chunk = jax.device_get(compiled({name: value[index] for name, value in flat.items()}, keys[index]))
+        chunk = jax.device_get(program(({name: value[index] for name, value in flat.items()}, keys[index])))
         kept = min(size, total - start)
         for name, value in chunk.items():
             if name not in results:
