@@ -151,7 +151,7 @@ KERNELS: dict[str, KernelRow] = {
     ),
     "SGHMC": KernelRow(partial(infer.SGHMC, step_size=1e-3, **_SHORT), momentum=True),
     "SGHMC with control variates": KernelRow(
-        partial(infer.SGHMC, splitting="OBABO", gradient="control_variates", **_SHORT), momentum=True
+        partial(infer.SGHMC, gradient="control_variates", **_SHORT), momentum=True
     ),
     "SGNHT": KernelRow(partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True),
     "CyclicalSGLD": KernelRow(partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)),

@@ -364,7 +364,6 @@ def test_deterministic_sites_of_one_minibatch_are_left_out_of_the_draws():
         (lambda: infer.SGLD(regression, preconditioner="warm_start", warm_start=0), "preconditioner"),
         (lambda: infer.SGHMC(regression, momentum_decay=1.5), "momentum_decay"),
         (lambda: infer.SGHMC(regression, momentum_decay="all"), "momentum_decay"),
-        (lambda: infer.SGHMC(regression, splitting="BAO"), "splitting"),
         (lambda: infer.SGNHT(regression, momentum_decay=1), "momentum_decay"),
         (lambda: infer.GGMC(regression, momentum_decay=-0.1), "momentum_decay"),
         (lambda: infer.GGMC(regression, num_steps=0), "num_steps"),

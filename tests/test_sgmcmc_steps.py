@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, OBABO, NoseHoover, Overdamped
+from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, NoseHoover, Overdamped
 from numpyro_bnn.sgmcmc.dynamics import Momentum, Thermostat
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
 from numpyro_bnn.sgmcmc.metropolis import Phase, Trajectory
@@ -89,14 +89,6 @@ def test_baoab():
     same(found.position, q)
     same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT[0]))
     same(found.memory.gradient, slope(q, SHIFT[0]))
-
-
-def test_obabo():
-    found = one_step(OBABO(FRICTION), Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION))), NOISE[:2], SHIFT[0])
-    kicked = kick(refresh(R, FRICTION * H / 2, NOISE[0]), POSITION, H / 2)
-    q = POSITION + H * L @ kicked
-    same(found.position, q)
-    same(found.memory.momentum, refresh(kick(kicked, q, H / 2, SHIFT[0]), FRICTION * H / 2, NOISE[1]))
 
 
 @pytest.mark.parametrize("xi", [0.8, -0.5, 0.0])

@@ -111,7 +111,7 @@ class GHMC(_AllDataKernel):
 class GGMC(SGMCMCKernel):
     r"""Gradient-guided Monte Carlo: exact sampling with minibatch gradients.
 
-    ``num_steps`` steps of underdamped Langevin dynamics (OBABO), each with its own minibatch, then one Metropolis
+    ``num_steps`` steps of underdamped Langevin dynamics, each with its own minibatch, then one Metropolis
     test on all the data:
 
     .. math:: \log\alpha = -\tfrac1T \Big[U(\theta_L) - U(\theta_0) + \sum_l

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_choice, check_number
+from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infer.base import SGMCMCKernel
 
 THERMOSTAT_STEPS = 20
-
-SPLITTINGS = {"BAOAB": sgmcmc.BAOAB, "OBABO": sgmcmc.OBABO}
 
 
 def friction_of(momentum_decay: float, step_size: Any) -> Any:
@@ -65,12 +63,11 @@ class SGHMC(_WithMomentum):
     .. math:: B:\ m \leftarrow m + \tfrac h2 \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 M^{-1} m, \quad
               O:\ m \leftarrow a\,m + \sqrt{(1 - a^2) T} M^{1/2} z,\quad a = 1 - \mathrm{momentum\_decay}
 
-    With exact gradients, positions have no bias on Gaussian targets (BAOAB), and a bias of order h^2 elsewhere.
-    Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
-    ``momentum_decay=1`` a step is one of SGLD.
+    With exact gradients, positions have no bias on Gaussian targets, and a bias of order h^2 elsewhere (the order B A
+    O A B). Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
+    ``momentum_decay=1`` a step is one of SGLD with the mean of two successive noises.
 
     :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is Hamiltonian.
-    :param splitting: ``"BAOAB"`` or ``"OBABO"``.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -80,13 +77,8 @@ class SGHMC(_WithMomentum):
     'kinetic_temperature'
     """
 
-    def __init__(self, model: Callable, step_size: Any = None, *, splitting: str = "BAOAB", **options: Any) -> None:
-        check_choice("infer.SGHMC", "splitting", splitting, SPLITTINGS)
-        self._splitting = splitting
-        super().__init__(model, step_size, **options)
-
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return SPLITTINGS[self._splitting](friction_of(self._momentum_decay, step_size))
+        return sgmcmc.BAOAB(friction_of(self._momentum_decay, step_size))
 
 
 class SGNHT(_WithMomentum):

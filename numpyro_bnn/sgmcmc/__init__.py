@@ -1,7 +1,7 @@
 """Stochastic-gradient MCMC on flat vectors: pure ``init``, ``step`` and ``run``, built from interchangeable parts."""
 
 from numpyro_bnn.sgmcmc import schedules
-from numpyro_bnn.sgmcmc.dynamics import BAOAB, OBABO, Microcanonical, NoseHoover, Overdamped
+from numpyro_bnn.sgmcmc.dynamics import BAOAB, Microcanonical, NoseHoover, Overdamped
 from numpyro_bnn.sgmcmc.engine import Sampler, State, build
 from numpyro_bnn.sgmcmc.gradients import SVRG, ControlVariates, Full, Minibatch
 from numpyro_bnn.sgmcmc.metropolis import GGMC, HMC, MALA
@@ -20,7 +20,6 @@ __all__ = [
     "Epochs",
     "Overdamped",
     "BAOAB",
-    "OBABO",
     "NoseHoover",
     "Microcanonical",
     "MALA",

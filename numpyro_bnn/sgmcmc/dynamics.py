@@ -114,36 +114,6 @@ class BAOAB(_Underdamped):
         return StepResult(position, Momentum(last, seen.gradient), seen)
 
 
-@dataclass(frozen=True)
-class OBABO(_Underdamped):
-    r"""Underdamped Langevin dynamics (SGHMC): half refresh, kick, drift, kick, half refresh, as in :class:`BAOAB`.
-
-    Each half refresh uses its own noise: :math:`r \leftarrow \sqrt a\, r + \sqrt{(1 - a) T}\, z`. Positions have an
-    error of order eps = h^2: on N(0, 1 / lam) with exact gradients their variance is T / (lam (1 - eps lam / 4)),
-    while the momenta have variance T exactly.
-
-    :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each step.
-    :raises ValueError: for a negative friction.
-
-    Reference: Bussi and Parrinello (2007), section II.C.
-
-    >>> OBABO(friction=1.0).rows
-    2
-    """
-
-    rows = 2
-
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
-        h, rate = jnp.sqrt(context.step_size), 0.5 * self._rate(context)
-        fresh = refreshed(memory.momentum, draw.noise[0], rate, context.temperature)
-        kicked = self._kick(context, fresh, memory.gradient)
-        position = position + h * context.root(context.adaptation, kicked)
-        seen = context.evaluate(position, draw.batch)
-        kicked = self._kick(context, kicked, seen.gradient)
-        last = refreshed(kicked, draw.noise[1], rate, context.temperature)
-        return StepResult(position, Momentum(last, seen.gradient), seen)
-
-
 class Thermostat(NamedTuple):
     """Whitened momentum r, (P,), the last gradient (P,), and the thermostat's friction xi, scalar."""
 

@@ -177,9 +177,10 @@ class Trajectory(NamedTuple):
 
 @dataclass(frozen=True)
 class GGMC(Dynamics):
-    r"""Gradient-guided Monte Carlo: OBABO steps on independent minibatches, then one test on the full data.
+    r"""Gradient-guided Monte Carlo: Langevin steps on independent minibatches, then one test on the full data.
 
-    Each of the L steps takes one minibatch for both of its kicks. With r_l^O the momentum after a step's first O and
+    Each of the L steps is a half refresh (O), a kick (B), a drift, a kick and a half refresh, with one minibatch for
+    both kicks. With r_l^O the momentum after a step's first O and
     r_l^B after its second B,
 
     .. math::
@@ -191,7 +192,7 @@ class GGMC(Dynamics):
 
     :param full_potential_fn: ``full_potential_fn(position) -> U``, evaluated once per trajectory.
     :param num_steps: L.
-    :param friction: gamma >= 0 as for :class:`OBABO`.
+    :param friction: gamma >= 0 as for :class:`BAOAB`.
     :raises ValueError: for a negative friction or L < 1.
 
     Reference: Garriga-Alonso and Fortuin (2021), section 3 and algorithm 1.
