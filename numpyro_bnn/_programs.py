@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -92,13 +93,16 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any
 def _run(fn: Callable, *given: Any) -> Any:
     leaves, tree = jax.tree.flatten(given)
     closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(*leaves)
-    key = _fingerprint(closed, any(isinstance(leaf, jax.core.Tracer) for leaf in leaves))
+    traced = any(isinstance(part, jax.core.Tracer) for part in (*leaves, *closed.consts))
+    key = _fingerprint(closed, traced)
     program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed))
     if key is not None:
         _KEPT[key] = program  # the last used comes last
         if len(_KEPT) > KEPT:
             _KEPT.pop(next(iter(_KEPT)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), program(*leaves))
+    # Parallel chains start inside a compiled program, whose tracers no caller may keep.
+    with nullcontext() if traced else jax.core.eval_context():
+        return jax.tree.unflatten(jax.tree.structure(shapes), program(*leaves))
 
 
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:

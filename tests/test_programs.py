@@ -9,7 +9,7 @@ import pytest
 from jax import random
 from numpyro.infer import MCMC
 
-from numpyro_bnn import infer
+from numpyro_bnn import infer, models, nn, priors, symmetry
 from numpyro_bnn._programs import run
 
 X = np.arange(3, dtype=np.float32)
@@ -115,3 +115,17 @@ def test_a_second_kernel_compiles_only_the_loop_of_mcmc(compiled):
         mcmc.run(random.key(seed), X + seed, X)
         counts.append(len(compiled) - before)
     assert counts[1] == 1 < counts[0]
+
+
+def test_symmetries_of_other_data_compile_nothing(compiled):
+    """Finding them, and preparing moves along them, uses the programs of the data before."""
+    net = nn.MLP([5, 1], "relu")
+    model = models.regression(net, priors.Hierarchical())
+    x = np.linspace(-1, 1, 9, dtype=np.float32)[:, None]
+    counts = []
+    for seed in range(2):
+        before = len(compiled)
+        kernel = infer.OrbitMoves(infer.MALA(model, step_size=0.1), symmetry.find(model, x + seed, x[:, 0]))
+        kernel.init(random.key(seed), 1, None, (x + seed, x[:, 0]))
+        counts.append(len(compiled) - before)
+    assert counts[1] == 0 < counts[0] <= 20
