@@ -3,9 +3,11 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
@@ -83,32 +85,58 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any
     >>> [float(x) for x in found], len(set(_KEPT) - before)
     ([6.0, 6.0, 10.0], 2)
     """
-    return prepare(fn, given, args, kwargs)(given)
+    return prepare(fn, args, kwargs)(given)
 
 
-def prepare(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """The program of :func:`run`, for ``given`` of these shapes."""
+def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of one shape."""
     fixed, arrays = signature(args, kwargs)
-    try:
-        program = _program(lambda given, arrays: fn(given, *fixed.call(arrays)), given, arrays)
-        return lambda given: program(given, arrays)
-    except NEEDS_VALUES:
-        return _program(lambda given: fn(given, args, kwargs), given)
+    of_arrays = shared(lambda given, arrays: fn(given, *fixed.call(arrays)))
+    of_values = shared(lambda given: fn(given, args, kwargs))
+
+    def call(given: Any) -> Any:
+        try:
+            return of_arrays(given, arrays)
+        except NEEDS_VALUES:
+            return of_values(given)
+
+    return call
 
 
-def _program(fn: Callable, *given: Any) -> Callable:
-    leaves, tree = jax.tree.flatten(given)
-    closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(*leaves)
-    if not closed.effects:
-        closed = needed_part(closed)
-    key = _fingerprint(closed, any(isinstance(leaf, jax.core.Tracer) for leaf in leaves))
+def shared(fn: Callable) -> Callable:
+    """Like ``jax.jit``, but equal functions share their compiled programs, and what ``fn`` reads is read once."""
+    known: dict[Any, tuple[Callable, Any, bool]] = {}
+
+    def call(*given: Any) -> Any:
+        leaves, tree = jax.tree.flatten(given)
+        inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        settings = inside, jnp.result_type(float), jax.config.jax_default_matmul_precision
+        key = tree, settings, *map(jax.typeof, leaves)
+        found = known.get(key)
+        if found is None:
+            flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
+            closed, shapes = flat(*leaves)
+            closed = closed if closed.effects else needed_part(closed)
+            traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
+            found = _kept(closed, traced), jax.tree.structure(shapes), traced
+            if traced == inside:
+                known[key] = found
+        program, out, traced = found
+        # Parallel chains start inside a compiled program, whose tracers no caller may keep.
+        with nullcontext() if traced else jax.core.eval_context():
+            return jax.tree.unflatten(out, program(*leaves))
+
+    return call
+
+
+def _kept(closed: ClosedJaxpr, traced: bool) -> Callable:
+    key = _fingerprint(closed, traced)
     program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed))
     if key is not None:
         _KEPT[key] = program  # the last used comes last
         if len(_KEPT) > KEPT:
             _KEPT.pop(next(iter(_KEPT)))
-    tree = jax.tree.structure(shapes)
-    return lambda *given: jax.tree.unflatten(tree, program(*jax.tree.leaves(given)))
+    return program
 
 
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:

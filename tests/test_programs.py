@@ -10,7 +10,7 @@ from jax import random
 from numpyro.infer import MCMC, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_bnn import infer, to_inference_data
+from numpyro_bnn import infer, models, nn, priors, symmetry, to_inference_data
 from numpyro_bnn._programs import run
 
 X = np.arange(3, dtype=np.float32)
@@ -157,3 +157,17 @@ def test_a_second_export_of_a_guide_compiles_nothing(compiled):
         expected = dist.Normal(w * (X + seed), 1.0).log_prob(2 * X + seed)
         np.testing.assert_allclose(found["log_likelihood"]["y"], expected, rtol=1e-5)
     assert counts[1] == 0 < counts[0]
+
+
+def test_symmetries_of_other_data_compile_nothing(compiled):
+    """Finding them, and preparing moves along them, uses the programs of the data before."""
+    net = nn.MLP([5, 1], "relu")
+    model = models.regression(net, priors.Hierarchical())
+    x = np.linspace(-1, 1, 9, dtype=np.float32)[:, None]
+    counts = []
+    for seed in range(2):
+        before = len(compiled)
+        kernel = infer.OrbitMoves(infer.MALA(model, step_size=0.1), symmetry.find(model, x + seed, x[:, 0]))
+        kernel.init(random.key(seed), 1, None, (x + seed, x[:, 0]))
+        counts.append(len(compiled) - before)
+    assert counts[1] == 0 < counts[0] <= 20

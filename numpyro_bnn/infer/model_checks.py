@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_sample
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence, indexed_lengths
 from numpyro_bnn._distributions import is_factor, unwrapped
-from numpyro_bnn._plates import full_plates, random_indices
+from numpyro_bnn._plates import full_plates, prior_trace, random_indices
 from numpyro_bnn._programs import run
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
@@ -155,7 +154,7 @@ def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
 
     def keys(given: Mapping[str, jax.Array]) -> dict[Any, jax.Array]:
         with spy:
-            found.update(_prior_trace(model, given["seed"], args, kwargs))
+            found.update(prior_trace(random_indices(model), given["seed"], args, kwargs))
         used = {n: s["kwargs"].get("rng_key") for n, s in found.items() if s["type"] == "plate"}
         return {name: random.key_data(key) for name, key in used.items() if key is not None}
 
@@ -167,17 +166,10 @@ def prior_values(model: Callable, kinds: Container[str], args: tuple, kwargs: Ma
     """Values of the sites of some kinds that are not observed, from one draw of the prior."""
 
     def values(seed: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        sites = _prior_trace(model, seed, args, kwargs).items()
+        sites = prior_trace(random_indices(model), seed, args, kwargs).items()
         return {n: s["value"] for n, s in sites if s["type"] in kinds and not s.get("is_observed", False)}
 
-    # Parallel chains start inside a compiled program, whose tracers the kernel must not keep.
-    with jax.ensure_compile_time_eval():
-        return run(values, jnp.uint32(0), args, kwargs)
-
-
-def _prior_trace(model: Callable, seed: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    drawn = handlers.substitute(handlers.seed(random_indices(model), seed), substitute_fn=init_to_sample)
-    return handlers.trace(drawn).get_trace(*args, **kwargs)
+    return run(values, np.uint32(0), args, kwargs)
 
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:

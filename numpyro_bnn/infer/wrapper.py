@@ -112,7 +112,7 @@ class Wrapper(MCMCKernel):
             instead = "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
             raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():
             self._prepare(model_args, model_kwargs)
             self._bounded = _bounded_by_others(self.model, model_args, model_kwargs)
         self._num_warmup = num_warmup
@@ -192,8 +192,12 @@ class Wrapper(MCMCKernel):
 def _bounded_by_others(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Latent sites whose support depends on other latent sites."""
     held, kwargs = held_values(kwargs)
-    traced = full_trace(model, held, args, kwargs)
-    values = {name: traced[name]["value"] for name in latent_sample_sites(traced) if name not in held}
+
+    def drawn() -> dict[str, jax.Array]:
+        traced = full_trace(model, held, args, kwargs)
+        return {name: traced[name]["value"] for name in latent_sample_sites(traced) if name not in held}
+
+    values = jax.eval_shape(drawn)
 
     def bounds(at: Mapping[str, jax.Array]) -> dict[str, list]:
         found = full_trace(model, {**held, **at}, args, kwargs)

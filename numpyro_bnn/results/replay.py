@@ -229,7 +229,7 @@ def map_draws(
     def at_draws(given: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
         return jax.vmap(lambda draw, key: fn(draw, key, *shared))(*given)
 
-    program = _programs.prepare(at_draws, ({k: v[:size] for k, v in flat.items()}, keys[:size]), shared, {})
+    program = _programs.prepare(at_draws, shared, {})
     results: dict[str, np.ndarray] = {}
     for start in range(0, total, size):
         # The last chunk is padded with the last draw: one shape, one compilation.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._programs import run
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
@@ -260,48 +262,38 @@ def _invariance(
     call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
 ) -> list[Invariance]:
     """The change of the log likelihood under random group elements at draws from the prior, in float64."""
-    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        args, kwargs = _doubled((args, dict(kwargs or {})))
+    with jax.core.eval_context(), jax.enable_x64(True):
+        args, kwargs = jax.tree.map(_doubled, (args, dict(kwargs or {})))
         info = model_info(model, args, kwargs, SEEDS)
         if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
             instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
             raise argument_error(call, "args", "no observations", instead)
         moving = [in_latent(symmetry, info) for symmetry in symmetries]
-        changes = jax.jit(lambda values, key: _changes(model, moving, key, values, args, kwargs))
-        errors = np.array([changes(values, jax.random.key(i)) for i, values in enumerate(info.draws)])
+        changes = partial(_changes, model, moving)
+        errors = np.array([run(changes, start, args, kwargs) for start in enumerate(info.draws)])
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
 
 
-def _doubled(tree: Any) -> Any:
-    def doubled(leaf: Any) -> Any:
-        floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.asarray(leaf, jnp.float64) if floating else leaf
-
-    return jax.tree.map(doubled, tree)
+def _doubled(leaf: Any) -> Any:
+    floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.asarray(np.asarray(leaf, np.float64)) if floating else leaf
 
 
 def _changes(
-    model: Callable,
-    moving: Sequence[Symmetry],
-    rng_key: jax.Array,
-    values: dict,
-    args: tuple,
-    kwargs: Mapping,
+    model: Callable, moving: Sequence[Symmetry], start: tuple[int, dict], args: tuple, kwargs: Mapping
 ) -> jax.Array:
-    """Largest relative change of a pointwise log likelihood, by symmetry."""
+    """Largest relative change of a pointwise log likelihood, by symmetry, at a draw with its seed."""
+    rng_key, values = jax.random.key(start[0]), start[1]
     points, owner = [values], []
     for i, symmetry in enumerate(moving):
         for g in symmetry.trials(jax.random.fold_in(rng_key, i), symmetry.units(values)):
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
-    logs = jax.vmap(lambda point: _pointwise(model, point, args, kwargs))(stacked)
+
+    def logs_at(point: Mapping) -> jax.Array:
+        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, log_likelihoods(model, point, args, kwargs))])
+
+    logs = jax.vmap(logs_at)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *points))
     changes = jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
     # NaN stays NaN, and is refused. Without symmetries there is nothing to compare.
     return jnp.zeros(len(moving)).at[jnp.array(owner, int)].max(changes)
-
-
-def _pointwise(model: Callable, values: Mapping, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-    """Log likelihood of all observed sites, element by element (N,)."""
-    logs = [jnp.ravel(log) for log in log_likelihoods(model, values, args, kwargs)]
-    return jnp.concatenate(logs) if logs else jnp.zeros(0)

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.infer.initialization import init_to_sample
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._dependence import dependence, pruned
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn._plates import full_plates, full_trace
+from numpyro_bnn._plates import full_plates, full_trace, prior_trace
+from numpyro_bnn._programs import run
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
@@ -171,21 +170,17 @@ def model_info(
     model: Callable, args: tuple, kwargs: Mapping[str, Any] | None, seeds: Sequence[int] = (0, 1)
 ) -> ModelInfo:
     """Read a model on all its data."""
-    held = (kwargs or {}).get(CONDITIONED, {})
     sites: dict[str, Site] = {}
 
-    def draw(seed: jax.Array) -> dict[str, jax.Array]:
-        start = handlers.substitute(handlers.seed(full_plates(model), seed), substitute_fn=init_to_sample)
-        traced = handlers.trace(start).get_trace(*args, **(kwargs or {}))
+    def draw(seed: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        traced, held = prior_trace(full_plates(model), seed, args, kwargs), kwargs.get(CONDITIONED, {})
         for name, site in traced.items():
             family = type(unwrapped(site["fn"])) if site["type"] == "sample" else type(None)
             sites[name] = Site(site["type"], site.get("is_observed", False), site.get("infer") or {}, family)
         names = [name for name in prior_sites(traced, kwargs) if name not in held]
         return {name: jnp.asarray(traced[name]["value"]) for name in names}
 
-    # One compiled program without the likelihood, instead of one per operation.
-    program = jax.jit(pruned(draw, jnp.uint32(0)))
-    draws = [program(jnp.uint32(seed)) for seed in seeds]
+    draws = [run(draw, np.uint32(seed), args, kwargs or {}) for seed in seeds]
     return ModelInfo(sites, draws, PriorProgram(model, draws[0], args, kwargs))
 
 
@@ -222,15 +217,16 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     """
     values, axes = info.draws[0], list(symmetry.unit_axes)
     units = symmetry.units(values)
-    driven = jax.jit(lambda values: info.prior.elements(values) | info.prior.noncentered(values))
-    before = driven(values)
+    driven = pruned(lambda values: info.prior.elements(values) | info.prior.noncentered(values), values)
+    before = run(driven, values, (), {})
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
             fitting = [axis for axis in symmetry.unit_axes if length == units * axis.repeats]
             if not fitting:
                 continue
-            first = (slice(None),) * number + (0,)
-            after = driven({**values, hyper: values[hyper].at[first].multiply(1.5)})
+            changed = np.moveaxis(np.array(values[hyper]), number, 0)
+            changed[0] = 1.5 * changed[0]
+            after = run(driven, {**values, hyper: np.moveaxis(changed, 0, number)}, (), {})
             axes += [
                 axis._replace(site=hyper, axis=number)
                 for axis in fitting
@@ -242,5 +238,5 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
 def _first_slice_changed(before: Any, after: Any, axis: int | None) -> bool:
     if before is None or after is None or axis is None:
         return False
-    different = np.moveaxis(np.asarray(before != after), axis, 0)
+    different = np.moveaxis(np.asarray(before) != np.asarray(after), axis, 0)
     return bool(different[0].all() and not different[1:].any())

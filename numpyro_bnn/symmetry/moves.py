@@ -1,6 +1,7 @@
 """Moves along the orbits of a symmetry: planned once from a trace, drawn exactly or by Metropolis-Hastings."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
+from numpyro_bnn._programs import run
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
@@ -96,8 +98,8 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
     """
     redrawn = plan.symmetry.scale[0].site if isinstance(plan.symmetry, JointScale) else None
 
-    @jax.jit
-    def log_corrections(rng_key: jax.Array, values: dict) -> list[jax.Array]:
+    def log_corrections(start: tuple[int, dict], args: tuple, kwargs: Mapping) -> list[jax.Array]:
+        rng_key, values = random.key(start[0]), start[1]
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
         orders = plan.symmetry.trials(rng_key, plan.units) if isinstance(plan.symmetry, Permutation) else []
         proposals = [(g, jnp.zeros(())) for g in orders] or [orbit.independent_draw(rng_key)]
@@ -110,9 +112,8 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
             corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
         return corrections
 
-    keys = [jax.random.key(i) for i in range(len(draws))]
-    found = [log_corrections(key, values) for key, values in zip(keys, draws, strict=True)]
-    return all(abs(correction) < 1e-5 for corrections in found for correction in corrections)
+    found = [run(log_corrections, start, (), {}) for start in enumerate(draws)]
+    return all(abs(float(correction)) < 1e-5 for corrections in found for correction in corrections)
 
 
 def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool) -> Method:
@@ -130,7 +131,8 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
         axis = symmetry.unit_axes[0]
         if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
             return "prior"
-    locations = [loc for values in draws for loc in _locations(symmetry, prior, values)]
+    means = partial(_locations, symmetry, prior)
+    locations = [loc for values in draws for loc in run(means, values, (), {})]
     if any(loc is None for loc in locations):
         return "walk"
     if isinstance(symmetry, Shift):
@@ -139,11 +141,10 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
     return "gig" if centered and isinstance(symmetry, Scale | Rescale) else "walk"
 
 
-def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[jax.Array | None]:
+def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict, *_: Any) -> list[jax.Array | None]:
     """Means of normal sites; ``None`` for other families."""
-    fns = jax.jit(prior.distributions)(values)
-    normals = [as_normal(fns[site]) for site in symmetry.sites]
-    return [None if normal is None else normal[0] for normal in normals]
+    fns = map(prior.distributions(values).get, symmetry.sites)
+    return [None if normal is None else normal[0] for normal in map(as_normal, fns)]
 
 
 def move(

@@ -60,7 +60,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     (5,)
     """
     symmetries = as_symmetries("symmetry.quotient", symmetries)
-    with jax.ensure_compile_time_eval():
+    with jax.core.eval_context():
         check(model, symmetries, args, kwargs)
         gauge = _gauge(model, symmetries, args, kwargs)
 
