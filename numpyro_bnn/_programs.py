@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
@@ -84,21 +85,38 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any
     """
     fixed, arrays = signature(args, kwargs)
     try:
-        return _run(lambda given, arrays: fn(given, *fixed.call(arrays)), given, arrays)
+        return shared(lambda given, arrays: fn(given, *fixed.call(arrays)))(given, arrays)
     except NEEDS_VALUES:
-        return _run(lambda given: fn(given, args, kwargs), given)
+        return shared(lambda given: fn(given, args, kwargs))(given)
 
 
-def _run(fn: Callable, *given: Any) -> Any:
-    leaves, tree = jax.tree.flatten(given)
-    closed, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)(*leaves)
-    key = _fingerprint(closed, any(isinstance(leaf, jax.core.Tracer) for leaf in leaves))
+def shared(fn: Callable) -> Callable:
+    """Like ``jax.jit``, but equal functions share their compiled programs, and what ``fn`` reads is read once."""
+    known: dict[Any, tuple[Callable, Any]] = {}
+
+    def call(*given: Any) -> Any:
+        leaves, tree = jax.tree.flatten(given)
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        settings = traced, jnp.result_type(float), jax.config.jax_default_matmul_precision
+        key = tree, settings, *map(jax.typeof, leaves)
+        if key not in known:
+            flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
+            closed, shapes = flat(*leaves)
+            known[key] = _kept(closed, traced), jax.tree.structure(shapes)
+        program, out = known[key]
+        return jax.tree.unflatten(out, program(*leaves))
+
+    return call
+
+
+def _kept(closed: ClosedJaxpr, traced: bool) -> Callable:
+    key = _fingerprint(closed, traced)
     program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed))
     if key is not None:
         _KEPT[key] = program  # the last used comes last
         if len(_KEPT) > KEPT:
             _KEPT.pop(next(iter(_KEPT)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), program(*leaves))
+    return program
 
 
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
