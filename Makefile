@@ -68,6 +68,7 @@ bench: $(VENV)/.benchmarks
 	$(BIN)/python -m examples.benchmarks.orbit_moves --output output/orbit_moves.json
 	$(BIN)/python -m examples.benchmarks.coupling_step --output output/coupling_step.json
 	$(BIN)/python -m examples.benchmarks.compilation --output output/compilation.json
+	$(BIN)/python -m examples.benchmarks.first_draw --output output/first_draw.json
 	$(BIN)/python -m examples.benchmarks.adf_speed --output output/adf_speed.json
 
 docs: $(VENV)/.docs

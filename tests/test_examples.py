@@ -38,6 +38,7 @@ SHORT = {
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
     "examples.benchmarks.compilation": "--kernels NUTS --rows 6 --width 1 --num-chains 1",
+    "examples.benchmarks.first_draw": "--ways NUTS AutoMeanField --rows 6 --width 1",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
@@ -143,6 +144,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
+        ("examples.benchmarks.first_draw", ["--rows", "0"]),
         ("examples.benchmarks.orbit_moves", ["--tree-depth", "0"]),
         ("examples.benchmarks.orbit_moves", ["--batches", "65"]),
         ("examples.benchmarks.coupling_step", ["--widths", "3", "0"]),
@@ -322,6 +324,41 @@ def test_compilation(tmp_path, monkeypatch, capsys):
     assert module.main(["--job", json.dumps(asked[0][0] | {"seeds": [0]})]) is None
     (seconds,) = json.loads(capsys.readouterr().out)
     assert seconds > 0
+
+
+def test_first_draw(tmp_path, monkeypatch):
+    """A process for each way, without a cache on disk; what one prints is read, and compared with NUTS."""
+    asked = []
+
+    def pretend(words, env, **kwargs):
+        asked.append((words[words.index("--job") + 1], env))
+        phases = {"import": [0.25, 0], "first": [4.0 / len(asked), 30], "other_data": [1.0, 1]}
+        return subprocess.CompletedProcess(words, 0, f"noise\n{json.dumps(phases)}\n")
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    module = importlib.import_module("examples.benchmarks.first_draw")
+    module.environment([])  # Python may start a process to name the platform, once
+    monkeypatch.setattr(module.subprocess, "run", pretend)
+    path, page = tmp_path / "out.json", page_with(tmp_path, "first_draw")
+    report = run("examples.benchmarks.first_draw", "--output", path, "--docs", page)
+    assert json.loads(path.read_text()) == report
+    assert [way for way, _ in asked] == ["NUTS", "AutoMeanField"]
+    assert not any("JAX_COMPILATION_CACHE_DIR" in env for _, env in asked)
+    assert all(env["JAX_ENABLE_COMPILATION_CACHE"] == "false" for _, env in asked)
+    assert "| AutoMeanField | 0.25 | 2.00 (30) | 0.50 | 1.00 (1) |  |  |" in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SGLD, step size given", "AutoMeanField", "AutoADF", "BlackJAX MCLMC"])
+def test_a_process_of_first_draw(way, capsys):
+    module = importlib.import_module("examples.benchmarks.first_draw")
+    if way in module.BY_HAND:
+        pytest.importorskip("blackjax")
+    assert module.main(["--job", way, "--rows", "6", "--width", "1"]) is None
+    found = json.loads(capsys.readouterr().out)
+    assert tuple(found) == module.PHASES[: 5 if way in module.SAMPLERS else 3]
+    assert all(seconds >= 0 and programs >= 0 for seconds, programs in found.values())
+    assert found["first"][0] > 0
 
 
 @pytest.mark.slow
@@ -868,6 +905,7 @@ KEPT = {
     "coupling_step": "speed.md",
     "function_agreement": "microcanonical.md",
     "compilation": "speed.md",
+    "first_draw": "speed.md",
     "gradient_cost": "speed.md",
     "hierarchical_hmc": "hierarchical.md",
     "infinite_kernel": "infinite.md",

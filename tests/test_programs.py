@@ -10,8 +10,8 @@ from jax import random
 from numpyro.infer import MCMC, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_bnn import infer, models, nn, priors, symmetry, to_inference_data
-from numpyro_bnn._programs import run
+from numpyro_bnn import guides, infer, models, nn, priors, symmetry, to_inference_data
+from numpyro_bnn._programs import run, shared
 
 X = np.arange(3, dtype=np.float32)
 
@@ -171,3 +171,48 @@ def test_symmetries_of_other_data_compile_nothing(compiled):
         kernel.init(random.key(seed), 1, None, (x + seed, x[:, 0]))
         counts.append(len(compiled) - before)
     assert counts[1] == 0 < counts[0] <= 20
+
+
+def test_a_shared_function_is_traced_once_for_its_shapes(compiled):
+    """Also while it is differentiated, and again in float64."""
+    traced = []
+
+    def square(x):
+        traced.append(x)
+        return x * x
+
+    call = shared(square)
+    assert [float(call(jnp.float32(x))) for x in (2, 3)] == [4.0, 9.0]
+    assert len(traced) == 1
+    before = len(compiled)
+    assert float(shared(lambda x: x * x)(jnp.float32(5.0))) == 25.0
+    assert len(compiled) == before
+    assert float(jax.grad(call)(3.0)) == 6.0
+    with jax.enable_x64(True):
+        assert call(1.0).dtype == jnp.float64
+
+
+def line(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+def fit_mean_field(key, *data):
+    svi = SVI(line, guides.AutoMeanField(line), numpyro.optim.Adam(0.01), Trace_ELBO())
+    return guides.fit(svi, key, 5, *data, progress_bar=False).params
+
+
+def fit_adf(key, *data):
+    return guides.AutoADF(line).run(key, *data, num_epochs=1, progress_bar=False).params
+
+
+@pytest.mark.parametrize("fit", [fit_mean_field, fit_adf])
+def test_another_guide_on_other_data_compiles_nothing(fit, compiled):
+    x = random.normal(random.key(0), (6, 2))
+    keys, values = random.split(random.key(1)), np.arange(6, dtype=np.float32)
+    first = fit(keys[0], np.asarray(x), values)
+    before = len(compiled)
+    second = fit(keys[1], np.asarray(x), -values)
+    assert len(compiled) == before
+    assert all(np.any(first[name] != second[name]) for name in first)

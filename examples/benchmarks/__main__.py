@@ -47,6 +47,7 @@ MEASUREMENTS = {
     "orbit_moves": _json("orbit_moves", "--docs docs/speed.md", data=False),
     "coupling_step": _json("coupling_step", "--docs docs/speed.md", data=False),
     "compilation": _json("compilation", "--docs docs/speed.md", data=False),
+    "first_draw": _json("first_draw", "--docs docs/speed.md", data=False),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
     "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),

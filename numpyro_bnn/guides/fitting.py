@@ -22,7 +22,7 @@ from numpyro.infer.svi import SVIRunResult
 
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._plates import random_indices
-from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, signature
+from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 
 CALL = "guides.fit"
 
@@ -231,7 +231,7 @@ def _start(
 def _compiled(svi: SVI, fixed: Signature, stable: bool) -> Callable:
     update = svi.stable_update if stable else svi.update
 
-    @jax.jit
+    @shared
     def steps(state: Any, number: int, arrays: list) -> tuple:
         args, kwargs = fixed.call(arrays)
 

@@ -137,12 +137,7 @@ class ADFPosterior(AutoNormal):
         )
 
     def sample_posterior(
-        self,
-        rng_key: jax.Array,
-        params: Mapping[str, Any],
-        *args: Any,
-        sample_shape: tuple = (),
-        **kwargs: Any,
+        self, rng_key: jax.Array, params: Mapping[str, Any], *args: Any, sample_shape: tuple = (), **kwargs: Any
     ) -> dict[str, jax.Array]:
         """Posterior draws ``(*sample_shape, ...)`` of the latent and deterministic sites.
 

@@ -20,6 +20,7 @@ from numpyro.distributions import constraints
 from numpyro_bnn import moments
 from numpyro_bnn._dependence import dependence, needed_equations, reached
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
+from numpyro_bnn._programs import shared
 from numpyro_bnn.guides.adf.reading import Arguments, refuse, run_model
 from numpyro_bnn.guides.adf.sites import Sites
 from numpyro_bnn.moments import Gaussian
@@ -90,10 +91,7 @@ def observe(model: Callable, arguments: Arguments, sites: Sites, context: Contex
         if whole[:1] != (1,):
             instead = "Pass data, targets and masks as arguments of the model."
             raise refuse(sites.observed, f"of shape {whole} for one row of the data", instead)
-        return parameters | {
-            "value": site["value"],
-            "mask": jnp.broadcast_to(unmasked_elements(site["fn"]), shape),
-        }
+        return parameters | {"value": site["value"], "mask": jnp.broadcast_to(unmasked_elements(site["fn"]), shape)}
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
@@ -194,22 +192,16 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
     rows = {name: leaf[:2] for name, leaf in arguments.part("row").items()}
     if arguments.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
         return
-    for together, alone in jax.jit(both)(rows):
+    for together, alone in shared(both)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
-            raise refuse(
-                sites.observed,
-                "whose rows influence each other",
-                "Data points are learned one at a time: remove batch statistics and the like.",
-            )
+            instead = "Data points are learned one at a time: remove batch statistics and the like."
+            raise refuse(sites.observed, "whose rows influence each other", instead)
 
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
     """The same function with sub-programs inlined and some primitives evaluated by rules."""
     walk = moments.Interpreter(
-        rules,
-        lambda value: True,
-        "guides.AutoADF",
-        default=lambda equation, *operands: equation.bind(*operands),
+        rules, lambda value: True, "guides.AutoADF", default=lambda equation, *operands: equation.bind(*operands)
     )
 
     def inlined(*arguments: Any) -> Any:

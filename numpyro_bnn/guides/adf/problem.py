@@ -11,6 +11,7 @@ import numpy as np
 import tqdm
 from jax import lax
 
+from numpyro_bnn._programs import shared
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
@@ -249,7 +250,7 @@ def build(problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_r
     def whole(state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any) -> Any:
         return lax.scan(lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one), state, (keys, orders))
 
-    return Program(jax.jit(start), jax.jit(epoch), jax.jit(whole))
+    return Program(shared(start), shared(epoch), shared(whole))
 
 
 def run_epochs(

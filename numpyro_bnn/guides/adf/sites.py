@@ -13,15 +13,8 @@ from numpyro.distributions import constraints
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
-from numpyro_bnn.guides.adf.reading import (
-    CALL,
-    Trace,
-    is_scaled,
-    observed_site,
-    outline,
-    refuse,
-    run_model,
-)
+from numpyro_bnn._programs import shared
+from numpyro_bnn.guides.adf.reading import CALL, Trace, is_scaled, observed_site, outline, refuse, run_model
 from numpyro_bnn.guides.initialization import check_imputed
 
 # Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
@@ -217,7 +210,7 @@ class _Runs:
             sites = self({})
             return [prior(value) for value in values], {name: sites[name]["fn"] for name in self.hypers}
 
-        return jax.device_get(jax.jit(program)(values))
+        return jax.device_get(shared(program)(values))
 
 
 def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
