@@ -149,7 +149,8 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
         if isinstance(part, jax.core.Tracer):
             return None
         if isinstance(part, jax.Array) and jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-            part = jax.random.key_data(part)
+            with jax.core.eval_context():  # also inside the program in which parallel chains start
+                part = jax.random.key_data(part)
         array = np.asarray(part)
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
     inputs = tuple((v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars)
