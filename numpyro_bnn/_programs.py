@@ -110,7 +110,7 @@ def shared(fn: Callable) -> Callable:
     def call(*given: Any) -> Any:
         leaves, tree = jax.tree.flatten(given)
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        settings = inside, jnp.result_type(float), jax.config.jax_default_matmul_precision
+        settings = inside, jnp.result_type(float), getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         key = tree, settings, *map(jax.typeof, leaves)
         found = known.get(key)
         if found is None:

@@ -1,7 +1,7 @@
 """``to_inference_data``: any inference result as one ArviZ object with one layout."""
 
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import UTC, datetime
@@ -187,7 +187,7 @@ class _Exporter:
 
         def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple) -> dict[str, jax.Array]:
             values: dict[str, jax.Array] = {}
-            at = partial(site_trace, fit.model, {**params, **draw}, key, *call)
+            at: Callable = partial(site_trace, fit.model, {**params, **draw}, key, *call)
             given = at(predict=False)
             if predictive:
                 values |= self._predicted(at(predict=True)) | self._functions(given)
@@ -217,8 +217,8 @@ class _Exporter:
         model, shared = self.fit.model, (self.fit.params, new.call(), self.fit.arguments.call())
         scored = bool(self.observed) and self.observed <= given
 
-        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: tuple) -> dict[str, jax.Array]:
-            at = partial(sites_by_training, model, {**params, **draw}, key, *calls)
+        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: Any) -> dict[str, jax.Array]:
+            at: Callable = partial(sites_by_training, model, {**params, **draw}, key, *calls)
             sites = at(predict=True)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
@@ -231,9 +231,9 @@ class _Exporter:
         lengths = {len(value) for value in arrays.values()}
         plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         rows = {safe(name) for name, size in plates.items() if size in lengths}
-        shared = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
+        others = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
         exporter = copy(self)
-        exporter.coords = {**shared, **new_coords}
+        exporter.coords = {**others, **new_coords}
         densities = [f"{safe(name)}_log_likelihood" for name in self.observed_sites]
         return {
             "predictions": exporter._sampled(values, sites, densities),

@@ -153,8 +153,8 @@ def from_guide(
     stats: dict[str, np.ndarray] = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
 
-        def at_draw(_: Any, key: jax.Array, *call: Any) -> dict[str, jax.Array]:
-            return _weighted(guide, *call, key)
+        def at_draw(_: Any, key: jax.Array, params: Any, args: tuple, kwargs: Mapping) -> dict[str, jax.Array]:
+            return _weighted(guide, params, args, kwargs, key)
 
         shared = params, args, kwargs
         draws = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk, shared)

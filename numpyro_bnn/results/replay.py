@@ -162,7 +162,7 @@ def _computed(site: Mapping[str, Any], observed: Collection[str] | None) -> dict
 
 
 def sites_by_training(
-    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, predict: bool
+    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, *, predict: bool
 ) -> dict[str, dict[str, Any]]:
     """:func:`site_trace` whose networks use their batch statistics on the training data, if there are any."""
     if training is None:
@@ -201,7 +201,7 @@ def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np
 
 
 def map_draws(
-    fn: Callable[[Draws, jax.Array], dict[str, jax.Array]],
+    fn: Callable[..., dict[str, jax.Array]],
     draws: Draws,
     rng_key: jax.Array,
     draws_per_chunk: int | None = None,
