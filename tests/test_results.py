@@ -481,6 +481,20 @@ def test_bad_results_are_refused(mcmc):
         bnn.to_inference_data(run)
 
 
+def test_observed_data_keep_their_precision():
+    """The model sees float32, in which these values are all 1,000,000."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(1e6, 1.0))
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    y = 1e6 + np.arange(4) / 100
+    run = MCMC(bnn.infer.SGLD(model, 1e-3), num_warmup=0, num_samples=2, progress_bar=False)
+    run.run(jax.random.key(0), y)
+    np.testing.assert_array_equal(bnn.to_inference_data(run)["observed_data"]["y"], y)
+
+
 PEAK_MEMORY = """
 import resource, sys
 import jax, numpy as np

@@ -205,7 +205,7 @@ class _Exporter:
             groups["posterior_predictive"] = self._sampled(predicted, self.sites)
         observed = {}
         for name in self.observed_sites:
-            value = np.asarray(self.sites[name]["value"])
+            value = self._as_given(np.asarray(self.sites[name]["value"]))
             observed[safe(name)] = (site_dims(self.sites[name], safe(name), value.shape), value)
         groups["observed_data"] = self._dataset(observed)
         groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
@@ -239,6 +239,14 @@ class _Exporter:
             "predictions": exporter._sampled(values, sites, densities),
             "predictions_constant_data": exporter._constants(arrays, set(), sites),
         }
+
+    def _as_given(self, value: np.ndarray) -> np.ndarray:
+        """An observation in the precision in which it was passed: the model may see it in float32."""
+        for name in self.observed:
+            given = np.asarray(self.fit.arguments.arrays[name])
+            if np.array_equal(given.astype(value.dtype), value, equal_nan=True):
+                return given
+        return value
 
     # -- values at one draw ----------------------------------------------------------------------------
 
