@@ -63,8 +63,8 @@ class SGHMC(_WithMomentum):
     .. math:: B:\ m \leftarrow m + \tfrac h2 \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 M^{-1} m, \quad
               O:\ m \leftarrow a\,m + \sqrt{(1 - a^2) T} M^{1/2} z,\quad a = 1 - \mathrm{momentum\_decay}
 
-    With exact gradients, positions have no bias on Gaussian targets, and a bias of order h^2 elsewhere (the order B A
-    O A B). Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
+    A step is B, A, O, A, B. With exact gradients, positions have no bias on Gaussian targets, and a bias of order h^2
+    elsewhere. Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
     ``momentum_decay=1`` a step is one of SGLD with the mean of two successive noises.
 
     :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is Hamiltonian.

@@ -30,10 +30,10 @@ class Fit:
 
     :param model: the NumPyro model.
     :param arguments: arguments of the run.
-    :param params: values of its parameters by site, where they are known.
     :param posterior: constrained draws (C, S, ...) by site.
     :param sample_stats: statistics (C, S, ...) by ArviZ's names.
     :param attrs: algorithm and settings.
+    :param params: values of the model's parameters by site, where they are known.
     :param stat_coords: statistic -> name and labels of its last axis.
     """
 

@@ -180,8 +180,7 @@ class GGMC(Dynamics):
     r"""Gradient-guided Monte Carlo: Langevin steps on independent minibatches, then one test on the full data.
 
     Each of the L steps is a half refresh (O), a kick (B), a drift, a kick and a half refresh, with one minibatch for
-    both kicks. With r_l^O the momentum after a step's first O and
-    r_l^B after its second B,
+    both kicks. With r_l^O the momentum after a step's first O and r_l^B after its second B,
 
     .. math::
         \log\alpha = -\tfrac1T [U(\theta_L) - U(\theta_0) + \sum_l (r_l^{B\prime} r_l^B - r_l^{O\prime} r_l^O) / 2]
