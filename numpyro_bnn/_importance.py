@@ -125,7 +125,7 @@ def check(
         sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not is_factor(s["fn"])]
         return jnp.sum(jnp.array(sizes, int))
 
-    num_observations = run(count, jax.random.key(0), args, kwargs)
+    num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
     _check_params(call, traces, params)
     guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
     left_out = [name for name, site in traces["model"].items() if _is_random(site) and name not in guided]

@@ -71,7 +71,7 @@ def signature(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Signature, list]:
     return Signature(tree, fixed), [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
 
 
-def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
     """``fn(given, args, kwargs)`` by one compiled program, which any equal computation uses again.
 
     Programs are compared by their equations, so two functions that compute the same share one, and a function whose
@@ -85,14 +85,14 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any
     >>> [float(x) for x in found], len(set(_KEPT) - before)
     ([6.0, 6.0, 10.0], 2)
     """
-    return prepare(fn, args, kwargs)(given)
+    return prepare(fn, args, kwargs, once)(given)
 
 
-def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Callable[[Any], Any]:
+def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Callable[[Any], Any]:
     """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of one shape."""
     fixed, arrays = signature(args, kwargs)
-    of_arrays = shared(lambda given, arrays: fn(given, *fixed.call(arrays)))
-    of_values = shared(lambda given: fn(given, args, kwargs))
+    of_arrays = shared(lambda given, arrays: fn(given, *fixed.call(arrays)), once)
+    of_values = shared(lambda given: fn(given, args, kwargs), once)
 
     def call(given: Any) -> Any:
         try:
@@ -103,8 +103,11 @@ def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Callable[[A
     return call
 
 
-def shared(fn: Callable) -> Callable:
-    """Like ``jax.jit``, but equal functions share their compiled programs, and what ``fn`` reads is read once."""
+def shared(fn: Callable, once: bool = False) -> Callable:
+    """Like ``jax.jit``, but equal functions share their compiled programs, and what ``fn`` reads is read once.
+
+    :param once: whether the program runs so rarely that compiling it quickly matters more than its speed.
+    """
     known: dict[Any, tuple[Callable, Any, bool]] = {}
 
     def call(*given: Any) -> Any:
@@ -118,7 +121,7 @@ def shared(fn: Callable) -> Callable:
             closed, shapes = flat(*leaves)
             closed = closed if closed.effects else needed_part(closed)
             traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
-            found = _kept(closed, traced), jax.tree.structure(shapes), traced
+            found = _kept(closed, traced, once), jax.tree.structure(shapes), traced
             if traced == inside:
                 known[key] = found
         program, out, traced = found
@@ -129,9 +132,13 @@ def shared(fn: Callable) -> Callable:
     return call
 
 
-def _kept(closed: ClosedJaxpr, traced: bool) -> Callable:
-    key = _fingerprint(closed, traced)
-    program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed))
+def _kept(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
+    # Inside another program XLA has only that one's options. Elsewhere than on a CPU this one is unproven.
+    quick = once and not traced and jax.default_backend() == "cpu"
+    options = {"xla_backend_optimization_level": 0} if quick else None
+    found = _fingerprint(closed, traced)
+    key = found and (*found, bool(options))
+    program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed), compiler_options=options)
     if key is not None:
         _KEPT[key] = program  # the last used comes last
         if len(_KEPT) > KEPT:

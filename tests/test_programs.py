@@ -30,6 +30,17 @@ def test_equal_computations_share_a_program(compiled):
     assert float(found) == 36.0
 
 
+def test_programs_that_run_once_are_kept_for_themselves(compiled):
+    """A kernel must not be slow because the same computation was compiled quickly before, also inside another one."""
+    fn, counts = times(5.0), []
+    for once in (True, False, True):
+        before = len(compiled)
+        assert float(run(fn, jnp.float32(2.0), (X,), {}, once)) == 30.0
+        counts.append(len(compiled) - before)
+    assert counts == [1, 1, 0]
+    assert float(jax.jit(lambda x: run(fn, x, (X,), {}, once=True))(2.0)) == 30.0
+
+
 @pytest.mark.parametrize("factor", [3.0, np.float32(3.0), 3 * np.ones(3, np.float32), 3 * jnp.ones(3)], ids=str)
 def test_what_a_function_closes_over_is_a_part_of_it(factor):
     """Numbers and arrays, also inside a program of its own."""

@@ -169,7 +169,7 @@ def prior_values(model: Callable, kinds: Container[str], args: tuple, kwargs: Ma
         sites = prior_trace(random_indices(model), seed, args, kwargs).items()
         return {n: s["value"] for n, s in sites if s["type"] in kinds and not s.get("is_observed", False)}
 
-    return run(values, np.uint32(0), args, kwargs)
+    return run(values, np.uint32(0), args, kwargs, once=True)
 
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:

@@ -160,7 +160,7 @@ def initial_values(
         return found.z, jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
 
     with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
-        z, valid = run(search, rng_key, args, kwargs)
+        z, valid = run(search, rng_key, args, kwargs, once=True)
         if not isinstance(valid, jax.core.Tracer) and not valid:
             z, _ = search(rng_key, args, kwargs)  # raises, and warns of the values that no distribution accepts
     return z

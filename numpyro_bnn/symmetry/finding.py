@@ -270,7 +270,7 @@ def _invariance(
             raise argument_error(call, "args", "no observations", instead)
         moving = [in_latent(symmetry, info) for symmetry in symmetries]
         changes = partial(_changes, model, moving)
-        errors = np.array([run(changes, start, args, kwargs) for start in enumerate(info.draws)])
+        errors = np.array([run(changes, start, args, kwargs, once=True) for start in enumerate(info.draws)])
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
 
 

@@ -180,7 +180,7 @@ def model_info(
         names = [name for name in prior_sites(traced, kwargs) if name not in held]
         return {name: jnp.asarray(traced[name]["value"]) for name in names}
 
-    draws = [run(draw, np.uint32(seed), args, kwargs or {}) for seed in seeds]
+    draws = [run(draw, np.uint32(seed), args, kwargs or {}, once=True) for seed in seeds]
     return ModelInfo(sites, draws, PriorProgram(model, draws[0], args, kwargs))
 
 
@@ -218,7 +218,7 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     values, axes = info.draws[0], list(symmetry.unit_axes)
     units = symmetry.units(values)
     driven = pruned(lambda values: info.prior.elements(values) | info.prior.noncentered(values), values)
-    before = run(driven, values, (), {})
+    before = run(driven, values, (), {}, once=True)
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
             fitting = [axis for axis in symmetry.unit_axes if length == units * axis.repeats]
@@ -226,7 +226,7 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
                 continue
             changed = np.moveaxis(np.array(values[hyper]), number, 0)
             changed[0] = 1.5 * changed[0]
-            after = run(driven, {**values, hyper: np.moveaxis(changed, 0, number)}, (), {})
+            after = run(driven, {**values, hyper: np.moveaxis(changed, 0, number)}, (), {}, once=True)
             axes += [
                 axis._replace(site=hyper, axis=number)
                 for axis in fitting

@@ -112,7 +112,7 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
             corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
         return corrections
 
-    found = [run(log_corrections, start, (), {}) for start in enumerate(draws)]
+    found = [run(log_corrections, start, (), {}, once=True) for start in enumerate(draws)]
     return all(abs(float(correction)) < 1e-5 for corrections in found for correction in corrections)
 
 
@@ -132,7 +132,7 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
         if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
             return "prior"
     means = partial(_locations, symmetry, prior)
-    locations = [loc for values in draws for loc in run(means, values, (), {})]
+    locations = [loc for values in draws for loc in run(means, values, (), {}, once=True)]
     if any(loc is None for loc in locations):
         return "walk"
     if isinstance(symmetry, Shift):
