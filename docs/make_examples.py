@@ -28,7 +28,6 @@ RUNS = {
     "variational": "--num-steps 5000 --num-warmup 500",
     "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100"
     " --nuts-samples 100",
-    "amortized": "--num-steps 3000 --train-rows 5000 --point-steps 1000",
     "minibatch": "--width 20 --num-samples 50 --steps-per-draw 50 --nuts-rows 200 --nuts-warmup 100 --num-chains 2"
     " --test-rows 500",
     "ensembles": "--sets energy --members 4 --num-warmup 150 --num-samples 100 --nuts-warmup 200 --max-tree-depth 7",

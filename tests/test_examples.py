@@ -43,8 +43,6 @@ SHORT = {
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
     " --nuts-samples 10",
-    "examples.amortized": "--neurons 5 --train-rows 60 --new-rows 20 --widths 3 4 --num-steps 30 --batch-size 10"
-    " --point-steps 300 --num-draws 5",
     "examples.neal": "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
     "examples.two_modes": "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3"
     " --max-tree-depth 2",
@@ -128,7 +126,6 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
         ("examples.probabilistic_backpropagation", ["--widths", "3", "0"]),
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
-        ("examples.amortized", ["--widths", "3", "0"]),
         ("examples.variational", ["--points", "3"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
@@ -458,18 +455,6 @@ def test_adf_speed(tmp_path):
 
 
 # -- variational guides -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_amortized(tmp_path, capsys):
-    rows = run("examples.amortized", "--output", tmp_path / "out")
-    assert [f"{row.network} {row.rows}" for row in rows] == ["3 seen", "3 new", "4 seen", "4 new"]
-    for row in rows:
-        assert row.worst_gap >= row.gap > 0  # no q of the network beats the best one of a bin
-        assert 0 <= row.coverage <= 1
-        assert math.isfinite(row.elbo)
-    assert "hidden units" in capsys.readouterr().out
-    assert (tmp_path / "out" / "amortized.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

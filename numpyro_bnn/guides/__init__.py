@@ -1,7 +1,6 @@
 """Guides: posterior approximations for NumPyro's SVI, Predictive and posterior summaries."""
 
 from numpyro_bnn.guides.adf import ADFResult, AutoADF
-from numpyro_bnn.guides.amortized import AutoAmortized
 from numpyro_bnn.guides.auto_blocks import AutoBlocks
 from numpyro_bnn.guides.blocks import Block, Diagonal, FullRank, LowRank
 from numpyro_bnn.guides.coupling import AutoCoupling
@@ -20,7 +19,6 @@ __all__ = [
     "AutoMeanField",
     "AutoStructured",
     "AutoCoupling",
-    "AutoAmortized",
     "Block",
     "Diagonal",
     "FullRank",
