@@ -138,7 +138,10 @@ class Chain:
         """The state of a chain at unconstrained values ``z``."""
         policy, position = self.policy, ravel_pytree(z)[0]
         base = jnp.asarray(policy.step_size, position.dtype)
-        engine = self._sampler(z, base).init(position, rng_key, policy.engine_warmup)
+        sampler = self._sampler(z, base)
+        # The first transition that samples refreshes the engine.
+        sampler = replace(sampler, gradient=sgmcmc.gradients.Unevaluated(sampler.gradient))
+        engine = sampler.init(position, rng_key, policy.engine_warmup)
         return SGMCMCState(
             z=z,
             step_size=jnp.asarray(base * policy.schedule(engine.step), position.dtype),
