@@ -165,7 +165,8 @@ class Chain:
             state = lax.cond(i < warm, self._optimize, lambda s: self._sample(s, i), state)
         else:
             state = self._sample(state, i)
-        return state._replace(i=i + 1)
+        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
+        return state._replace(z=ravel_pytree(state.z)[1](position), i=i + 1)
 
     def refresh(self, state: SGMCMCState) -> SGMCMCState:
         """Adopt ``state.z`` and the arguments: recompute cached potentials and gradients, keep the momentum."""
@@ -190,9 +191,7 @@ class Chain:
         return policy.tuner.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
-        position = jnp.where(engine.first_divergence >= 0, jnp.nan, engine.position)
         return state._replace(
-            z=ravel_pytree(state.z)[1](position),
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
             num_gradients=state.num_gradients + engine.statistics.num_gradients,
             engine=engine,
@@ -246,7 +245,6 @@ class Chain:
         broken = ~jnp.all(jnp.isfinite(engine.position))
         engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
         return state._replace(
-            z=unravel(engine.position),
             engine=engine,
             optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,

@@ -272,12 +272,12 @@ class EnergyTuner(Tuner):
     def _adapted(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         stages, broken = self.stages, after.diverging
         # A divergence here means that the first steps were too large: go back, and shorten them.
-        kept, z = jax.tree.map(
-            lambda a, b: jnp.where(broken, a, b), (before.engine, before.z), (after.engine, after.z)
-        )
-        unharmed = jnp.full_like(kept.first_divergence, -1)
-        engine = kept._replace(step=after.engine.step, first_divergence=unharmed)
-        state = after._replace(z=z, engine=engine, diverging=jnp.zeros_like(broken))
+        moved = ("position", "memory", "adaptation", "estimator")
+        old, new = ({name: getattr(state.engine, name) for name in moved} for state in (before, after))
+        kept = sgmcmc.interfaces.select(broken, old, new)
+        unharmed = jnp.full_like(after.engine.first_divergence, -1)
+        engine = after.engine._replace(first_divergence=unharmed, **kept)
+        state = after._replace(engine=engine, diverging=jnp.zeros_like(broken))
         if self.steers_step_size:
             state = self._steered(state, broken, i)
         state = self._recorded(state, sampler, i)
