@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +104,7 @@ class Policy:
     :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
     :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
     :param stable_step_size: ``stable_step_size(curvature, noise)``: the largest for traveling to the typical set.
-    :param sampler: ``sampler(z, base_step_size, args, kwargs)`` puts the engine together.
+    :param sampler: ``sampler(z, base_step_size, evaluate)`` puts the engine together.
     :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``.
     :param tuner: what else is adapted.
     """
@@ -174,7 +175,11 @@ class Chain:
         return state._replace(engine=self._sampler(state.z, state.base_step_size).refresh(engine))
 
     def _sampler(self, z: Any, base: jax.Array) -> sgmcmc.Sampler:
-        return self.policy.sampler(z, base, self.args, self.kwargs)
+        return self.policy.sampler(z, base, self._evaluate)
+
+    @cached_property
+    def _evaluate(self) -> Callable:
+        return self.policy.target.evaluator(self.args, self.kwargs)
 
     # -- sampling ----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Microcanonical Langevin Monte Carlo: the kernel, and its warm-up."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,10 +143,8 @@ class MCLMC(SGMCMCKernel):
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(self._length, self._integrator)
 
-    def sampler(
-        self, target: Target, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> sgmcmc.Sampler:
-        built = super().sampler(target, z, base, args, kwargs)
+    def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
+        built = super().sampler(target, z, base, evaluate)
         fresh = sgmcmc.Microcanonical(self._length, self._integrator, fresh=target.subsampled)
         return replace(built, dynamics=fresh)
 
