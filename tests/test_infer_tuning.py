@@ -213,7 +213,7 @@ RNG = np.random.default_rng(0)
 def built(kernel, args, step_size=1e-3, key=0):
     """The engine of a kernel at its start, and its sampler."""
     state = kernel.init(random.key(key), 0, None, args, {})
-    return kernel.sampler(kernel.target, state.z, jnp.array(step_size), args, {}), state
+    return kernel.sampler(kernel.target, state.z, jnp.array(step_size), kernel.target.evaluator(args, {})), state
 
 
 def linear(slopes, curvatures, batch_size):

@@ -135,7 +135,7 @@ class SGMCMCKernel(MCMCKernel):
     ) -> sgmcmc.interfaces.Gradient:
         """The gradient estimator."""
         if not target.subsampled:
-            return sgmcmc.Full(lambda position: potential(position, {}))
+            return sgmcmc.Full(full)
         if self._gradient == "control_variates":
             return sgmcmc.ControlVariates(potential, full, stream)
         if self._gradient == "svrg":
@@ -190,18 +190,16 @@ class SGMCMCKernel(MCMCKernel):
             tuner=tuner,
         )
 
-    def sampler(
-        self, target: Target, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> sgmcmc.Sampler:
-        """Assemble the engine for these arguments; this happens while tracing and costs nothing at run time."""
+    def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
+        """Assemble the engine for a potential ``evaluate(z, batch)``; this costs nothing at run time."""
         unravel, schedule = ravel_pytree(z)[1], self.schedule
         stream = stream_of(target, self._minibatches)
 
         def potential(position: jax.Array, batch: Any) -> jax.Array:
-            return target.potential(args, kwargs, batch or {})(unravel(position))
+            return evaluate(unravel(position), batch)
 
         def full(position: jax.Array) -> jax.Array:
-            return target.potential(args, kwargs, "full")(unravel(position))
+            return evaluate(unravel(position), "full")
 
         return sgmcmc.build(
             self.estimator(target, potential, full, stream),

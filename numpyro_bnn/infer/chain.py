@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +104,7 @@ class Policy:
     :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
     :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
     :param stable_step_size: ``stable_step_size(curvature, noise)``: the largest for traveling to the typical set.
-    :param sampler: ``sampler(z, base_step_size, args, kwargs)`` puts the engine together.
+    :param sampler: ``sampler(z, base_step_size, evaluate)`` puts the engine together.
     :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``.
     :param tuner: what else is adapted.
     """
@@ -138,7 +139,10 @@ class Chain:
         """The state of a chain at unconstrained values ``z``."""
         policy, position = self.policy, ravel_pytree(z)[0]
         base = jnp.asarray(policy.step_size, position.dtype)
-        engine = self._sampler(z, base).init(position, rng_key, policy.engine_warmup)
+        sampler = self._sampler(z, base)
+        # The first transition that samples refreshes the engine.
+        sampler = replace(sampler, gradient=sgmcmc.gradients.Unevaluated(sampler.gradient))
+        engine = sampler.init(position, rng_key, policy.engine_warmup)
         return SGMCMCState(
             z=z,
             step_size=jnp.asarray(base * policy.schedule(engine.step), position.dtype),
@@ -162,7 +166,8 @@ class Chain:
             state = lax.cond(i < warm, self._optimize, lambda s: self._sample(s, i), state)
         else:
             state = self._sample(state, i)
-        return state._replace(i=i + 1)
+        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
+        return state._replace(z=ravel_pytree(state.z)[1](position), i=i + 1)
 
     def refresh(self, state: SGMCMCState) -> SGMCMCState:
         """Adopt ``state.z`` and the arguments: recompute cached potentials and gradients, keep the momentum."""
@@ -170,7 +175,11 @@ class Chain:
         return state._replace(engine=self._sampler(state.z, state.base_step_size).refresh(engine))
 
     def _sampler(self, z: Any, base: jax.Array) -> sgmcmc.Sampler:
-        return self.policy.sampler(z, base, self.args, self.kwargs)
+        return self.policy.sampler(z, base, self._evaluate)
+
+    @cached_property
+    def _evaluate(self) -> Callable:
+        return self.policy.target.evaluator(self.args, self.kwargs)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
@@ -187,9 +196,7 @@ class Chain:
         return policy.tuner.adapt(state, self._collect(state, engine, sampler), sampler, i)
 
     def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
-        position = jnp.where(engine.first_divergence >= 0, jnp.nan, engine.position)
         return state._replace(
-            z=ravel_pytree(state.z)[1](position),
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
             num_gradients=state.num_gradients + engine.statistics.num_gradients,
             engine=engine,
@@ -243,7 +250,6 @@ class Chain:
         broken = ~jnp.all(jnp.isfinite(engine.position))
         engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
         return state._replace(
-            z=unravel(engine.position),
             engine=engine,
             optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,

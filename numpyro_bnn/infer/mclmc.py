@@ -1,7 +1,7 @@
 """Microcanonical Langevin Monte Carlo: the kernel, and its warm-up."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,10 +143,8 @@ class MCLMC(SGMCMCKernel):
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(self._length, self._integrator)
 
-    def sampler(
-        self, target: Target, z: Any, base: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> sgmcmc.Sampler:
-        built = super().sampler(target, z, base, args, kwargs)
+    def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
+        built = super().sampler(target, z, base, evaluate)
         fresh = sgmcmc.Microcanonical(self._length, self._integrator, fresh=target.subsampled)
         return replace(built, dynamics=fresh)
 
@@ -272,12 +270,12 @@ class EnergyTuner(Tuner):
     def _adapted(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         stages, broken = self.stages, after.diverging
         # A divergence here means that the first steps were too large: go back, and shorten them.
-        kept, z = jax.tree.map(
-            lambda a, b: jnp.where(broken, a, b), (before.engine, before.z), (after.engine, after.z)
-        )
-        unharmed = jnp.full_like(kept.first_divergence, -1)
-        engine = kept._replace(step=after.engine.step, first_divergence=unharmed)
-        state = after._replace(z=z, engine=engine, diverging=jnp.zeros_like(broken))
+        moved = ("position", "memory", "adaptation", "estimator")
+        old, new = ({name: getattr(state.engine, name) for name in moved} for state in (before, after))
+        kept = sgmcmc.interfaces.select(broken, old, new)
+        unharmed = jnp.full_like(after.engine.first_divergence, -1)
+        engine = after.engine._replace(first_divergence=unharmed, **kept)
+        state = after._replace(engine=engine, diverging=jnp.zeros_like(broken))
         if self.steers_step_size:
             state = self._steered(state, broken, i)
         state = self._recorded(state, sampler, i)

@@ -70,6 +70,11 @@ class Target:
         """The function z -> U~ of a minibatch; with ``batch="full"`` U on all the data."""
         return partial(potential_energy, self._on_batch, args, {**(kwargs or {}), "_batch": batch})
 
+    def evaluator(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+        """:meth:`potential` as ``evaluate(z, batch)``, which reads the model on all the data only once."""
+        full = jax.jit(self.potential(args, kwargs, "full"))
+        return lambda z, batch: full(z) if isinstance(batch, str) else self.potential(args, kwargs, batch)(z)
+
     @property
     def _on_batch(self) -> Callable:
         return constant_keys(on_batch(self.model, self.plates))

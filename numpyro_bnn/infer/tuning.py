@@ -9,6 +9,7 @@ from jax import lax
 
 from numpyro_bnn._checks import check_count, check_number
 from numpyro_bnn.sgmcmc import Sampler, State
+from numpyro_bnn.sgmcmc.streams import FullData
 
 POWER_STEPS = 24
 NOISE_BATCHES = 16
@@ -61,7 +62,7 @@ class Noise(NamedTuple):
 
 
 def gradient_noise(sampler: Sampler, state: State) -> Noise:
-    """Measure the noise of the gradient at the position of a chain."""
+    """Measure the noise of the gradient at the position of a chain; gradients of all the data have none."""
 
     def one(number: jax.Array) -> jax.Array:
         # Different counters from those of the power iteration.
@@ -70,6 +71,9 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
         gradient = sampler.gradient(state.estimator, state.position, batch)[1]
         return sampler.preconditioner.transpose(state.adaptation, gradient)
 
+    if isinstance(sampler.gradient.stream, FullData):
+        zero = jnp.zeros((), state.position.dtype)
+        return Noise(zero, zero, zero)
     gradients = lax.map(one, lax.iota(jnp.int32, NOISE_BATCHES))
     mean = jnp.mean(gradients, axis=0)
     centered = gradients - mean
