@@ -104,22 +104,26 @@ def _is_array(value: Any) -> bool:
 
 
 def site_trace(
-    model: Callable, draw: Draws, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any], predict: bool
+    model: Callable,
+    draw: Draws,
+    rng_key: jax.Array,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    predict: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Trace of ``model`` with its latent sites at ``draw`` and its plates full.
 
     :param draw: values of latent sites, and of parameters that are known.
-    :param predict: draw the observed sites instead of using their data.
+    :param predict: observed sites to be drawn instead of using their data.
     """
 
     def latent(site: dict[str, Any]) -> Any:
         # Deterministic sites are recomputed: the draw holds their values for the training data.
         return draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
 
-    inner = unobserved(model) if predict else model
     # Draws of a diverged chain are NaN; validation would raise an error and lose the other chains.
     with numpyro.validation_enabled(False):
-        return full_trace(inner, latent, args, kwargs, rng_key)
+        return full_trace(unobserved(model, predict), latent, args, kwargs, rng_key)
 
 
 def site_values(
@@ -141,7 +145,7 @@ def site_values(
     sites: dict[str, dict[str, Any]] = {}
 
     def values(given: tuple, calls: tuple, _: Any) -> dict[str, dict[str, Any]]:
-        sites.update(sites_by_training(model, *given, *calls, predict=observed is not None))
+        sites.update(sites_by_training(model, *given, *calls, predict=observed or ()))
         return {name: _computed(site, observed) for name, site in sites.items()}
 
     found = _programs.run(values, (draw, rng_key), (call, training), {})
@@ -162,13 +166,13 @@ def _computed(site: Mapping[str, Any], observed: Collection[str] | None) -> dict
 
 
 def sites_by_training(
-    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, *, predict: bool
+    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, *, predict: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """:func:`site_trace` whose networks use their batch statistics on the training data, if there are any."""
     if training is None:
         return site_trace(model, draw, rng_key, *call, predict)
     with record_statistics() as recorded:
-        site_trace(model, draw, rng_key, *training, predict=False)
+        site_trace(model, draw, rng_key, *training)
     with use_statistics(recorded.calls):
         return site_trace(model, draw, rng_key, *call, predict)
 
