@@ -10,13 +10,13 @@ import jax
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.results import replay
-from numpyro_bnn.results.exporter import Exporter
+from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text
 from numpyro_bnn.results.processes import process_attrs, process_groups
-
-SAMPLE_DIMS = ("chain", "draw")
+from numpyro_bnn.results.replay import CALL, Arguments
 
 
 def to_inference_data(
@@ -93,6 +93,11 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
+    if draws_per_chunk is not None:
+        draws_per_chunk = check_count(CALL, "draws_per_chunk", draws_per_chunk)
+    if predictions is not None and not isinstance(predictions, Mapping):
+        instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
+        raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
     chosen = (log_likelihood, posterior_predictive)
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
@@ -106,12 +111,61 @@ def to_inference_data(
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
-    if predictions is not None:
-        new = replay.for_prediction(fit.arguments, predictions, exporter.observed)
+    new = None if predictions is None else replay.for_prediction(fit.arguments, predictions, exporter.observed)
+    given = set(predictions or {})
+    _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
     groups = exporter.training_groups(train_key, *chosen)
-    if predictions is not None:
-        groups |= exporter.prediction_groups(new_key, new, set(predictions or {}), prediction_coords or {})
+    if new is not None:
+        groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
     return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
+
+
+def _check_outline(
+    exporter: Exporter,
+    new: Arguments | None,
+    given: set[str],
+    chosen: tuple[bool, bool],
+    coords: Mapping[str, Sequence],
+    prediction_coords: Mapping[str, Sequence],
+    dims: Mapping[str, Sequence[str]],
+) -> None:
+    """Build all groups without computing them, so that every error comes before the work."""
+    outline, key = exporter.outline(), jax.random.key(0)
+    training = outline.training_groups(key, *chosen)
+    predicted: dict[str, Any] = {}
+    if new is not None:
+        try:
+            predicted = outline.prediction_groups(key, new, given, {})
+        except (TypeError, ValueError) as error:
+            if str(error).startswith(CALL):
+                raise
+            got = f"arguments with which the model fails ({error})"
+            instead = "Pass values shaped as in the run, with one row per new point in each."
+            raise argument_error(CALL, "predictions", got, instead) from error
+    draws = {dim: {training["posterior"].sizes[dim]} for dim in SAMPLE_DIMS}
+    _check_coords("coords", coords, [*training.values(), *predicted.values()], draws)
+    _check_coords("prediction_coords", prediction_coords, list(predicted.values()), {})
+    groups = {**training, **predicted}
+    named = ("posterior", "sample_stats", "constant_data", "predictions_constant_data")
+    known = [variable for name in named if name in groups for variable in groups[name].data_vars]
+    for variable in dims:
+        if variable not in known:
+            raise unknown_name(CALL, "dims", variable, known)
+
+
+def _check_coords(
+    argument: str, coords: Mapping[str, Sequence], groups: Sequence[Any], sizes: dict[Any, set[int]]
+) -> None:
+    """Every label must belong to an axis: one of ``sizes`` or of ``groups``, which have one chain and draw."""
+    for data in groups:
+        for dim, size in ((d, n) for d, n in data.sizes.items() if d not in SAMPLE_DIMS):
+            sizes.setdefault(dim, set()).add(size)
+    for dim, labels in coords.items():
+        if dim not in sizes:
+            raise unknown_name(CALL, argument, dim, sizes)
+        if len(labels) not in sizes[dim]:
+            got = f"{len(labels)} labels of {dim!r}, which has {' or '.join(map(str, sorted(sizes[dim])))}"
+            raise argument_error(CALL, argument, got, "Pass one label for each.")
 
 
 def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:

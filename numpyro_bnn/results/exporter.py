@@ -18,7 +18,15 @@ from numpyro_bnn._programs import NEEDS_VALUES
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
-from numpyro_bnn.results.replay import CALL, Arguments, map_draws, site_trace, site_values, sites_by_training
+from numpyro_bnn.results.replay import (
+    CALL,
+    Arguments,
+    map_draws,
+    site_trace,
+    site_values,
+    sites_by_training,
+    zero_draws,
+)
 
 SAMPLE_DIMS = ("chain", "draw")
 
@@ -33,7 +41,9 @@ class Exporter:
         self.draws_per_chunk = draws_per_chunk
         self.first = fit.params | {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
+        self.map_draws: Callable = map_draws
         self._check_parameters()
+        self._check_names()
         sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
         self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
         found = self._sources(self._values, fit.arguments.arrays)
@@ -92,6 +102,39 @@ class Exporter:
                 instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
                 raise argument_error(CALL, "result", got, instead)
 
+    def _check_names(self) -> None:
+        """Variables and plates must keep apart once they are renamed for netCDF."""
+        for types in (("sample", "deterministic"), ("plate",)):
+            known: dict[str, str] = {}
+            for name in (name for name, site in self.sites.items() if site["type"] in types):
+                if safe(name) in SAMPLE_DIMS:
+                    got, reason = (
+                        f"a model with a site or plate {name!r}",
+                        "ArviZ uses this name for an axis of the draws",
+                    )
+                    raise argument_error(CALL, "result", got, f"{reason}: rename it in the model.")
+                other = known.setdefault(safe(name), name)
+                if other != name:
+                    got = f"a model with the names {other!r} and {name!r}"
+                    raise argument_error(
+                        CALL, "result", got, f"Both are exported as {safe(name)!r}: rename one of them."
+                    )
+
+    def _derived(self, name: str, suffix: str) -> str:
+        """Name of a variable that is computed from a site, which no other site may have."""
+        found = f"{safe(name)}_{suffix}"
+        for other in (*self.redrawn, *self.dependent):
+            if safe(other) == found:
+                instead = f"The export has a variable of this name, computed from {name!r}: rename the site."
+                raise argument_error(CALL, "result", f"a model with a site {other!r}", instead)
+        return found
+
+    def outline(self) -> "Exporter":
+        """An exporter of the same groups that computes nothing: one draw of zeros in the place of values."""
+        found = copy(self)
+        found.coords, found.map_draws = {}, zero_draws
+        return found
+
     # -- groups ----------------------------------------------------------------------------------------
 
     def training_groups(self, rng_key: jax.Array, log_likelihood: bool, predictive: bool) -> dict[str, Any]:
@@ -108,13 +151,13 @@ class Exporter:
             if predictive:
                 values |= self._predicted(at(predict=self.redrawn)) | self._functions(given)
             if log_likelihood:
-                values |= self._log_likelihood(given, "log_likelihood/{}")
+                values |= {f"log_likelihood/{safe(name)}": v for name, v in self._log_likelihood(given).items()}
             return values
 
         wanted = self.observed_sites if log_likelihood else []
         if wanted or (predictive and (self.redrawn or self.dependent)):
             shared = fit.params, fit.arguments.call()
-            values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
+            values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
             density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
             groups["log_likelihood"] = self._sampled(density, self.sites, density)
             predicted = {k: v for k, v in values.items() if "/" not in k}
@@ -138,11 +181,12 @@ class Exporter:
             sites = at(predict=self.redrawn)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
-                values |= self._log_likelihood(at(predict=()), "{}_log_likelihood")
+                scores = self._log_likelihood(at(predict=()))
+                values |= {self._derived(name, "log_likelihood"): value for name, value in scores.items()}
             return values
 
         sites = site_values(model, self.first, jax.random.key(0), *shared[1:], self.redrawn)
-        values = map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
+        values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
         arrays = {name: value for name, value in new.arrays.items() if name in given}
         lengths = {len(value) for value in arrays.values()}
         plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
@@ -172,17 +216,16 @@ class Exporter:
             values[safe(name)] = sites[name]["value"]
             mean = replay.observation_mean(sites[name]["fn"])
             if mean is not None:
-                values[f"{safe(name)}_{mean.suffix}"] = mean.value
+                values[self._derived(name, mean.suffix)] = mean.value
         return values
 
     def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
         """Deterministic sites that are functions of the inputs."""
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
-    def _log_likelihood(self, sites: Mapping[str, dict], variable: str) -> dict[str, jax.Array]:
-        """Pointwise log likelihoods of the observed sites, called e.g. ``variable="{}_log_likelihood"``."""
-        observed = {safe(name): sites[name] for name in self.observed_sites}
-        return {variable.format(k): site["fn"].log_prob(site["value"]) for k, site in observed.items()}
+    def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+        """Pointwise log likelihoods of the observed sites."""
+        return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in self.observed_sites}
 
     # -- datasets --------------------------------------------------------------------------------------
 
@@ -198,7 +241,7 @@ class Exporter:
 
         :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
         """
-        by_name = {safe(name): site for name, site in sites.items()}
+        by_name = {safe(name): sites[name] for name in (*self.observed_sites, *self.dependent) if name in sites}
         variables = {}
         for name, value in values.items():
             # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.
@@ -227,7 +270,11 @@ class Exporter:
         return self._dataset(variables)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self.dims[name]) if name in self.dims else parameter_dims(name, shape)
+        named = tuple(self.dims.get(name, parameter_dims(name, shape)))
+        if len(named) != len(shape) or {*SAMPLE_DIMS} & {*named}:
+            instead = "Name every axis but `chain` and `draw` once."
+            raise argument_error(CALL, "dims", f"{named} for {name!r} of shape {tuple(shape)}", instead)
+        return named
 
     def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
         # A plate and an argument may share a name, but for ArviZ dimensions and variables must differ.

@@ -43,6 +43,11 @@ class Arguments:
         return bound.args, bound.kwargs
 
     @property
+    def optional(self) -> set[str]:
+        """The arguments that may be left out as ``None``."""
+        return {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
+
+    @property
     def arrays(self) -> dict[str, Any]:
         """The arguments that are arrays with at least one axis."""
         return {name: value for name, value in self.values.items() if _is_array(value)}
@@ -85,9 +90,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
             got = f"no value for {name!r}, which has one row per training point"
             instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
             raise argument_error(CALL, "predictions", got, instead)
-    parameters = arguments.signature.parameters
-    optional = {name for name, parameter in parameters.items() if parameter.default is None}
-    dropped = dict.fromkeys(observed & optional - set(new))
+    dropped = dict.fromkeys(observed & arguments.optional - set(new))
     return replace(arguments, values={**arguments.values, **new, **dropped})
 
 
@@ -202,6 +205,13 @@ def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np
     """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out by a mask in every draw."""
     events = tuple(range(-site["fn"].event_dim, 0))
     return site["unmasked"].any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
+
+
+def zero_draws(fn: Callable, draws: Draws, rng_key: jax.Array, _: Any, shared: tuple = ()) -> dict[str, np.ndarray]:
+    """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing is computed."""
+    first = {name: value[0, 0] for name, value in draws.items()}
+    shapes = jax.eval_shape(lambda *given: fn(*given, *shared), first, rng_key)
+    return {name: np.zeros((1, 1, *shape.shape), shape.dtype) for name, shape in shapes.items()}
 
 
 def map_draws(
