@@ -241,7 +241,7 @@ class Exporter:
 
         :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
         """
-        by_name = {safe(name): sites[name] for name in (*self.observed_sites, *self.dependent) if name in sites}
+        by_name = {safe(name): sites[name] for name in (*self.observed_sites, *self.redrawn, *self.dependent)}
         variables = {}
         for name, value in values.items():
             # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.

@@ -52,7 +52,7 @@ def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None =
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     with record_statistics() as recorded:
         jax.eval_shape(lambda: _none(site_trace(model, exporter.first, jax.random.key(0), *arguments.call())))
-    if lacking and recorded.calls:
+    if lacking and any(recorded.calls):
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."
         raise argument_error("predict", "idata", f"no `constant_data` of {lacking}", instead)
     training = {name: value for name, value in constants.items() if name in arguments.values}
@@ -95,8 +95,7 @@ def _draws_of_sites(
     def read() -> None:
         trace = full_trace(model, note, *arguments.call())
         # A network of another library has placeholders for the weights that are sampled.
-        whole = [n for n in learned if any(isinstance(v, jax.Array) for v in jax.tree.leaves(trace[n]["value"]))]
-        learned[:] = whole
+        learned[:] = [name for name in learned if jax.tree.leaves(trace[name]["value"])]
 
     jax.eval_shape(read)
     found = {name: posterior[safe(name)] for name in shapes if safe(name) in posterior}
