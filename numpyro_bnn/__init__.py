@@ -15,13 +15,14 @@ from numpyro_bnn import (
     symmetry,
 )
 from numpyro_bnn.networks import random_network
-from numpyro_bnn.results import to_inference_data
+from numpyro_bnn.results import predict, to_inference_data
 
 __version__ = "0.1.0"
 
 __all__ = [
     "random_network",
     "to_inference_data",
+    "predict",
     "nn",
     "priors",
     "infer",

@@ -8,6 +8,7 @@ they take longer than the rest of the package.
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,6 +170,11 @@ def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] 
     import xarray as xr
 
     return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **filled})
+
+
+def opened(idata: Any) -> Any:
+    """Results as they are, or read from the netCDF file at a path."""
+    return _arviz().from_netcdf(idata) if isinstance(idata, str | PathLike) else idata
 
 
 def group_names(idata: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations redrawn."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,17 +130,20 @@ def isolated() -> Iterator[None]:
 
 
 class unobserved(Messenger):
-    """Redraw observed sites from their distributions; ``factor`` statements are unchanged.
+    """Redraw observed sites of these names from their distributions.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro import handlers
     >>> model = lambda: numpyro.sample("y", dist.Normal(0.0, 1.0), obs=99.0)
-    >>> bool(handlers.seed(unobserved(model), 0)() < 99.0)
+    >>> bool(handlers.seed(unobserved(model, {"y"}), 0)() < 99.0)
     True
     """
 
+    def __init__(self, fn: Callable | None, names: Collection[str]) -> None:
+        self.names = names
+        super().__init__(fn)
+
     def process_message(self, msg: dict[str, Any]) -> None:
-        auxiliary = msg.get("infer", {}).get("is_auxiliary", False)
-        if msg["type"] == "sample" and msg["is_observed"] and not auxiliary:
+        if msg["type"] == "sample" and msg["is_observed"] and msg["name"] in self.names:
             msg["is_observed"] = False
             msg["value"] = None

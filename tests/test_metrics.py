@@ -115,6 +115,11 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
     assert result.coverage == result.inside.mean()
 
 
+def test_coverage_of_one_draw_is_refused():
+    with pytest.raises(ValueError, match="`draws` got one draw"):
+        metrics.interval_coverage([[1.0, 2.0]], [1.0, 2.0])
+
+
 def test_coverage_sees_overconfidence_and_its_width_is_the_closed_form(rng):
     draws, y = rng.normal(size=(4, 5000, 400)), rng.normal(scale=2.0, size=400)
     result = metrics.interval_coverage(draws, y, 0.9)

@@ -145,7 +145,7 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     :param y: (N,) targets.
     :param level: probability inside, between 0 and 1.
     :return: a :class:`~numpyro_bnn.metrics.draws.Coverage`.
-    :raises ValueError: for other ranks, unequal lengths, a level outside (0, 1), NaN or infinity.
+    :raises ValueError: for fewer than two draws, other ranks, unequal lengths, a level outside (0, 1), NaN, infinity.
 
     Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*, definition 6.
 
@@ -156,6 +156,10 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     """
     array, target = draws_and_targets("interval_coverage", draws, y)
     check_number("interval_coverage", "level", level, strict=True, below=1.0)
+    if len(array) < 2:
+        raise argument_error(
+            "interval_coverage", "draws", "one draw", "An interval needs two draws, better hundreds."
+        )
     tail = (1 - level) / 2
     low, high = np.quantile(array, [tail, 1 - tail], axis=0, method="weibull")
     inside = (low <= target) & (target <= high)

@@ -43,6 +43,11 @@ class Arguments:
         return bound.args, bound.kwargs
 
     @property
+    def optional(self) -> set[str]:
+        """The arguments that may be left out as ``None``."""
+        return {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
+
+    @property
     def arrays(self) -> dict[str, Any]:
         """The arguments that are arrays with at least one axis."""
         return {name: value for name, value in self.values.items() if _is_array(value)}
@@ -85,9 +90,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
             got = f"no value for {name!r}, which has one row per training point"
             instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
             raise argument_error(CALL, "predictions", got, instead)
-    parameters = arguments.signature.parameters
-    optional = {name for name, parameter in parameters.items() if parameter.default is None}
-    dropped = dict.fromkeys(observed & optional - set(new))
+    dropped = dict.fromkeys(observed & arguments.optional - set(new))
     return replace(arguments, values={**arguments.values, **new, **dropped})
 
 
@@ -104,22 +107,26 @@ def _is_array(value: Any) -> bool:
 
 
 def site_trace(
-    model: Callable, draw: Draws, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any], predict: bool
+    model: Callable,
+    draw: Draws,
+    rng_key: jax.Array,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    predict: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Trace of ``model`` with its latent sites at ``draw`` and its plates full.
 
     :param draw: values of latent sites, and of parameters that are known.
-    :param predict: draw the observed sites instead of using their data.
+    :param predict: observed sites to be drawn instead of using their data.
     """
 
     def latent(site: dict[str, Any]) -> Any:
         # Deterministic sites are recomputed: the draw holds their values for the training data.
         return draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
 
-    inner = unobserved(model) if predict else model
     # Draws of a diverged chain are NaN; validation would raise an error and lose the other chains.
     with numpyro.validation_enabled(False):
-        return full_trace(inner, latent, args, kwargs, rng_key)
+        return full_trace(unobserved(model, predict), latent, args, kwargs, rng_key)
 
 
 def site_values(
@@ -141,7 +148,7 @@ def site_values(
     sites: dict[str, dict[str, Any]] = {}
 
     def values(given: tuple, calls: tuple, _: Any) -> dict[str, dict[str, Any]]:
-        sites.update(sites_by_training(model, *given, *calls, predict=observed is not None))
+        sites.update(sites_by_training(model, *given, *calls, predict=observed or ()))
         return {name: _computed(site, observed) for name, site in sites.items()}
 
     found = _programs.run(values, (draw, rng_key), (call, training), {})
@@ -162,13 +169,13 @@ def _computed(site: Mapping[str, Any], observed: Collection[str] | None) -> dict
 
 
 def sites_by_training(
-    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, *, predict: bool
+    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, *, predict: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """:func:`site_trace` whose networks use their batch statistics on the training data, if there are any."""
     if training is None:
         return site_trace(model, draw, rng_key, *call, predict)
     with record_statistics() as recorded:
-        site_trace(model, draw, rng_key, *training, predict=False)
+        site_trace(model, draw, rng_key, *training)
     with use_statistics(recorded.calls):
         return site_trace(model, draw, rng_key, *call, predict)
 
@@ -198,6 +205,13 @@ def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np
     """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out by a mask in every draw."""
     events = tuple(range(-site["fn"].event_dim, 0))
     return site["unmasked"].any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
+
+
+def zero_draws(fn: Callable, draws: Draws, rng_key: jax.Array, _: Any, shared: tuple = ()) -> dict[str, np.ndarray]:
+    """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing is computed."""
+    first = {name: value[0, 0] for name, value in draws.items()}
+    shapes = jax.eval_shape(lambda *given: fn(*given, *shared), first, rng_key)
+    return {name: np.zeros((1, 1, *shape.shape), shape.dtype) for name, shape in shapes.items()}
 
 
 def map_draws(

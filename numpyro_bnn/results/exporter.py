@@ -1,0 +1,287 @@
+"""Turn the parts of a fit into ArviZ groups: the model at every draw, names, dimensions."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_bnn import _arviz
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._dependence import dependence
+from numpyro_bnn._plates import PARAMETERS
+from numpyro_bnn._programs import NEEDS_VALUES
+from numpyro_bnn.results import replay
+from numpyro_bnn.results.fit import Fit
+from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
+from numpyro_bnn.results.replay import (
+    CALL,
+    Arguments,
+    map_draws,
+    site_trace,
+    site_values,
+    sites_by_training,
+    zero_draws,
+)
+
+SAMPLE_DIMS = ("chain", "draw")
+
+
+class Exporter:
+    """Turns the parts of a fit into ArviZ groups."""
+
+    def __init__(self, fit: Fit, coords: Mapping, dims: Mapping, draws_per_chunk: int | None) -> None:
+        self.fit = fit
+        self.coords = {**dict(fit.stat_coords.values()), **coords}
+        self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
+        self.draws_per_chunk = draws_per_chunk
+        self.first = fit.params | {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
+        self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
+        self.map_draws: Callable = map_draws
+        self._check_parameters()
+        self._check_names()
+        sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
+        self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
+        found = self._sources(self._values, fit.arguments.arrays)
+        self._find_observations(found)
+        computed = [name for name, site in self.sites.items() if site["type"] == "deterministic"]
+        self.dependent = [name for name in computed if found[name]]
+
+    # -- the model at the first draw -------------------------------------------------------------------
+
+    def _values(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the observed and deterministic sites as a function of the array arguments."""
+        call, kinds = self.fit.arguments.call(arrays), ("sample", "deterministic")
+        sites = site_trace(self.fit.model, self.first, jax.random.key(0), *call)
+        return {name: site["value"] for name, site in sites.items() if site["type"] in kinds}
+
+    def _densities(self, observed: Mapping[str, Any]) -> dict[str, Any]:
+        """Log densities of the sites as a function of the values of observed sites."""
+        call = self.fit.arguments.call()
+        sites = site_trace(self.fit.model, {**self.first, **observed}, jax.random.key(0), *call)
+        return {n: s["fn"].log_prob(s["value"]) for n, s in sites.items() if s["type"] == "sample"}
+
+    def _sources(self, fn: Callable, arrays: Mapping[str, Any]) -> dict[str, set]:
+        """The arrays from which ``fn`` computes each site; those whose values shape the model count for none."""
+        with suppress(*NEEDS_VALUES):
+            return dependence(fn, arrays)
+        found: dict[str, set] = {name: set() for name in self.sites}
+        for name, value in arrays.items():
+            with suppress(*NEEDS_VALUES):
+                for site, used in dependence(fn, {name: value}).items():
+                    found[site] |= used
+        return found
+
+    def _find_observations(self, sources: Mapping[str, set]) -> None:
+        """Tell observations from fixed values, such as weights given to ``handlers.condition``.
+
+        A value is fixed if other sites depend on it and no argument of the model gives it. An observation is redrawn
+        in predictions, unless it is an input of the others: a site of x, of which y is a function.
+        """
+        given = {name: site["value"] for name, site in self.sites.items() if replay.is_data(site)}
+        below = self._sources(self._densities, given)
+        inner = {name for name in given if any(name in below[n] for n in below if n != name)}
+        self.observed_sites = [name for name in given if sources[name] or name not in inner]
+        self.observed = set().union(*(sources[name] for name in given if name not in inner))
+        self.redrawn = [n for n in self.observed_sites if n not in inner or sources[n] & self.observed]
+
+    def _check_parameters(self) -> None:
+        """Parameter sites must not depend on the key, because their values in the run are not stored."""
+        unknown = [n for n, s in self.sites.items() if s["type"] in PARAMETERS and n not in self.fit.params]
+        if not unknown:
+            return
+        again = site_values(self.fit.model, self.first, jax.random.key(1), self.fit.arguments.call())
+        for name in unknown:
+            pairs = zip(self.sites[name]["value"], again[name]["value"], strict=True)
+            if any(not np.array_equal(a, b) for a, b in pairs):
+                got = f"a model whose parameter site {name!r} starts at random values"
+                instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
+                raise argument_error(CALL, "result", got, instead)
+
+    def _check_names(self) -> None:
+        """Variables and plates must keep apart once they are renamed for netCDF."""
+        for types in (("sample", "deterministic"), ("plate",)):
+            known: dict[str, str] = {}
+            for name in (name for name, site in self.sites.items() if site["type"] in types):
+                if safe(name) in SAMPLE_DIMS:
+                    got, reason = (
+                        f"a model with a site or plate {name!r}",
+                        "ArviZ uses this name for an axis of the draws",
+                    )
+                    raise argument_error(CALL, "result", got, f"{reason}: rename it in the model.")
+                other = known.setdefault(safe(name), name)
+                if other != name:
+                    got = f"a model with the names {other!r} and {name!r}"
+                    raise argument_error(
+                        CALL, "result", got, f"Both are exported as {safe(name)!r}: rename one of them."
+                    )
+
+    def _derived(self, name: str, suffix: str) -> str:
+        """Name of a variable that is computed from a site, which no other site may have."""
+        found = f"{safe(name)}_{suffix}"
+        for other in (*self.redrawn, *self.dependent):
+            if safe(other) == found:
+                instead = f"The export has a variable of this name, computed from {name!r}: rename the site."
+                raise argument_error(CALL, "result", f"a model with a site {other!r}", instead)
+        return found
+
+    def outline(self) -> "Exporter":
+        """An exporter of the same groups that computes nothing: one draw of zeros in the place of values."""
+        found = copy(self)
+        found.coords, found.map_draws = {}, zero_draws
+        return found
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def training_groups(self, rng_key: jax.Array, log_likelihood: bool, predictive: bool) -> dict[str, Any]:
+        fit = self.fit
+        posterior = {safe(name): value for name, value in fit.posterior.items() if name not in self.dependent}
+        groups = {"posterior": self._sampled_parameters(posterior)}
+        if fit.sample_stats:
+            groups["sample_stats"] = self._sampled_parameters(fit.sample_stats)
+
+        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple) -> dict[str, jax.Array]:
+            values: dict[str, jax.Array] = {}
+            at: Callable = partial(site_trace, fit.model, {**params, **draw}, key, *call)
+            given = at()
+            if predictive:
+                values |= self._predicted(at(predict=self.redrawn)) | self._functions(given)
+            if log_likelihood:
+                values |= {f"log_likelihood/{safe(name)}": v for name, v in self._log_likelihood(given).items()}
+            return values
+
+        wanted = self.observed_sites if log_likelihood else []
+        if wanted or (predictive and (self.redrawn or self.dependent)):
+            shared = fit.params, fit.arguments.call()
+            values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
+            density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
+            groups["log_likelihood"] = self._sampled(density, self.sites, density)
+            predicted = {k: v for k, v in values.items() if "/" not in k}
+            groups["posterior_predictive"] = self._sampled(predicted, self.sites)
+        observed = {}
+        for name in self.observed_sites:
+            value = self._as_given(np.asarray(self.sites[name]["value"]))
+            observed[safe(name)] = (site_dims(self.sites[name], safe(name), value.shape), value)
+        groups["observed_data"] = self._dataset(observed)
+        groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
+        return groups
+
+    def prediction_groups(
+        self, rng_key: jax.Array, new: Arguments, given: set[str], new_coords: Mapping[str, Sequence]
+    ) -> dict[str, Any]:
+        model, shared = self.fit.model, (self.fit.params, new.call(), self.fit.arguments.call())
+        scored = bool(self.observed) and self.observed <= given
+
+        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: Any) -> dict[str, jax.Array]:
+            at: Callable = partial(sites_by_training, model, {**params, **draw}, key, *calls)
+            sites = at(predict=self.redrawn)
+            values = self._predicted(sites) | self._functions(sites)
+            if scored:
+                scores = self._log_likelihood(at(predict=()))
+                values |= {self._derived(name, "log_likelihood"): value for name, value in scores.items()}
+            return values
+
+        sites = site_values(model, self.first, jax.random.key(0), *shared[1:], self.redrawn)
+        values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
+        arrays = {name: value for name, value in new.arrays.items() if name in given}
+        lengths = {len(value) for value in arrays.values()}
+        plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+        rows = {safe(name) for name, size in plates.items() if size in lengths}
+        others = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
+        exporter = copy(self)
+        exporter.coords = {**others, **new_coords}
+        densities = [f"{safe(name)}_log_likelihood" for name in self.observed_sites]
+        return {
+            "predictions": exporter._sampled(values, sites, densities),
+            "predictions_constant_data": exporter._constants(arrays, set(), sites),
+        }
+
+    def _as_given(self, value: np.ndarray) -> np.ndarray:
+        """An observation in the precision in which it was passed: the model may see it in float32."""
+        for name in self.observed:
+            given = np.asarray(self.fit.arguments.arrays[name])
+            if np.array_equal(given.astype(value.dtype), value, equal_nan=True):
+                return given
+        return value
+
+    # -- values at one draw ----------------------------------------------------------------------------
+
+    def _predicted(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+        values = {}
+        for name in self.redrawn:
+            values[safe(name)] = sites[name]["value"]
+            mean = replay.observation_mean(sites[name]["fn"])
+            if mean is not None:
+                values[self._derived(name, mean.suffix)] = mean.value
+        return values
+
+    def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+        """Deterministic sites that are functions of the inputs."""
+        return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
+
+    def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+        """Pointwise log likelihoods of the observed sites."""
+        return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in self.observed_sites}
+
+    # -- datasets --------------------------------------------------------------------------------------
+
+    def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
+        """Dataset of draws (C, S, ...) of parameters or statistics."""
+        dims = {name: SAMPLE_DIMS + self._dims(name, value.shape[2:]) for name, value in values.items()}
+        return self._dataset({name: (dims[name], value) for name, value in values.items()})
+
+    def _sampled(
+        self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
+    ) -> Any:
+        """Dataset of draws of observed or deterministic sites, dimensions by plate.
+
+        :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
+        """
+        by_name = {safe(name): sites[name] for name in (*self.observed_sites, *self.redrawn, *self.dependent)}
+        variables = {}
+        for name, value in values.items():
+            # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.
+            stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
+            site = by_name[max(stems, key=len)]
+            dims = site_dims(site, name, value.shape[2:])
+            kept = replay.observed_elements(site, value) if name in densities else np.array(True)
+            if not kept.all():
+                dim = f"{safe(site['name'])}_observed"
+                labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())
+                places = np.flatnonzero(kept)
+                self.coords[dim] = labels[places] if labels.size == kept.size else places
+                dims, value = (dim,), value[..., kept]
+            if kept.any():
+                variables[name] = (SAMPLE_DIMS + dims, value)
+        return self._dataset(variables)
+
+    def _constants(self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]) -> Any:
+        """Dataset of array arguments; a leading axis as long as a plate is that plate."""
+        plates = {site["args"][0]: safe(name) for name, site in sites.items() if site["type"] == "plate"}
+        variables = {}
+        for name, value in arrays.items():
+            if name not in left_out:
+                first, *others = self._dims(name, np.shape(value))
+                variables[name] = ((plates.get(np.shape(value)[0], first), *others), np.asarray(value))
+        return self._dataset(variables)
+
+    def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        named = tuple(self.dims.get(name, parameter_dims(name, shape)))
+        if len(named) != len(shape) or {*SAMPLE_DIMS} & {*named}:
+            instead = "Name every axis but `chain` and `draw` once."
+            raise argument_error(CALL, "dims", f"{named} for {name!r} of shape {tuple(shape)}", instead)
+        return named
+
+    def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
+        # A plate and an argument may share a name, but for ArviZ dimensions and variables must differ.
+        apart = {
+            name: (tuple(f"{dim}_dim" if dim in variables else dim for dim in axes), value)
+            for name, (axes, value) in variables.items()
+        }
+        sizes = {dim: n for axes, value in apart.values() for dim, n in zip(axes, value.shape, strict=True)}
+        fitting = {dim: values for dim, values in self.coords.items() if sizes.get(dim) == len(values)}
+        return _arviz.dataset(apart, fitting)
