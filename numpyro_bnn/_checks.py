@@ -79,6 +79,12 @@ def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -
         raise unknown_name(call, argument, value, known)
 
 
+def check_flag(call: str, argument: str, value: Any) -> None:
+    """Refuse anything but ``True`` and ``False``: the text ``"no"`` would count as true."""
+    if not isinstance(value, bool | np.bool):
+        raise argument_error(call, argument, repr(value), "Pass True or False.", TypeError)
+
+
 def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):

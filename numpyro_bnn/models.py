@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.primitives import _PYRO_STACK
@@ -14,13 +15,16 @@ from numpyro_bnn._checks import (
     argument_error,
     check_count,
     check_finite,
+    check_flag,
     check_labels,
+    check_number,
     check_rank,
     check_same_length,
 )
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
+from numpyro_bnn.priors.base import as_prior, is_positive
 
 __all__ = ["classification", "regression"]
 
@@ -56,7 +60,14 @@ def regression(
     >>> [name for name, site in trace.items() if site["type"] == "sample"][-2:]
     ['sigma', 'y']
     """
+    call = "models.regression"
+    check_flag(call, "heteroscedastic", heteroscedastic)
+    if heteroscedastic and noise is not None:
+        instead = "With `heteroscedastic=True` the network predicts the noise: leave it out."
+        raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
+    _check_noise(call, noise)
+    _check_network(call, net, prior)
     return partial(_regression, net=net, prior=prior, noise=noise, heteroscedastic=heteroscedastic)
 
 
@@ -102,6 +113,7 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     (7,)
     """
     num_classes = check_count("models.classification", "num_classes", num_classes, minimum=2)
+    _check_network("models.classification", net, prior)
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
 
@@ -120,6 +132,25 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
         numpyro.sample("y", dist.Categorical(logits=logits), obs=None if y is None else y[index])
 
 
+def _check_noise(call: str, noise: Any) -> None:
+    """Refuse a noise that is not positive: a distribution, or one fixed value or several."""
+    if isinstance(noise, dist.Distribution):
+        if not is_positive(noise.support):
+            instead = "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
+            raise argument_error(call, "noise", noise, instead)
+    elif not isinstance(noise, jax.core.Tracer):
+        for value in np.ravel(np.asarray(noise, dtype=object)):
+            check_number(call, "noise", value, strict=True)
+
+
+def _check_network(call: str, net: Any, prior: Any) -> None:
+    """Refuse a network or a prior that is none, when the model is made."""
+    if not isinstance(net, Layer):
+        raise argument_error(call, "net", net, "Pass a specification such as `nn.MLP([50, 1])`.", TypeError)
+    if prior is not None:
+        as_prior(prior, call)
+
+
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     if jnp.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
@@ -128,7 +159,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
-    if not whole and batch_size is not None and not 1 <= batch_size <= size:
+    if not whole and batch_size is not None and check_count(call, "batch_size", batch_size) > size:
         raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
 
 

@@ -47,6 +47,8 @@ def implied_bias(energy_variance: Any) -> Any:
     0.05
     """
     given = np.asarray(energy_variance, np.float64)
+    for value in given.ravel():
+        check_number("infer.implied_bias", "energy_variance", value)
     first = np.cbrt(given / 4)
     bias = first * (1 + first) + given / 4  # above the root, so Newton's method descends to it
     for _ in range(50):

@@ -1,21 +1,23 @@
 """Parallel tempering: replicas of any kernel at several temperatures exchange their states."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import random
+from numpyro.infer.gibbs import Gibbs
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._checks import check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_checks import weight_jacobians
+from numpyro_bnn.infer.model_checks import read, subsampled, weight_jacobians
+from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
@@ -104,6 +106,10 @@ class ParallelTempering(MCMCKernel):
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))
+        for inner in _nested(kernel):
+            if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
+                came = f"{type(inner).__name__} with temperature {temperature}"
+                raise argument_error(call, "kernel", came, "Its replicas set the temperatures: leave it at 1.")
         num_replicas = check_count(call, "num_replicas", num_replicas, 2)
         check_number(call, "lowest", lowest, strict=True, below=1.0)
         check_choice(call, "temper", temper, TEMPERED)
@@ -136,6 +142,13 @@ class ParallelTempering(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
+        plates = subsampled(
+            "infer.ParallelTempering", read(self.model, model_args, held_values(model_kwargs)[1]).sites
+        )
+        if plates:
+            came = f"a model that subsamples plate {next(iter(plates))!r}"
+            instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
+            raise argument_error("infer.ParallelTempering", "kernel", came, instead)
         size = self._num_replicas
         self._num_warmup = num_warmup
         betas = self._lowest ** jnp.linspace(0.0, 1.0, size)
@@ -280,6 +293,15 @@ class ParallelTempering(MCMCKernel):
         """Labels of the axis of ``swap_accept_prob``."""
         pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
         return {"swap_accept_prob": ("neighbors", pairs)}
+
+
+def _nested(kernel: MCMCKernel) -> Iterator[MCMCKernel]:
+    """A kernel, and those that it wraps or has as blocks."""
+    yield kernel
+    blocks = [block for block, _ in kernel.blocks] if isinstance(kernel, Gibbs) else [getattr(kernel, "kernel", None)]
+    for block in blocks:
+        if isinstance(block, MCMCKernel):
+            yield from _nested(block)
 
 
 # ------------------------------------------------------------------------------------------------ tempered models

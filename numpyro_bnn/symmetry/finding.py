@@ -1,5 +1,6 @@
 """Find the symmetries of a network or a model from its layers and priors, and verify them numerically."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -52,7 +53,17 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
         found += from_network(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
     measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
-    return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+    valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+    if not valid:
+        looked = (
+            f"in {', '.join(repr(name) for name, *_ in networks)}" if networks else "as it has no `random_network`"
+        )
+        tried = f" of {len(measured)} candidates ({', '.join(sorted({type(e.symmetry).__name__ for e in measured}))})"
+        message = f"symmetry.find: found none{tried if measured else ''} {looked}. Declare your own, e.g. "
+        warnings.warn(
+            f"{message}`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`.", stacklevel=2
+        )
+    return valid
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
