@@ -85,6 +85,14 @@ def check_flag(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, repr(value), "Pass True or False.", TypeError)
 
 
+def check_key(call: str, argument: str, value: Any) -> None:
+    """Refuse anything but random keys, typed or raw."""
+    dtype = getattr(value, "dtype", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and (dtype != np.uint32 or not np.ndim(value)):
+        raise argument_error(call, argument, type(value).__name__, "Pass a key, e.g. `jax.random.key(0)`.", TypeError)
+
+
 def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):

@@ -321,8 +321,8 @@ def test_a_failed_run_leaves_its_last_finite_state(key, tmp_path):
 def test_bfloat16_survives(tmp_path, key):
     svi = make(optax.adam(0.02, mu_dtype=jnp.bfloat16))
     state = svi.update(svi.init(key, X, Y), X, Y)[0]
-    fitting.save_checkpoint(tmp_path / "a.npz", svi, state, np.zeros(1))
-    back, _ = fitting.load_checkpoint(tmp_path / "a.npz", svi, state)
+    fitting.save_checkpoint(tmp_path / "a.npz", svi, state, np.zeros(1), {})
+    back, _ = fitting.load_checkpoint(tmp_path / "a.npz", svi, state, {})
     assert same(back, state)
     assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(back))
 

@@ -619,7 +619,7 @@ MISTAKES = {
         "no pattern for parameter 'Dense_1.bias' (patterns: Dense_0.*)",
     ),
     "name": (lambda: as_prior("hierarchical"), TypeError, "Did you mean 'Hierarchical'"),
-    "class": (lambda: as_prior(priors.Normal), TypeError, "Pass an object, e.g. `priors.Normal()`"),
+    "class": (lambda: as_prior(priors.Normal), TypeError, "Pass an object, `priors.Normal()`"),
     "number": (lambda: as_prior(1.0), TypeError, "random_network: argument `prior` got '1.0'"),
 }
 

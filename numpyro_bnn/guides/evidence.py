@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error, check_count, check_key
 from numpyro_bnn._importance import check, weight_statistics, weighted_draw
 from numpyro_bnn._programs import map_keys, refuse_tracers, run
 
@@ -119,6 +119,7 @@ def evidence(
     """
     call = "guides.evidence"
     refuse_tracers(call, "Call it outside: it compiles its own program.", args, kwargs, params, rng_key)
+    check_key(call, "rng_key", rng_key)
     num_samples = check_count(call, "num_samples", num_samples, 2)
     if draws_per_chunk is not None:
         draws_per_chunk = check_count(call, "draws_per_chunk", draws_per_chunk)

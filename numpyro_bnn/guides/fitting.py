@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import time
-import warnings
 import uuid
+import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from jax import lax
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import argument_error, check_count, unknown_name
+from numpyro_bnn._checks import argument_error, check_count, check_key, unknown_name
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 
@@ -89,6 +89,7 @@ def fit(
     """
     if not isinstance(svi, SVI):
         raise argument_error(CALL, "svi", type(svi).__name__, "Pass a `numpyro.infer.SVI`.", TypeError)
+    check_key(CALL, "rng_key", rng_key)
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
     path = None if checkpoint is None else _check_path(checkpoint)
@@ -315,7 +316,8 @@ def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray, prints
 def load_checkpoint(path: Path, svi: SVI, like: Any, prints: Mapping[str, str]) -> tuple[Any, np.ndarray]:
     """Read state and losses; ``like`` is a state of the same SVI, for its structure.
 
-    :raises ValueError: for any other file, or for the checkpoint of another model, guide or optimizer, or of other data, key or start.
+    :raises ValueError: for any other file, or for a checkpoint of another model, guide or optimizer, of other data,
+        key or start.
     """
     damaged = "It is damaged, or was not written by `fit`: delete it, or pass another path."
     if not zipfile.is_zipfile(path):

@@ -127,7 +127,7 @@ def bind(
         model = handlers.substitute(model, data=prior_values(model, PARAMETERS, args, kwargs))
         reading = read(model, args, kwargs)
     sites = reading.sites
-    plates = subsampled(call, sites)
+    plates = subsampled(sites)
     check_latent_sites(call, sites, plates)
     of_one_minibatch: frozenset[str] = frozenset()
     if plates:

@@ -58,7 +58,7 @@ class WarmStart:
         check_number(call, "share", self.share, below=1)
         check_number(call, "held_out", self.held_out, below=1)
         check_number(call, "spread", self.spread, strict=True)
-        if not (self.optimizer is None or hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+        if not (self.optimizer is None or all(hasattr(self.optimizer, n) for n in ("init", "update"))):
             raise argument_error(
                 call, "optimizer", self.optimizer, "Pass one of optax, e.g. `optax.adam(0.01)`.", TypeError
             )

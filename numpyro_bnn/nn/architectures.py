@@ -59,7 +59,12 @@ def CNN(
     """
     layers: list[Layer | str] = []
     for out in _widths("nn.CNN", "channels", channels):
-        layers += [Conv2d(out, window, padding=padding), *_norms(norm), activation, pool or MaxPool(2)]
+        layers += [
+            Conv2d(out, window, padding=padding),
+            *_norms(norm),
+            activation,
+            MaxPool(2) if pool is None else pool,
+        ]
     head = MLP(_widths("nn.CNN", "widths", widths), activation, norm)
     return Sequential([*layers, Flatten(), *head.layers])
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, unknown_name
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, unknown_name
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -82,6 +82,7 @@ class Conv2d(Layer):
         object.__setattr__(self, "window", _pair("nn.Conv2d", "window", self.window))
         object.__setattr__(self, "strides", _pair("nn.Conv2d", "strides", self.strides))
         _padding("nn.Conv2d", self.padding)
+        check_flag("nn.Conv2d", "use_bias", self.use_bias)
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 3:
