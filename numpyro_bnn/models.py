@@ -16,6 +16,7 @@ from numpyro_bnn._checks import (
     check_count,
     check_finite,
     check_flag,
+    check_kind,
     check_labels,
     check_number,
     check_rank,
@@ -67,7 +68,8 @@ def regression(
         raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
     _check_noise(call, noise)
-    _check_network(call, net, prior)
+    check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    as_prior(prior or {}, call)
     return partial(_regression, net=net, prior=prior, noise=noise, heteroscedastic=heteroscedastic)
 
 
@@ -113,7 +115,8 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     (7,)
     """
     num_classes = check_count("models.classification", "num_classes", num_classes, minimum=2)
-    _check_network("models.classification", net, prior)
+    check_kind("models.classification", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    as_prior(prior or {}, "models.classification")
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
 
@@ -141,14 +144,6 @@ def _check_noise(call: str, noise: Any) -> None:
     elif not isinstance(noise, jax.core.Tracer):
         for value in np.ravel(np.asarray(noise, dtype=object)):
             check_number(call, "noise", value, strict=True)
-
-
-def _check_network(call: str, net: Any, prior: Any) -> None:
-    """Refuse a network or a prior that is none, when the model is made."""
-    if not isinstance(net, Layer):
-        raise argument_error(call, "net", net, "Pass a specification such as `nn.MLP([50, 1])`.", TypeError)
-    if prior is not None:
-        as_prior(prior, call)
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:

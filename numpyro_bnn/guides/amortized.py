@@ -17,7 +17,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.initialization import init_to_median
 from numpyro.infer.util import helpful_support_errors
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.guides.gaussian import AutoMeanField
 from numpyro_bnn.guides.inference_network import (
@@ -103,6 +103,9 @@ class AutoAmortized(AutoGuide):
         init_loc_fn: Callable = init_to_median,
         create_plates: Callable | None = None,
     ) -> None:
+        check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
+        check_kind(CALL, "rest", rest, callable, "Pass a function of a model, e.g. `AutoDelta`.")
+        check_flag(CALL, "full_rank", full_rank)
         if not isinstance(inputs, str) and not callable(inputs):
             instead = 'Name an argument of the model, e.g. `inputs="y"`, or pass a function of its arguments.'
             raise argument_error(CALL, "inputs", inputs, instead, TypeError)

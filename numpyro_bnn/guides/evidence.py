@@ -164,6 +164,5 @@ def _summary(call: str, log_w: NDArray[np.float64], num_observations: int) -> Ev
     bad = int((np.isnan(log_w) | np.isposinf(log_w)).sum())
     if bad:
         instead = "Check parameters and data: a density of the model or guide is NaN or infinite at a draw."
-        got = f"{bad} NaN or infinite log weights of {len(log_w)}"
-        raise argument_error(call, "log_weights", got, instead)
+        raise argument_error(call, "log_weights", f"{bad} NaN or infinite log weights of {len(log_w)}", instead)
     return Evidence(**weight_statistics(log_w), num_observations=num_observations, log_weights=log_w)

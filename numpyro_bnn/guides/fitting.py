@@ -22,7 +22,7 @@ from jax import lax
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import argument_error, check_count, check_key, unknown_name
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 
@@ -87,8 +87,8 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    if not isinstance(svi, SVI):
-        raise argument_error(CALL, "svi", type(svi).__name__, "Pass a `numpyro.infer.SVI`.", TypeError)
+    check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
+    check_flag(CALL, "stable_update", stable_update)
     check_key(CALL, "rng_key", rng_key)
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
@@ -224,9 +224,8 @@ def _start(
     svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, expected: dict[str, Any]
 ) -> Any:
     """The state to start from; refuse a state or parameters of another model, guide or optimizer."""
-    if init_state is not None and not isinstance(init_state, SVIState):
-        instead = "Pass the `state` of an earlier result."
-        raise argument_error(CALL, "init_state", type(init_state).__name__, instead, TypeError)
+    check_kind(CALL, "init_state", init_state, SVIState | None, "Pass the `state` of an earlier result.")
+    check_kind(CALL, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by name.")
     if init_state is not None and init_params is not None:
         raise argument_error(CALL, "init_params", "values beside `init_state`, which has its own", "Pass only one.")
     state = init_state
@@ -236,14 +235,12 @@ def _start(
             state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
         known = svi.get_params(state)
         for name in init_params or {}:
-            if name not in known:
-                raise unknown_name(CALL, "init_params", name, known)
+            check_choice(CALL, "init_params", name, known)
         expected.update(_described(svi, state._replace(rng_key=None), {}))
-    if init_state is not None:
-        if (found := _described(svi, init_state._replace(rng_key=None), {})) != expected:
-            instead = "Pass the `state` of a fit of this model, guide and optimizer."
-            raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
-        state = init_state
+    state = state if init_state is None else init_state
+    if (found := _described(svi, state._replace(rng_key=None), {})) != expected:
+        instead = "Pass the `state` of a fit of this model, guide and optimizer."
+        raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
     # Weak types would be lost in the first step and force a second compilation, so strip them.
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
 
@@ -291,6 +288,7 @@ def _next_pace(pace: int, seconds: float) -> int:
 
 def _check_path(path: str | Path) -> Path:
     """Refuse a path that cannot be a file, before any work is done."""
+    check_kind(CALL, "checkpoint", path, str | os.PathLike, "Pass the name of a file.")
     target = Path(path)
     if target.is_dir() or not target.resolve().parent.is_dir():
         instead = "Pass the name of a file (not a folder) in a folder that exists."
@@ -328,9 +326,7 @@ def load_checkpoint(path: Path, svi: SVI, like: Any, prints: Mapping[str, str]) 
             expected = _described(svi, like, prints)
             if described != expected:
                 difference = _difference(described, expected)
-                instead = (
-                    "Pass the path of a new file, or the model, guide, optimizer, data, key and start that wrote it."
-                )
+                instead = "Pass the path of a new file, or all that the run that wrote it was started with."
                 raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
             template, structure = jax.tree.flatten(like)
             leaves = [_restored(file[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
@@ -344,9 +340,7 @@ def _fingerprint(tree: Any) -> str:
     digest = hashlib.sha256()
     for name, leaf in _named(tree):
         plain = isinstance(leaf, str | bytes | int | float | complex)
-        array = (
-            _raw(leaf) if hasattr(leaf, "dtype") else np.frombuffer(str(leaf if plain else type(leaf)).encode(), "u1")
-        )
+        array = _raw(leaf) if hasattr(leaf, "dtype") else np.asarray(str(leaf if plain else type(leaf)))
         digest.update(f"{name} {array.dtype} {array.shape};".encode() + array.tobytes())
     return digest.hexdigest()
 

@@ -16,7 +16,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_kind, check_number
 from numpyro_bnn._keys import split
 from numpyro_bnn._programs import run
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
@@ -100,11 +100,8 @@ class SGMCMCKernel(MCMCKernel):
 
     def _check_arguments(self) -> None:
         call, preconditioner = self._call, self._preconditioner
-        if not callable(self._model):
-            raise argument_error(call, "model", self._model, "Pass a NumPyro model (a function).", TypeError)
-        if not callable(self._init_strategy):
-            instead = "Pass a strategy of NumPyro, e.g. `init_to_median`."
-            raise argument_error(call, "init_strategy", self._init_strategy, instead, TypeError)
+        check_kind(call, "model", self._model, callable, "Pass a NumPyro model (a function).")
+        check_kind(call, "init_strategy", self._init_strategy, callable, "Pass e.g. `init_to_median`.")
         check_number(call, "temperature", self._temperature, strict=self.exact)
         check_number(call, "bias_tolerance", self._bias_tolerance, strict=True)
         if self._step_size is not None and not callable(self._step_size):

@@ -194,8 +194,7 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
         if site["type"] != "sample" or site["is_observed"]:
             continue
         if site["fn"].support.is_discrete:
-            instead = "Sum over its values: a gradient cannot move it."
-            raise refused(f"the discrete latent site {name!r}", instead)
+            raise refused(f"the discrete latent site {name!r}", "Sum over its values: a gradient cannot move it.")
         inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
         if inside:
             raise refused(

@@ -1,14 +1,13 @@
 """Parallel tempering: replicas of any kernel at several temperatures exchange their states."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import random
-from numpyro.infer.gibbs import Gibbs
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
@@ -106,10 +105,12 @@ class ParallelTempering(MCMCKernel):
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))
-        for inner in _nested(kernel):
+        inner: Any = kernel
+        while inner is not None:
             if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
                 came = f"{type(inner).__name__} with temperature {temperature}"
                 raise argument_error(call, "kernel", came, "Its replicas set the temperatures: leave it at 1.")
+            inner = getattr(inner, "kernel", None)
         num_replicas = check_count(call, "num_replicas", num_replicas, 2)
         check_number(call, "lowest", lowest, strict=True, below=1.0)
         check_choice(call, "temper", temper, TEMPERED)
@@ -142,9 +143,7 @@ class ParallelTempering(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
-        plates = subsampled(
-            "infer.ParallelTempering", read(self.model, model_args, held_values(model_kwargs)[1]).sites
-        )
+        plates = subsampled(read(self.model, model_args, held_values(model_kwargs)[1]).sites)
         if plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
@@ -293,15 +292,6 @@ class ParallelTempering(MCMCKernel):
         """Labels of the axis of ``swap_accept_prob``."""
         pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
         return {"swap_accept_prob": ("neighbors", pairs)}
-
-
-def _nested(kernel: MCMCKernel) -> Iterator[MCMCKernel]:
-    """A kernel, and those that it wraps or has as blocks."""
-    yield kernel
-    blocks = [block for block, _ in kernel.blocks] if isinstance(kernel, Gibbs) else [getattr(kernel, "kernel", None)]
-    for block in blocks:
-        if isinstance(block, MCMCKernel):
-            yield from _nested(block)
 
 
 # ------------------------------------------------------------------------------------------------ tempered models

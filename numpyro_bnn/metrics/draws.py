@@ -125,8 +125,7 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
     array, target = draws_and_targets("crps", draws, y)
     size = array.shape[0]
     if size < 2:
-        instead = "Pass at least two; for one, use the absolute error."
-        raise argument_error("crps", "draws", "one draw", instead)
+        raise argument_error("crps", "draws", "one draw", "Pass at least two; for one, use the absolute error.")
     # Centered at the target, so that a large offset costs no digits.
     errors = np.sort(array - target, axis=0)
     weights = 2.0 * np.arange(1, size + 1) - size - 1

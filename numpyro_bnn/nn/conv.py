@@ -22,8 +22,7 @@ IMAGE = "an image (height, width, channels)"
 def _pair(call: str, argument: str, value: int | Pair) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
     if len(pair) != 2:
-        instead = "Pass a positive integer or a pair of them, e.g. `(3, 3)`."
-        raise argument_error(call, argument, value, instead)
+        raise argument_error(call, argument, value, "Pass a positive integer or a pair of them, e.g. `(3, 3)`.")
     height, width = (check_count(call, argument, n) for n in pair)
     return height, width
 

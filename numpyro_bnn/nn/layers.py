@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.special
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_kind, check_number
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -137,9 +137,8 @@ class Flatten(Layer):
 def _as_layer(call: str, argument: str, value: Layer | str) -> Layer:
     if isinstance(value, str):
         return Activation(value)
-    if not isinstance(value, Layer):
-        instead = "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
-        raise argument_error(call, argument, value, instead, TypeError)
+    instead = "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
+    check_kind(call, argument, value, Layer, instead)
     return value
 
 

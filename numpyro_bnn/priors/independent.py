@@ -106,8 +106,7 @@ class ScaleMixture(Prior):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.weight < 1:
-            instead = "Pass a probability inside (0, 1)."
-            raise argument_error("priors.ScaleMixture", "weight", self.weight, instead)
+            raise argument_error("priors.ScaleMixture", "weight", self.weight, "Pass a probability inside (0, 1).")
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         return self._mixture(self.fan_in_factor(name, shape))

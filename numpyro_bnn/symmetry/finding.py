@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn._programs import run
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
@@ -108,9 +108,8 @@ def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool
     >>> [s.name for s in from_network(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
     """
-    if not isinstance(net, Layer):
-        instead = "Pass a specification such as `nn.MLP([50, 1])`."
-        raise argument_error("symmetry.from_network", "net", net, instead, TypeError)
+    check_kind("symmetry.from_network", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    check_flag("symmetry.from_network", "logits", logits)
     wiring = net.wiring(input_shape)
     kinds = [_scales, _flips, _permutations] + ([_logit_shifts] if logits else [])
     names = {path: f"{name}/{path}" for path in net.param_shapes(input_shape)}

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_count, check_key, check_number, unknown_name
+from numpyro_bnn._checks import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_finite,
+    check_key,
+    check_kind,
+    check_number,
+)
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
@@ -77,8 +85,7 @@ class AutoADF(ADFPosterior):
     """
 
     def __init__(self, model: Callable, *, prefix: str = "auto") -> None:
-        if not callable(model):
-            raise argument_error(CALL, "model", model, "Pass a NumPyro model (a function).", TypeError)
+        check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
         super().__init__(model, prefix=prefix)
         self._programs: dict[Any, Any] = {}
 
@@ -127,15 +134,17 @@ class AutoADF(ADFPosterior):
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
+        check_kind(f"{CALL}.run", "init_means", init_means or {}, Mapping, "Pass a dictionary of means by site.")
+        check_kind(f"{CALL}.run", "init_state", init_state, ADFState | None, "Pass the `state` of an earlier run.")
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
             start_key, order_key = split(rng_key)
             state = init_state
             if state is None:
                 means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
-                for name in means:
-                    if name not in self._problem.sites.weights:
-                        raise unknown_name(f"{CALL}.run", "init_means", name, self._problem.sites.weights)
+                for name, mean in means.items():
+                    check_choice(f"{CALL}.run", "init_means", name, self._problem.sites.weights)
+                    check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
