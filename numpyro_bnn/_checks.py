@@ -65,8 +65,9 @@ def check_number(
     strict: bool = False,
     below: float = math.inf,
     infinite: bool = False,
+    most: float = math.inf,
 ) -> None:
-    """Refuse non-numbers, NaN, numbers below (``strict``: or at) ``minimum`` or not below ``below``, or infinite."""
+    """Refuse non-numbers, NaN, infinity, and numbers below (or at) ``minimum``, not ``below``, or above ``most``."""
     if isinstance(value, jax.core.Tracer):
         return  # its value is not known yet
     try:
@@ -74,13 +75,13 @@ def check_number(
     except (TypeError, ValueError):
         number = None
     bounds = [f"{'above' if strict else 'at least'} {minimum:g}"] if math.isfinite(minimum) else []
-    bounds += [f"below {below:g}"] if math.isfinite(below) else []
+    bounds += [f"{word} {limit:g}" for word, limit in (("below", below), ("at most", most)) if math.isfinite(limit)]
     instead = " ".join(["Pass a finite number", " and ".join(bounds)]).strip() + "."
     if number is None:
         raise argument_error(call, argument, _shown(value), instead, TypeError)
     high_enough = number > minimum if strict else number >= minimum
     small_enough = number < below or (infinite and number == math.inf)
-    if not (high_enough and small_enough and number > -math.inf):  # NaN is none of these
+    if not (high_enough and small_enough and -math.inf < number <= most):  # NaN is none of these
         raise argument_error(call, argument, _shown(value), instead)
 
 
@@ -105,12 +106,12 @@ def check_key(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, type(value).__name__, "Pass a key, e.g. `jax.random.key(0)`.", TypeError)
 
 
-def as_floats(call: str, argument: str, value: Any) -> np.ndarray:
-    """Convert to float64; refuse text and other things that are no numbers."""
+def as_floats(call: str, argument: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
+    """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things that are no numbers."""
     array = np.asarray(value)
     if array.dtype.kind in "USOmM":
         raise argument_error(call, argument, f"dtype {array.dtype}", "Pass an array of numbers.", TypeError)
-    return array.astype(np.float64)
+    return np.asarray(array, dtype)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
@@ -119,7 +120,7 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, f"empty data of shape {np.shape(value)}", "Pass at least one row.")
     if isinstance(value, jax.core.Tracer):
         return
-    bad = ~np.isfinite(as_floats(call, argument, value))
+    bad = ~np.isfinite(as_floats(call, argument, value, None))
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"

@@ -137,13 +137,11 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
 
 def _check_noise(call: str, noise: Any) -> None:
     """Refuse a noise that is not positive: a distribution, or one fixed value or several."""
-    if isinstance(noise, dist.Distribution):
-        if not is_positive(noise.support):
-            instead = "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
-            raise argument_error(call, "noise", noise, instead)
-    elif not isinstance(noise, jax.core.Tracer):
-        for value in np.ravel(np.asarray(noise, dtype=object)):
-            check_number(call, "noise", value, strict=True)
+    random = isinstance(noise, dist.Distribution)
+    if random and not is_positive(noise.support):
+        raise argument_error(call, "noise", noise, "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.")
+    for value in [] if random or isinstance(noise, jax.core.Tracer) else np.ravel(np.asarray(noise, dtype=object)):
+        check_number(call, "noise", value, strict=True)
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_count, check_key
+from numpyro_bnn._checks import argument_error, as_floats, check_count, check_key
 from numpyro_bnn._importance import check, weight_statistics, weighted_draw
 from numpyro_bnn._programs import map_keys, refuse_tracers, run
 
@@ -153,7 +153,8 @@ def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     >>> round(summarize([-1.0, -2.0, -3.0]).elbo, 6)
     -2.0
     """
-    log_w = np.asarray(log_weights, dtype=np.float64)
+    check_count("guides.summarize", "num_observations", num_observations, minimum=0)
+    log_w = as_floats("guides.summarize", "log_weights", log_weights)
     if log_w.ndim != 1 or len(log_w) < 2:
         instead = "Pass two or more, as a vector (S,)."
         raise argument_error("guides.summarize", "log_weights", f"shape {log_w.shape}", instead)

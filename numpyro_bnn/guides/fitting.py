@@ -69,9 +69,8 @@ def fit(
     :param checkpoint_every: steps between two checkpoints; the last step is always written.
     :param kwargs: keyword arguments of model and guide.
     :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
-    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, a state, parameters or
-        a checkpoint of another model, guide or optimizer, a checkpoint of other data, key or start, a path that
-        cannot be written.
+    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, a state or checkpoint
+        of another model, guide or optimizer, a checkpoint of other data, key or start, and a path not to be written.
     :raises TypeError: for something other than an SVI, or inside ``jit`` and ``vmap``.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -220,6 +219,10 @@ class _Run:
         return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
 
 
+# What a state of an SVI and a signature of its arguments is; empty until `_start` has made one.
+_expected: Callable[[SVI, Signature], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
+
+
 def _start(
     svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, expected: dict[str, Any]
 ) -> Any:
@@ -243,12 +246,6 @@ def _start(
         raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
     # Weak types would be lost in the first step and force a second compilation, so strip them.
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _expected(svi: SVI, fixed: Signature) -> dict[str, Any]:
-    """What a state of this SVI and these arguments is; empty until :func:`_start` has made one."""
-    return {}
 
 
 @lru_cache(maxsize=CACHE_SIZE)

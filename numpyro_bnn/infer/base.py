@@ -171,9 +171,7 @@ class SGMCMCKernel(MCMCKernel):
         length = round(self._warm_start.share * num_warmup)
         if self._warm_start_given and self._warm_start.share and num_warmup and not length:
             came = f"share={self._warm_start.share}, which of num_warmup={num_warmup} is no transition"
-            raise argument_error(
-                self._call, "warm_start", came, "Take a larger share or a longer warm-up; 0 for none."
-            )
+            raise argument_error(self._call, "warm_start", came, "Take a larger share, or 0 for none.")
         tuner, steps = Tuner(), self._steps_per_draw
         if given is None and self.target_accept_prob is not None:
             tuner = AcceptanceTuner(self.target_accept_prob, length, num_warmup)

@@ -143,8 +143,7 @@ class ParallelTempering(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
-        plates = subsampled(read(self.model, model_args, held_values(model_kwargs)[1]).sites)
-        if plates:
+        if plates := subsampled(read(self.model, model_args, held_values(model_kwargs)[1]).sites):
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)

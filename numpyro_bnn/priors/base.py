@@ -15,7 +15,7 @@ from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
 
-from numpyro_bnn._checks import argument_error, check_flag, check_number, unknown_name
+from numpyro_bnn._checks import argument_error, check_flag, check_kind, check_number, unknown_name
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.nn.base import Shape, fan_in, input_axis, output_axis, role
 
@@ -76,7 +76,9 @@ class Prior(ABC):
 
 def _check_positive(call: str, argument: str, value: Any) -> None:
     """Refuse a number that is not positive and a distribution whose support is not positive."""
-    if not isinstance(value, dist.Distribution):
+    if argument == "scale_prior":
+        check_kind(call, argument, value, dist.Distribution, "Pass a distribution, e.g. `dist.HalfNormal(1.0)`.")
+    if argument not in ("scale_prior", "amplitude", "length_scale") or not isinstance(value, dist.Distribution):
         check_number(call, argument, value, strict=True)
     elif not is_positive(value.support) or value.shape() != ():
         instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
@@ -212,9 +214,7 @@ class BySite:
                 raise unknown_name("priors.BySite", "patterns", pattern, known)
 
 
-def as_prior(
-    prior: PriorLike | Mapping[str, PriorLike], call: str = "random_network"
-) -> Callable[[str, Shape], dist.Distribution]:
+def as_prior(prior: Any, call: str = "random_network") -> Callable[[str, Shape], dist.Distribution]:
     """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a distribution, or a dict of these.
 
     :raises TypeError: for anything else; for a string the error names the closest family.

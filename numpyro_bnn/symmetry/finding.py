@@ -44,6 +44,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     >>> [s.name for s in find(model, jnp.arange(12.0).reshape(6, 2) ** 2, jnp.ones(6))][:3]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
+    check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
     sites, draws, _ = model_info(model, args, kwargs)
     latent = set(draws[0])
     networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}

@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_choice,
-    check_count,
-    check_finite,
-    check_key,
-    check_kind,
-    check_number,
-)
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_finite, check_key, check_number
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
@@ -85,7 +77,8 @@ class AutoADF(ADFPosterior):
     """
 
     def __init__(self, model: Callable, *, prefix: str = "auto") -> None:
-        check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
+        if not callable(model):
+            raise argument_error(CALL, "model", model, "Pass a NumPyro model (a function).", TypeError)
         super().__init__(model, prefix=prefix)
         self._programs: dict[Any, Any] = {}
 
@@ -127,15 +120,11 @@ class AutoADF(ADFPosterior):
         :raises ValueError: for a model, data or options it cannot use.
         """
         num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
-        check_number(f"{CALL}.run", "max_refused", max_refused)
-        if max_refused > 1:
-            raise argument_error(f"{CALL}.run", "max_refused", max_refused, "Pass a fraction between 0 and 1.")
+        check_number(f"{CALL}.run", "max_refused", max_refused, most=1)
         check_key(f"{CALL}.run", "rng_key", rng_key)
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
-        check_kind(f"{CALL}.run", "init_means", init_means or {}, Mapping, "Pass a dictionary of means by site.")
-        check_kind(f"{CALL}.run", "init_state", init_state, ADFState | None, "Pass the `state` of an earlier run.")
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
             start_key, order_key = split(rng_key)
