@@ -145,9 +145,9 @@ def _check_noise(call: str, noise: Any) -> None:
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
-    if jnp.ndim(x) < 2:
+    if np.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
-        raise argument_error(call, "x", f"shape {jnp.shape(x)}", instead)
+        raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
     check_finite(call, "x", x)
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.

@@ -56,6 +56,12 @@ def svi(model=plain):
     return SVI(model, AutoNormal(model), numpyro.optim.Adam(0.1), Trace_ELBO())
 
 
+def without_targets(method):
+    guide = guides.AutoADF(plain)
+    params = guide.run(jax.random.key(0), X, Y, num_epochs=1, progress_bar=False).params
+    return getattr(guide, method)(params, X)
+
+
 @functools.cache
 def gp():
     return infinite.gp_regression(NET, X, Y, noise_sd=0.1)
@@ -80,7 +86,10 @@ NAMES = {
         for room in (datasets, guides, infer, infinite, metrics, models, moments)
     },
     **{room.__name__.rpartition(".")[2]: room for room in (nn, plots, priors, sgmcmc, symmetry)},
-    **{fn.__name__: fn for fn in (gp, idata, other, plain, random_network, start, svi, to_inference_data)},
+    **{
+        fn.__name__: fn
+        for fn in (gp, idata, other, plain, random_network, start, svi, to_inference_data, without_targets)
+    },
     "MCMC": MCMC,
     "NUTS": NUTS,
     "AutoNormal": AutoNormal,
@@ -959,6 +968,11 @@ ROWS = {
             ValueError,
             "Pass an integer of at least 0.",
         ),
+    ],
+    "adf": [
+        ('guides.AutoADF(plain).run(KEY, X, Y, init_means={"v": 1.0})', "init_means", ValueError, "Known: w."),
+        ("without_targets('log_predictive_density')", "model", ValueError, "Pass the targets among the arguments"),
+        ("without_targets('update')", "model", ValueError, "Pass the targets among the arguments"),
     ],
     "infer": [
         ("infer.SGLD(3)", "model", TypeError, "Pass a NumPyro model (a function)."),

@@ -132,7 +132,7 @@ class AutoADF(ADFPosterior):
             if state is None:
                 means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
                 for name, mean in means.items():
-                    check_choice(f"{CALL}.run", "init_means", name, self._problem.sites.weights)
+                    check_choice(f"{CALL}.run", "init_means", name, self._known_problem().sites.weights)
                     check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
