@@ -568,7 +568,7 @@ MISTAKES = {
     "bias_scale": (lambda: priors.ARD(bias_scale=0), ValueError, "priors.ARD: argument `bias_scale` got 0"),
     "gain_scale": (lambda: priors.Normal(gain_scale=-1), ValueError, "`gain_scale`"),
     "df": (lambda: priors.StudentT(0.0), ValueError, "priors.StudentT: argument `df`"),
-    "weight": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a probability inside (0, 1)"),
+    "weight": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a finite number above 0 and below 1"),
     "weight nan": (lambda: priors.ScaleMixture(float("nan")), ValueError, "`weight`"),
     "scale_prior": (
         lambda: priors.Hierarchical(dist.Normal()),

@@ -336,7 +336,7 @@ def test_an_unknown_layer_lets_nothing_through():
 
 
 def test_of_refuses_what_is_no_network():
-    with pytest.raises(TypeError, match=r"symmetry.from_network: argument `net` got net\. Pass a specification"):
+    with pytest.raises(TypeError, match=r"symmetry.from_network: argument `net` got 'net'\. Pass a specification"):
         symmetry.from_network("net", (3,))
     with pytest.raises(ValueError, match=r"nn\.Dense at 'Dense_0'"):
         symmetry.from_network(nn.MLP([4, 1]), (3, 3, 2))
