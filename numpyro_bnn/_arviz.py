@@ -186,8 +186,7 @@ def group_names(idata: Any) -> list[str]:
     if not _has_trees() and isinstance(idata, _arviz().InferenceData):
         return list(idata.groups())
     got = f"an object of type {type(idata).__name__}"
-    instead = "Pass the result of `to_inference_data` or `load`."
-    raise argument_error("group_names", "idata", got, instead, TypeError)
+    raise argument_error("group_names", "idata", got, "Pass the result of `to_inference_data` or `load`.", TypeError)
 
 
 def group(idata: Any, name: str) -> "xr.Dataset":
@@ -208,8 +207,7 @@ def attrs(idata: Any) -> dict[str, Any]:
 def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(draws, dtype=np.float64)
     if array.ndim < 2 or 0 in array.shape:
-        instead = "Pass draws shaped (C, S, ...), chains first."
-        raise argument_error(call, "draws", f"shape {array.shape}", instead)
+        raise argument_error(call, "draws", f"shape {array.shape}", "Pass draws shaped (C, S, ...), chains first.")
     return array
 
 

@@ -14,12 +14,24 @@ def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[
 
     :param call: the public name that the user wrote, e.g. ``"nn.Dense"``.
     :param argument: the argument at fault, e.g. ``"units"``.
-    :param got: what came; strings are quoted as they are, anything else by ``repr``.
+    :param got: what came; strings are quoted as they are, arrays by shape and dtype, anything else by ``repr``.
     :param instead: a sentence that says what to write instead.
     :param kind: ``ValueError`` (default) or ``TypeError``.
     """
-    came = got if isinstance(got, str) else repr(got)
+    came = got if isinstance(got, str) else _shown(got)
     return kind(f"{call}: argument `{argument}` got {came}. {instead}")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: arrays by shape and dtype, anything else by ``repr``."""
+    whole = np.ndim(value) == 0 if hasattr(value, "dtype") else True
+    return repr(value) if whole else f"an array of shape {value.shape} and dtype {value.dtype}"
+
+
+def check_kind(call: str, argument: str, value: Any, kind: Any, instead: str) -> None:
+    """Refuse a value of another type; the kind ``callable`` stands for all functions and callable objects."""
+    if not (callable(value) if kind is callable else isinstance(value, kind)):
+        raise argument_error(call, argument, repr(value) if isinstance(value, str) else value, instead, TypeError)
 
 
 def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
@@ -40,7 +52,7 @@ def check_count(call: str, argument: str, value: Any, minimum: int = 1) -> int:
     except TypeError:
         count = None
     if count is None or count < minimum:
-        raise argument_error(call, argument, repr(value), f"Pass an integer of at least {minimum}.")
+        raise argument_error(call, argument, _shown(value), f"Pass an integer of at least {minimum}.")
     return count
 
 
@@ -53,8 +65,9 @@ def check_number(
     strict: bool = False,
     below: float = math.inf,
     infinite: bool = False,
+    most: float = math.inf,
 ) -> None:
-    """Refuse non-numbers, NaN, numbers below (``strict``: or at) ``minimum`` or not below ``below``, or infinite."""
+    """Refuse non-numbers, NaN, infinity, and numbers below (or at) ``minimum``, not ``below``, or above ``most``."""
     if isinstance(value, jax.core.Tracer):
         return  # its value is not known yet
     try:
@@ -62,14 +75,14 @@ def check_number(
     except (TypeError, ValueError):
         number = None
     bounds = [f"{'above' if strict else 'at least'} {minimum:g}"] if math.isfinite(minimum) else []
-    bounds += [f"below {below:g}"] if math.isfinite(below) else []
+    bounds += [f"{word} {limit:g}" for word, limit in (("below", below), ("at most", most)) if math.isfinite(limit)]
     instead = " ".join(["Pass a finite number", " and ".join(bounds)]).strip() + "."
     if number is None:
-        raise argument_error(call, argument, repr(value), instead, TypeError)
+        raise argument_error(call, argument, _shown(value), instead, TypeError)
     high_enough = number > minimum if strict else number >= minimum
     small_enough = number < below or (infinite and number == math.inf)
-    if not (high_enough and small_enough and number > -math.inf):  # NaN is none of these
-        raise argument_error(call, argument, repr(value), instead)
+    if not (high_enough and small_enough and -math.inf < number <= most):  # NaN is none of these
+        raise argument_error(call, argument, _shown(value), instead)
 
 
 def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -> None:
@@ -79,27 +92,46 @@ def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -
         raise unknown_name(call, argument, value, known)
 
 
+def check_flag(call: str, argument: str, value: Any) -> None:
+    """Refuse anything but ``True`` and ``False``: the text ``"no"`` would count as true."""
+    if not isinstance(value, bool | np.bool):
+        raise argument_error(call, argument, _shown(value), "Pass True or False.", TypeError)
+
+
+def check_key(call: str, argument: str, value: Any) -> None:
+    """Refuse anything but random keys, typed or raw."""
+    dtype = getattr(value, "dtype", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and (dtype != np.uint32 or not np.ndim(value)):
+        raise argument_error(call, argument, type(value).__name__, "Pass a key, e.g. `jax.random.key(0)`.", TypeError)
+
+
+def as_floats(call: str, argument: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
+    """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things that are no numbers."""
+    array = np.asarray(value)
+    if array.dtype.kind in "USOmM":
+        raise argument_error(call, argument, f"dtype {array.dtype}", "Pass an array of numbers.", TypeError)
+    return np.asarray(array, dtype)
+
+
 def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):
-        came = f"empty data of shape {np.shape(value)}"
-        raise argument_error(call, argument, came, "Pass at least one row.")
+        raise argument_error(call, argument, f"empty data of shape {np.shape(value)}", "Pass at least one row.")
     if isinstance(value, jax.core.Tracer):
         return
-    bad = ~np.isfinite(np.asarray(value))
+    bad = ~np.isfinite(as_floats(call, argument, value, None))
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"
-        instead = "Drop or impute those rows first."
-        raise argument_error(call, argument, came, instead)
+        raise argument_error(call, argument, came, "Drop or impute those rows first.")
 
 
 def check_rank(call: str, argument: str, value: Any, expected: int, meaning: str) -> None:
     """Refuse an array of another rank; ``meaning`` names the axes, e.g. ``"(N, D)"``."""
     shape = np.shape(value)
     if len(shape) != expected:
-        instead = f"Pass an array of rank {expected}, shaped {meaning}."
-        raise argument_error(call, argument, f"shape {shape}", instead)
+        raise argument_error(call, argument, f"shape {shape}", f"Pass an array of rank {expected}, shaped {meaning}.")
 
 
 def check_same_length(call: str, **arrays: Any) -> None:

@@ -13,7 +13,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn._programs import run
@@ -107,12 +107,8 @@ def check(
     Only shapes and masks are computed.
     """
     for name, value in (("guide", guide), ("model", model)):
-        if not callable(value):
-            instead = "Pass a NumPyro guide and, unless it is an autoguide, its `model=`."
-            raise argument_error(call, name, repr(value), instead, TypeError)
-    if not isinstance(params, Mapping):
-        instead = "Pass the parameters of the fit, e.g. `svi.run(...).params`."
-        raise argument_error(call, "params", type(params).__name__, instead, TypeError)
+        check_kind(call, name, value, callable, "Pass a NumPyro guide and, unless it is an autoguide, its `model=`.")
+    check_kind(call, "params", params, Mapping, "Pass the parameters of the fit, e.g. `svi.run(...).params`.")
     set_up(guide, args, kwargs)
     traces: dict[str, Trace] = {}
 

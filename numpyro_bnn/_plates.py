@@ -12,6 +12,8 @@ from numpyro import handlers
 from numpyro.infer.initialization import init_to_sample
 from numpyro.primitives import _PYRO_STACK, Messenger
 
+from numpyro_bnn._checks import argument_error
+
 __all__ = [
     "PARAMETERS",
     "draw_indices",
@@ -81,6 +83,10 @@ class random_indices(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
+            size, subsample_size = msg["args"]
+            if subsample_size is not None and not 1 <= subsample_size <= size:
+                came = f"{subsample_size} for plate {msg['name']!r} of size {size}"
+                raise argument_error("numpyro.plate", "subsample_size", came, f"Pass a number from 1 to {size}.")
             msg["fn"] = draw_indices
 
 

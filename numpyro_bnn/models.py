@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.primitives import _PYRO_STACK
@@ -14,13 +15,17 @@ from numpyro_bnn._checks import (
     argument_error,
     check_count,
     check_finite,
+    check_flag,
+    check_kind,
     check_labels,
+    check_number,
     check_rank,
     check_same_length,
 )
 from numpyro_bnn._plates import full_plates
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
+from numpyro_bnn.priors.base import as_prior, is_positive
 
 __all__ = ["classification", "regression"]
 
@@ -56,7 +61,15 @@ def regression(
     >>> [name for name, site in trace.items() if site["type"] == "sample"][-2:]
     ['sigma', 'y']
     """
+    call = "models.regression"
+    check_flag(call, "heteroscedastic", heteroscedastic)
+    if heteroscedastic and noise is not None:
+        instead = "With `heteroscedastic=True` the network predicts the noise: leave it out."
+        raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
+    _check_noise(call, noise)
+    check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    as_prior(prior or {}, call)
     return partial(_regression, net=net, prior=prior, noise=noise, heteroscedastic=heteroscedastic)
 
 
@@ -102,6 +115,8 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     (7,)
     """
     num_classes = check_count("models.classification", "num_classes", num_classes, minimum=2)
+    check_kind("models.classification", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    as_prior(prior or {}, "models.classification")
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
 
@@ -120,15 +135,24 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
         numpyro.sample("y", dist.Categorical(logits=logits), obs=None if y is None else y[index])
 
 
+def _check_noise(call: str, noise: Any) -> None:
+    """Refuse a noise that is not positive: a distribution, or one fixed value or several."""
+    random = isinstance(noise, dist.Distribution)
+    if random and not is_positive(noise.support):
+        raise argument_error(call, "noise", noise, "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.")
+    for value in [] if random or isinstance(noise, jax.core.Tracer) else np.ravel(np.asarray(noise, dtype=object)):
+        check_number(call, "noise", value, strict=True)
+
+
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
-    if jnp.ndim(x) < 2:
+    if np.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
-        raise argument_error(call, "x", f"shape {jnp.shape(x)}", instead)
+        raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
     check_finite(call, "x", x)
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
-    if not whole and batch_size is not None and not 1 <= batch_size <= size:
+    if not whole and batch_size is not None and check_count(call, "batch_size", batch_size) > size:
         raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
 
 

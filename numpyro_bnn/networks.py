@@ -79,8 +79,8 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
             " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
         )
         raise argument_error("random_network", "net", net, instead, TypeError)
-    if not isinstance(name, str):
-        raise argument_error("random_network", "name", name, 'Pass a string, e.g. `"net"`.', TypeError)
+    if not isinstance(name, str) or not name:
+        raise argument_error("random_network", "name", repr(name), 'Pass a string, e.g. `"net"`.', TypeError)
     shapes = net.param_shapes(input_shape)
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):
@@ -89,6 +89,9 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
     if plates:
         instead = "Call it before the plate: inside, each data point would get its own weights."
         raise argument_error("random_network", "name", f"{name!r} inside plate {plates[-1]!r}", instead)
+    if not _PYRO_STACK:
+        instead = "Call it in a model that a kernel, a guide or `handlers.seed(model, 0)` runs."
+        raise argument_error("random_network", "name", f"{name!r} outside of a model", instead)
     params = {}
     with handlers.scope(prefix=name, divider="/"), noncenter():
         for site, shape in shapes.items():

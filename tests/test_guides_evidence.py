@@ -317,7 +317,7 @@ FAULTS = {
         ValueError,
         "no value for w_auto_loc, w_auto_scale",
     ),
-    "parameters of a fit": (lambda: (AutoNormal(model), 3), {}, TypeError, "argument `params` got int"),
+    "parameters of a fit": (lambda: (AutoNormal(model), 3), {}, TypeError, "argument `params` got 3"),
     "no model": (lambda: (lambda x, y: None, {}), {}, TypeError, "argument `model` got None"),
     "latent site": (
         lambda: (AutoNormal(model), mean_field()),

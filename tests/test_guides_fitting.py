@@ -321,8 +321,8 @@ def test_a_failed_run_leaves_its_last_finite_state(key, tmp_path):
 def test_bfloat16_survives(tmp_path, key):
     svi = make(optax.adam(0.02, mu_dtype=jnp.bfloat16))
     state = svi.update(svi.init(key, X, Y), X, Y)[0]
-    fitting.save_checkpoint(tmp_path / "a.npz", svi, state, np.zeros(1))
-    back, _ = fitting.load_checkpoint(tmp_path / "a.npz", svi, state)
+    fitting.save_checkpoint(tmp_path / "a.npz", svi, state, np.zeros(1), {})
+    back, _ = fitting.load_checkpoint(tmp_path / "a.npz", svi, state, {})
     assert same(back, state)
     assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(back))
 
@@ -357,6 +357,43 @@ def test_a_checkpoint_of_something_else_is_refused(svi, key, tmp_path, change, f
         quiet(make(), other_key, 4, checkpoint=path)
 
 
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"y": Y + 1}, "other arguments"),
+        ({"key": jax.random.key(7)}, "other rng_key"),
+        ({"init_params": {"w_auto_loc": jnp.ones(2)}}, "other start"),
+        ({"y": Y + 1, "key": jax.random.key(7)}, "other arguments and rng_key"),
+    ],
+    ids=["data", "key", "start", "two"],
+)
+def test_a_checkpoint_of_other_data_key_or_start_is_refused(svi, key, tmp_path, change, fault):
+    path = tmp_path / "fit.npz"
+    quiet(svi, key, 2, checkpoint=path)
+    start = {name: change[name] for name in change.keys() & {"init_params"}}
+    with pytest.raises(ValueError, match=f"argument `checkpoint` got .*, which was started with {fault}\\."):
+        quiet(svi, change.get("key", key), 4, X, change.get("y", Y), checkpoint=path, **start)
+
+
+def test_two_processes_may_write_one_checkpoint(svi, key, tmp_path, monkeypatch):
+    """Another process that writes at the same moment uses another temporary file, and deletes only its own."""
+    path, replace, seen = tmp_path / "fit.npz", fitting.os.replace, []
+    state = svi.init(key, X, Y)
+
+    def meanwhile(part, target):
+        seen.append(part)
+        if len(seen) == 1:
+            fitting.save_checkpoint(path, svi, state, np.ones(1), {})
+            assert part.exists()
+        replace(part, target)
+
+    monkeypatch.setattr(fitting.os, "replace", meanwhile)
+    fitting.save_checkpoint(path, svi, state, np.zeros(1), {})
+    assert len(set(seen)) == 2
+    assert fitting.load_checkpoint(path, svi, state, {})[1].tolist() == [0.0]
+    assert [found.name for found in tmp_path.iterdir()] == ["fit.npz"]
+
+
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "text", "cut"])
 def test_a_damaged_checkpoint_is_refused(svi, key, tmp_path, content):
     path = tmp_path / "fit.npz"
@@ -378,7 +415,7 @@ def test_an_npz_file_of_others_is_refused(svi, key, tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"svi": 3}, TypeError, "argument `svi` got int"),
+        ({"svi": 3}, TypeError, "argument `svi` got 3"),
         ({"num_steps": 0}, ValueError, "argument `num_steps` got 0. Pass an integer of at least 1"),
         ({"num_steps": 1.5}, ValueError, "argument `num_steps` got 1.5"),
         ({"checkpoint_every": 0}, ValueError, "argument `checkpoint_every` got 0"),
@@ -390,6 +427,40 @@ def test_wrong_arguments(svi, key, change, error, message):
     given = {"svi": svi, "num_steps": 3, **change}
     with pytest.raises(error, match=f"guides.fit: .*{message}|{message}"):
         fit(given.pop("svi"), key, given.pop("num_steps"), X, Y, progress_bar=False, **given)
+
+
+@pytest.mark.parametrize("program", [other_model, wider])
+def test_the_state_of_another_model_is_refused(key, program):
+    """Also by an SVI that has never run, whose parameters would be those of the state."""
+    state = make(program=program).init(key, X, Y)
+    with pytest.raises(ValueError, match=r"argument `init_state` got a state in which parameter \['w_auto_loc'\]"):
+        quiet(make(), key, 3, init_state=state)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"init_params": {"w_auto_lok": 0.0}},
+            ValueError,
+            "`init_params` got 'w_auto_lok'. Did you mean 'w_auto_loc'",
+        ),
+        ({"init_params": 3}, TypeError, "`init_params` got 3"),
+        ({"init_state": 3}, TypeError, "`init_state` got 3"),
+        ({"stable_update": "no"}, TypeError, "`stable_update` got 'no'"),
+        ({"batch_size": 51}, ValueError, "`subsample_size` got 51 for plate 'data' of size 50"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:subsample_size does not match")  # NumPyro's own, before the refusal
+def test_options_that_were_ignored_are_refused(key, options, error, message):
+    with pytest.raises(error, match=message):
+        quiet(make(), key, 3, X, Y, **options)
+
+
+def test_parameters_beside_a_state_are_refused(svi, key):
+    state = quiet(svi, key, 2).state
+    with pytest.raises(ValueError, match="`init_params` got values beside `init_state`"):
+        quiet(svi, key, 3, init_state=state, init_params={"w_auto_loc": jnp.ones(2)})
 
 
 def test_inside_jit_is_refused(svi, key):

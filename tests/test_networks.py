@@ -535,7 +535,11 @@ MISTAKES = {
         TypeError,
         "random_network: argument `prior` got 'Horshoe'. Did you mean 'Horseshoe'",
     ),
-    "prior class": (lambda: random_network("net", NET, (D,), priors.ARD), TypeError, "Pass an object, e.g."),
+    "prior class": (
+        lambda: random_network("net", NET, (D,), priors.ARD),
+        TypeError,
+        "Pass an object, `priors.ARD()`",
+    ),
     "pattern": (
         lambda: random_network("net", NET, (D,), {"Dense0.kernel": priors.ARD(), "*": priors.Normal()}),
         ValueError,

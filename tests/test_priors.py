@@ -568,7 +568,7 @@ MISTAKES = {
     "bias_scale": (lambda: priors.ARD(bias_scale=0), ValueError, "priors.ARD: argument `bias_scale` got 0"),
     "gain_scale": (lambda: priors.Normal(gain_scale=-1), ValueError, "`gain_scale`"),
     "df": (lambda: priors.StudentT(0.0), ValueError, "priors.StudentT: argument `df`"),
-    "weight": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a probability inside (0, 1)"),
+    "weight": (lambda: priors.ScaleMixture(1.0), ValueError, "Pass a finite number above 0 and below 1"),
     "weight nan": (lambda: priors.ScaleMixture(float("nan")), ValueError, "`weight`"),
     "scale_prior": (
         lambda: priors.Hierarchical(dist.Normal()),
@@ -619,7 +619,7 @@ MISTAKES = {
         "no pattern for parameter 'Dense_1.bias' (patterns: Dense_0.*)",
     ),
     "name": (lambda: as_prior("hierarchical"), TypeError, "Did you mean 'Hierarchical'"),
-    "class": (lambda: as_prior(priors.Normal), TypeError, "Pass an object, e.g. `priors.Normal()`"),
+    "class": (lambda: as_prior(priors.Normal), TypeError, "Pass an object, `priors.Normal()`"),
     "number": (lambda: as_prior(1.0), TypeError, "random_network: argument `prior` got '1.0'"),
 }
 

@@ -336,10 +336,19 @@ def test_an_unknown_layer_lets_nothing_through():
 
 
 def test_of_refuses_what_is_no_network():
-    with pytest.raises(TypeError, match=r"symmetry.from_network: argument `net` got net\. Pass a specification"):
+    with pytest.raises(TypeError, match=r"symmetry.from_network: argument `net` got 'net'\. Pass a specification"):
         symmetry.from_network("net", (3,))
     with pytest.raises(ValueError, match=r"nn\.Dense at 'Dense_0'"):
         symmetry.from_network(nn.MLP([4, 1]), (3, 3, 2))
+
+
+def test_find_says_what_it_looked_for_if_it_finds_nothing():
+    def linear(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match=r"symmetry\.find: found none .*networks: none.* Declare your own, e\.g\."):
+        assert symmetry.find(linear, jnp.arange(8.0).reshape(4, 2), jnp.ones(4)) == []
 
 
 # -- the record of the wiring ------------------------------------------------------------------------

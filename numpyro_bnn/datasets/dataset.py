@@ -46,8 +46,7 @@ class Scaler:
         """
         values = np.asarray(train)
         if values.ndim == 0:
-            instead = "Pass an array with one row per data point."
-            raise argument_error("Scaler.fit", "train", "a scalar", instead)
+            raise argument_error("Scaler.fit", "train", "a scalar", "Pass an array with one row per data point.")
         check_finite("Scaler.fit", "train", values)
         values = _floating(values)
         constant = _constant(values)

@@ -235,8 +235,7 @@ def _check_splits(file: str, train: np.ndarray, test: np.ndarray, num_rows: int)
     for key, index in (("train_idx", train), ("test_idx", test)):
         check_rank("load_uci", f"{file}[{key}]", index, 2, "(splits, rows)")
         if not np.issubdtype(index.dtype, np.integer):
-            instead = "Store integer row numbers."
-            raise argument_error("load_uci", f"{file}[{key}]", f"dtype {index.dtype}", instead)
+            raise argument_error("load_uci", f"{file}[{key}]", f"dtype {index.dtype}", "Store integer row numbers.")
     check_same_length("load_uci", train_idx=train, test_idx=test)
     rows = np.sort(np.concatenate([train, test], axis=1), axis=1)
     if rows.shape[1] != num_rows or not (rows == np.arange(num_rows)).all():
@@ -252,13 +251,11 @@ def _data_file(call: str, folder: str | os.PathLike | None, relative: str, sibli
         raise argument_error(call, "folder", folder, instead)
     root = Path(given)
     if not root.is_dir():
-        instead = "No such folder: pass the one that holds the data."
-        raise argument_error(call, "folder", repr(str(root)), instead)
+        raise argument_error(call, "folder", repr(str(root)), "No such folder: pass the one that holds the data.")
     path = root / relative
     if not path.is_file():
         present = ", ".join(name for name in siblings if (root / name).is_file()) or "no file known here"
-        instead = f"It holds no file {relative!r}. Present: {present}."
-        raise argument_error(call, "folder", repr(str(root)), instead)
+        raise argument_error(call, "folder", repr(str(root)), f"It holds no file {relative!r}. Present: {present}.")
     return path
 
 
@@ -310,8 +307,7 @@ def _images(path: Path, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndar
     check_rank(call, f"{file}[y]", labels, 1, "(N,)")
     check_same_length(call, x=images, y=labels)
     if images.dtype != np.uint8:
-        instead = "Store pixels as uint8 from 0 to 255."
-        raise argument_error(call, f"{file}[x]", f"dtype {images.dtype}", instead)
+        raise argument_error(call, f"{file}[x]", f"dtype {images.dtype}", "Store pixels as uint8 from 0 to 255.")
     if images.size == 0:
         raise argument_error(call, f"{file}[x]", f"shape {images.shape}", "Store at least one image.")
     check_labels(call, f"{file}[y]", labels, _IMAGE_CLASSES)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error, as_floats, check_count, check_key
 from numpyro_bnn._importance import check, weight_statistics, weighted_draw
 from numpyro_bnn._programs import map_keys, refuse_tracers, run
 
@@ -119,6 +119,7 @@ def evidence(
     """
     call = "guides.evidence"
     refuse_tracers(call, "Call it outside: it compiles its own program.", args, kwargs, params, rng_key)
+    check_key(call, "rng_key", rng_key)
     num_samples = check_count(call, "num_samples", num_samples, 2)
     if draws_per_chunk is not None:
         draws_per_chunk = check_count(call, "draws_per_chunk", draws_per_chunk)
@@ -152,7 +153,8 @@ def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     >>> round(summarize([-1.0, -2.0, -3.0]).elbo, 6)
     -2.0
     """
-    log_w = np.asarray(log_weights, dtype=np.float64)
+    check_count("guides.summarize", "num_observations", num_observations, minimum=0)
+    log_w = as_floats("guides.summarize", "log_weights", log_weights)
     if log_w.ndim != 1 or len(log_w) < 2:
         instead = "Pass two or more, as a vector (S,)."
         raise argument_error("guides.summarize", "log_weights", f"shape {log_w.shape}", instead)
@@ -163,6 +165,5 @@ def _summary(call: str, log_w: NDArray[np.float64], num_observations: int) -> Ev
     bad = int((np.isnan(log_w) | np.isposinf(log_w)).sum())
     if bad:
         instead = "Check parameters and data: a density of the model or guide is NaN or infinite at a draw."
-        got = f"{bad} NaN or infinite log weights of {len(log_w)}"
-        raise argument_error(call, "log_weights", got, instead)
+        raise argument_error(call, "log_weights", f"{bad} NaN or infinite log weights of {len(log_w)}", instead)
     return Evidence(**weight_statistics(log_w), num_observations=num_observations, log_weights=log_w)

@@ -1,8 +1,10 @@
 """Run SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
 
+import hashlib
 import json
 import os
 import time
+import uuid
 import warnings
 import zipfile
 from collections import deque
@@ -18,9 +20,9 @@ import numpy as np
 import tqdm
 from jax import lax
 from numpyro.infer import SVI
-from numpyro.infer.svi import SVIRunResult
+from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
 from numpyro_bnn._plates import random_indices
 from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 
@@ -28,7 +30,7 @@ CALL = "guides.fit"
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 DAMAGE = (OSError, KeyError, EOFError, zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError)
 WINDOW = 1000  # number of losses in the running mean of the progress bar
 
@@ -67,8 +69,8 @@ def fit(
     :param checkpoint_every: steps between two checkpoints; the last step is always written.
     :param kwargs: keyword arguments of model and guide.
     :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
-    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, a checkpoint of
-        another model, guide or optimizer, or a path that cannot be written.
+    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, a state or checkpoint
+        of another model, guide or optimizer, a checkpoint of other data, key or start, and a path not to be written.
     :raises TypeError: for something other than an SVI, or inside ``jit`` and ``vmap``.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -84,17 +86,23 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    if not isinstance(svi, SVI):
-        raise argument_error(CALL, "svi", type(svi).__name__, "Pass a `numpyro.infer.SVI`.", TypeError)
+    check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
+    check_flag(CALL, "stable_update", stable_update)
+    check_key(CALL, "rng_key", rng_key)
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
     path = None if checkpoint is None else _check_path(checkpoint)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
-    state, losses = _start(svi, rng_key, args, kwargs, init_state, init_params, path)
+    given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
+    prints = {} if path is None else {name: _fingerprint(value) for name, value in given.items()}
     fixed, arrays = signature(args, kwargs)
+    state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
+    losses = np.zeros(0, jnp.result_type(float))
+    if path is not None and path.exists():
+        state, losses = load_checkpoint(path, svi, state, prints)
     take = partial(_take, _compiled(svi, fixed, stable_update), arrays, stable_update)
-    run = _Run(svi, take, num_steps, path, every, [losses], (state, len(losses)), len(losses))
+    run = _Run(svi, take, num_steps, path, prints, every, [losses], (state, len(losses)), len(losses))
     message = run.go(progress_bar)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
@@ -123,6 +131,7 @@ class _Run:
     take: Callable[[Any, int], _Chunk]
     num_steps: int
     path: Path | None
+    prints: Mapping[str, str]  # of what the run was started with
     every: int
     chunks: list[np.ndarray]  # losses
     done: tuple[Any, int]
@@ -193,7 +202,7 @@ class _Run:
 
     def _write(self) -> None:
         if self.path is not None and self.count > self.written:
-            save_checkpoint(self.path, self.svi, self.state, self.losses)
+            save_checkpoint(self.path, self.svi, self.state, self.losses, self.prints)
             self.written = self.count
 
     def _failure(self, loss: np.floating) -> str:
@@ -210,21 +219,33 @@ class _Run:
         return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
 
 
+# What a state of an SVI and a signature of its arguments is; empty until `_start` has made one.
+_expected: Callable[[SVI, Signature], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
+
+
 def _start(
-    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, path: Path | None
-) -> tuple[Any, np.ndarray]:
-    """The state to continue from, and the losses so far."""
+    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, expected: dict[str, Any]
+) -> Any:
+    """The state to start from; refuse a state or parameters of another model, guide or optimizer."""
+    check_kind(CALL, "init_state", init_state, SVIState | None, "Pass the `state` of an earlier result.")
+    check_kind(CALL, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by name.")
+    if init_state is not None and init_params is not None:
+        raise argument_error(CALL, "init_params", "values beside `init_state`, which has its own", "Pass only one.")
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
-    if state is None or svi.constrain_fn is None:
+    if state is None or svi.constrain_fn is None or not expected:
         with random_indices():
-            first = svi.init(rng_key, *args, init_params=init_params, **kwargs)
-        state = first if state is None else state
-    if path is not None and path.exists():
-        return load_checkpoint(path, svi, state)
+            state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
+        known = svi.get_params(state)
+        for name in init_params or {}:
+            check_choice(CALL, "init_params", name, known)
+        expected.update(_described(svi, state._replace(rng_key=None), {}))
+    state = state if init_state is None else init_state
+    if (found := _described(svi, state._replace(rng_key=None), {})) != expected:
+        instead = "Pass the `state` of a fit of this model, guide and optimizer."
+        raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
     # Weak types would be lost in the first step and force a second compilation, so strip them.
-    strong = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
-    return strong, np.zeros(0, jnp.result_type(float))
+    return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -264,6 +285,7 @@ def _next_pace(pace: int, seconds: float) -> int:
 
 def _check_path(path: str | Path) -> Path:
     """Refuse a path that cannot be a file, before any work is done."""
+    check_kind(CALL, "checkpoint", path, str | os.PathLike, "Pass the name of a file.")
     target = Path(path)
     if target.is_dir() or not target.resolve().parent.is_dir():
         instead = "Pass the name of a file (not a folder) in a folder that exists."
@@ -271,25 +293,26 @@ def _check_path(path: str | Path) -> Path:
     return target
 
 
-def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray) -> None:
+def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray, prints: Mapping[str, str]) -> None:
     """Write state and losses as an npz file that is replaced atomically, so that it is always complete."""
     arrays: dict[str, Any] = {f"leaf_{i}": _raw(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-    described = np.frombuffer(json.dumps(_described(svi, state)).encode(), np.uint8)
-    part = path.with_name(path.name + ".part")
+    described = np.frombuffer(json.dumps(_described(svi, state, prints)).encode(), np.uint8)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # another process may write the same checkpoint
     try:
         with open(part, "wb") as file:
             np.savez(file, described=described, losses=losses, **arrays)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def load_checkpoint(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
+def load_checkpoint(path: Path, svi: SVI, like: Any, prints: Mapping[str, str]) -> tuple[Any, np.ndarray]:
     """Read state and losses; ``like`` is a state of the same SVI, for its structure.
 
-    :raises ValueError: for any other file, or for the checkpoint of another model, guide or optimizer.
+    :raises ValueError: for any other file, or for a checkpoint of another model, guide or optimizer, of other data,
+        key or start.
     """
     damaged = "It is damaged, or was not written by `fit`: delete it, or pass another path."
     if not zipfile.is_zipfile(path):
@@ -297,10 +320,10 @@ def load_checkpoint(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             described = json.loads(bytes(file["described"]))
-            expected = _described(svi, like)
+            expected = _described(svi, like, prints)
             if described != expected:
                 difference = _difference(described, expected)
-                instead = "Pass the path of a new file, or the model, guide and optimizer that wrote it."
+                instead = "Pass the path of a new file, or all that the run that wrote it was started with."
                 raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
             template, structure = jax.tree.flatten(like)
             leaves = [_restored(file[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
@@ -309,11 +332,22 @@ def load_checkpoint(path: Path, svi: SVI, like: Any) -> tuple[Any, np.ndarray]:
         raise argument_error(CALL, "checkpoint", f"{str(path)!r} ({cause})", damaged) from cause
 
 
-def _described(svi: SVI, state: Any) -> dict[str, Any]:
-    """Names, shapes and dtypes, which must agree between a file and an SVI."""
+def _fingerprint(tree: Any) -> str:
+    """A hash of all arrays, numbers and texts of a tree; of other objects only their types enter."""
+    digest = hashlib.sha256()
+    for name, leaf in _named(tree):
+        plain = isinstance(leaf, str | bytes | int | float | complex)
+        array = _raw(leaf) if hasattr(leaf, "dtype") else np.asarray(str(leaf if plain else type(leaf)))
+        digest.update(f"{name} {array.dtype} {array.shape};".encode() + array.tobytes())
+    return digest.hexdigest()
+
+
+def _described(svi: SVI, state: Any, prints: Mapping[str, str]) -> dict[str, Any]:
+    """Names, shapes and dtypes, and hashes of what a run was started with: file and call must agree in them."""
     params = svi.optim.get_params(state.optim_state)
     return {
         "format": CHECKPOINT_FORMAT,
+        "prints": dict(prints),
         "parameters": {str(name): _kind(leaf) for name, leaf in _named(params)},
         "state": {name: _kind(leaf) for name, leaf in _named(state)},
     }
@@ -338,6 +372,9 @@ def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
             if one.get(name) != other.get(name):
                 here, there = one.get(name, "no such entry"), other.get(name, "none")
                 return f"in which {part.removesuffix('s')} {name} is {here}; this run has {there}"
+    other_start = [name for name, value in expected["prints"].items() if found["prints"].get(name) != value]
+    if other_start:
+        return f"which was started with other {' and '.join(other_start)}"
     return "which differs in the order of its entries"
 
 

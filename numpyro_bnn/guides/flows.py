@@ -188,6 +188,7 @@ class Coupling(Family):
 
     def __post_init__(self) -> None:
         call = "guides.Coupling"
+        check_count(call, "seed", self.seed, minimum=0)
         widths = (self.hidden,) if np.ndim(self.hidden) == 0 else self.hidden
         hidden = tuple(check_count(call, "hidden", width) for width in widths)
         object.__setattr__(self, "hidden", hidden)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, is_identity
 from numpyro_bnn.guides.blocks import Family, FullRank, Patterns
 
@@ -90,9 +90,9 @@ class AutoStructured(AutoBlocks):
         **settings: Any,
     ) -> None:
         family = FullRank() if family is None else family
-        if not isinstance(family, Family):
-            instead = "Pass a family, e.g. `guides.FullRank()` or `guides.LowRank(10)`."
-            raise argument_error("guides.AutoStructured", "family", repr(family), instead, TypeError)
+        instead = "Pass a family, e.g. `guides.FullRank()` or `guides.LowRank(10)`."
+        check_kind("guides.AutoStructured", "family", family, Family, instead)
+        check_flag("guides.AutoStructured", "include_scales", include_scales)
         self._family, self._by_layer, self._include_scales = family, blocks is None, include_scales
         chosen: Any = blocks or ()
         if not isinstance(chosen, Mapping):

@@ -16,14 +16,14 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_kind, check_number
 from numpyro_bnn._keys import split
 from numpyro_bnn._programs import run
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
 from numpyro_bnn.infer.tuning import temperature_band
-from numpyro_bnn.infer.warm_start import check_held_out, warm_start_of
+from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, warm_start_of
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
 
@@ -88,6 +88,7 @@ class SGMCMCKernel(MCMCKernel):
         self._minibatches = minibatches
         self._preconditioner = preconditioner
         self._warm_start = warm_start_of(self._call, warm_start, optimizer)
+        self._warm_start_given = isinstance(warm_start, WarmStart)
         self._bias_tolerance = bias_tolerance
         self._init_strategy = init_strategy
         self._check_arguments()
@@ -99,8 +100,8 @@ class SGMCMCKernel(MCMCKernel):
 
     def _check_arguments(self) -> None:
         call, preconditioner = self._call, self._preconditioner
-        if not callable(self._model):
-            raise argument_error(call, "model", self._model, "Pass a NumPyro model (a function).", TypeError)
+        check_kind(call, "model", self._model, callable, "Pass a NumPyro model (a function).")
+        check_kind(call, "init_strategy", self._init_strategy, callable, "Pass e.g. `init_to_median`.")
         check_number(call, "temperature", self._temperature, strict=self.exact)
         check_number(call, "bias_tolerance", self._bias_tolerance, strict=True)
         if self._step_size is not None and not callable(self._step_size):
@@ -168,6 +169,9 @@ class SGMCMCKernel(MCMCKernel):
         """Everything that the chains of a run need from this kernel."""
         given = self._step_size
         length = round(self._warm_start.share * num_warmup)
+        if self._warm_start_given and self._warm_start.share and num_warmup and not length:
+            came = f"share={self._warm_start.share}, which of num_warmup={num_warmup} is no transition"
+            raise argument_error(self._call, "warm_start", came, "Take a larger share, or 0 for none.")
         tuner, steps = Tuner(), self._steps_per_draw
         if given is None and self.target_accept_prob is not None:
             tuner = AcceptanceTuner(self.target_accept_prob, length, num_warmup)

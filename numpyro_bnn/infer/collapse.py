@@ -12,7 +12,7 @@ from jax.scipy.linalg import solve_triangular
 from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.primitives import Messenger
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._plates import full_trace, isolated
@@ -61,6 +61,7 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     >>> mcmc.get_samples()["net/Dense_1.kernel"].shape
     (5, 3, 1)
     """
+    check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
     names = _check_names(sites)
     with jax.ensure_compile_time_eval(), isolated():
         structure = read(CALL, model, names, args, kwargs)

@@ -46,6 +46,8 @@ def implied_bias(energy_variance: Any) -> Any:
     >>> round(float(implied_bias(4.5e-4)), 3)
     0.05
     """
+    for value in np.ravel(np.asarray(energy_variance, object)):
+        check_number("infer.implied_bias", "energy_variance", value)
     given = np.asarray(energy_variance, np.float64)
     first = np.cbrt(given / 4)
     bias = first * (1 + first) + given / 4  # above the root, so Newton's method descends to it

@@ -178,18 +178,10 @@ def is_jacobian(site: Mapping[str, Any]) -> bool:
     return named and is_factor(site["fn"])
 
 
-def subsampled(call: str, sites: Mapping[str, Any]) -> dict[str, Plate]:
-    """The plates of a trace that see a subset of their indices.
-
-    :raises ValueError: for a subset larger than the whole.
-    """
+def subsampled(sites: Mapping[str, Any]) -> dict[str, Plate]:
+    """The plates of a trace that see a subset of their indices."""
     sizes = {name: site["args"] for name, site in sites.items() if site["type"] == "plate"}
-    plates = {name: Plate(*args) for name, args in sizes.items() if args[1] not in (None, args[0])}
-    for name, plate in plates.items():
-        if plate.batch_size > plate.size:
-            came = f"plate {name!r} with subsample_size {plate.batch_size}"
-            raise argument_error(call, "model", came, f"Take at most its size, {plate.size}.")
-    return plates
+    return {name: Plate(*args) for name, args in sizes.items() if args[1] not in (None, args[0])}
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -202,8 +194,7 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
         if site["type"] != "sample" or site["is_observed"]:
             continue
         if site["fn"].support.is_discrete:
-            instead = "Sum over its values: a gradient cannot move it."
-            raise refused(f"the discrete latent site {name!r}", instead)
+            raise refused(f"the discrete latent site {name!r}", "Sum over its values: a gradient cannot move it.")
         inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
         if inside:
             raise refused(

@@ -21,10 +21,8 @@ def friction_of(momentum_decay: float, step_size: Any) -> Any:
 
 
 def check_momentum_decay(call: str, value: Any) -> None:
-    """Refuse a fraction outside [0, 1]."""
-    check_number(call, "momentum_decay", value)
-    if value > 1:
-        raise argument_error(call, "momentum_decay", value, "Pass the fraction of momentum lost per step, in [0, 1].")
+    """Refuse anything but the fraction of momentum lost per step, in [0, 1]."""
+    check_number(call, "momentum_decay", value, most=1)
 
 
 class _WithMomentum(SGMCMCKernel):

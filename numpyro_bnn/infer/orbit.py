@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
+from numpyro_bnn._checks import argument_error, check_flag, check_number
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
@@ -88,6 +89,11 @@ class OrbitMoves(Wrapper):
     ) -> None:
         super().__init__(kernel)
         self._symmetries = as_symmetries("infer.OrbitMoves", symmetries)
+        if not self._symmetries:
+            instead = "Declare one, e.g. `symmetry.Permutation(...)`, or run the inner kernel alone."
+            raise argument_error("infer.OrbitMoves", "symmetries", "none", instead)
+        check_flag("infer.OrbitMoves", "exact", exact)
+        check_number("infer.OrbitMoves", "tolerance", tolerance, strict=True)
         self._exact = exact
         self._tolerance = tolerance
         self._plans: tuple[Plan, ...] = ()

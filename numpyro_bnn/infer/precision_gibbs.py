@@ -13,7 +13,7 @@ from numpyro.distributions.util import is_identically_one
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
 from numpyro_bnn._plates import full_trace
@@ -79,6 +79,7 @@ class PrecisionGibbs(MCMCKernel):
     sample_field = "z"
 
     def __init__(self, model: Callable) -> None:
+        check_kind("infer.PrecisionGibbs", "model", model, callable, "Pass a NumPyro model (a function).")
         self._model = model
         self._plan: tuple[ConjugateSite, ...] = ()
         self._sample_fn: Callable | None = None

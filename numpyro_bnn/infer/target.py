@@ -14,7 +14,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import constrain_fn, initialize_model, potential_energy, transform_fn, unconstrain_fn
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_finite, check_kind
 from numpyro_bnn._plates import PARAMETERS, full_plates
 from numpyro_bnn._programs import run
 from numpyro_bnn.infer.model_checks import (
@@ -132,7 +132,7 @@ def bind(
         model = handlers.substitute(model, data=prior_values(model, PARAMETERS, args, kwargs))
         reading = read(model, args, kwargs)
     sites = reading.sites
-    plates = subsampled(call, sites)
+    plates = subsampled(sites)
     check_latent_sites(call, sites, plates)
     of_one_minibatch: frozenset[str] = frozenset()
     if plates:
@@ -185,10 +185,12 @@ def given_values(
     """Take initial values that a user gives instead of ``z``; refuse other sites or shapes."""
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
         given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
+    check_kind(call, "init_params", given, Mapping, "Pass a dictionary of unconstrained values by site.")
     shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
     if shapes != wanted:
-        instead = f"Pass unconstrained values shaped {wanted}."
-        raise argument_error(call, "init_params", f"shapes {shapes}", instead)
+        raise argument_error(call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}.")
+    for name, value in given.items():
+        check_finite(call, f"init_params[{name!r}]", value)
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 

@@ -12,10 +12,11 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._checks import check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_checks import weight_jacobians
+from numpyro_bnn.infer.model_checks import read, subsampled, weight_jacobians
+from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
@@ -104,6 +105,12 @@ class ParallelTempering(MCMCKernel):
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))
+        inner: Any = kernel
+        while inner is not None:
+            if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
+                came = f"{type(inner).__name__} with temperature {temperature}"
+                raise argument_error(call, "kernel", came, "Its replicas set the temperatures: leave it at 1.")
+            inner = getattr(inner, "kernel", None)
         num_replicas = check_count(call, "num_replicas", num_replicas, 2)
         check_number(call, "lowest", lowest, strict=True, below=1.0)
         check_choice(call, "temper", temper, TEMPERED)
@@ -136,6 +143,10 @@ class ParallelTempering(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
+        if plates := subsampled(read(self.model, model_args, held_values(model_kwargs)[1]).sites):
+            came = f"a model that subsamples plate {next(iter(plates))!r}"
+            instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
+            raise argument_error("infer.ParallelTempering", "kernel", came, instead)
         size = self._num_replicas
         self._num_warmup = num_warmup
         betas = self._lowest ** jnp.linspace(0.0, 1.0, size)

@@ -105,6 +105,7 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
     """
     call = "infer.temperature_band"
     check_count(call, "num_parameters", num_parameters)
+    check_number(call, "temperature", temperature)
     check_number(call, "level", level, strict=True, below=1)
     z, spread = NormalDist().inv_cdf(0.5 + level / 2), 2 / (9 * num_parameters)
     low, high = (temperature * (1 - spread + sign * z * spread**0.5) ** 3 for sign in (-1, 1))

@@ -58,6 +58,10 @@ class WarmStart:
         check_number(call, "share", self.share, below=1)
         check_number(call, "held_out", self.held_out, below=1)
         check_number(call, "spread", self.spread, strict=True)
+        if not (self.optimizer is None or all(hasattr(self.optimizer, n) for n in ("init", "update"))):
+            raise argument_error(
+                call, "optimizer", self.optimizer, "Pass one of optax, e.g. `optax.adam(0.01)`.", TypeError
+            )
         if self.num_steps is not None:
             check_count(call, "num_steps", self.num_steps)
 

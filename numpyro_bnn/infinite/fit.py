@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error, check_number
+from numpyro_bnn._checks import argument_error, as_floats, check_count, check_flag, check_number
 from numpyro_bnn.infinite.kernels import kernels
 from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments
 from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
@@ -87,9 +87,13 @@ def prior_fit(
     (True, ['Dense_0.*', 'Dense_1.*'])
     """
     call = "infinite.prior_fit"
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
     check_number(call, "log_sd", log_sd, strict=True, infinite=True)
+    check_flag(call, "ard", ard)
+    max_steps = check_count(call, "max_steps", max_steps)
+    if noise_sd is not None:
+        check_number(call, "noise_sd", noise_sd, strict=True)
     with jax.enable_x64(True):
         found = prior_moments(call, net, x.shape[1:], prior, scales)
         spread = float(np.std(y)) or 1.0

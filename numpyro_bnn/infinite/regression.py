@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 
-from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
+from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_key, check_number, check_same_length
 from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
@@ -102,6 +102,7 @@ class GPRegression:
             instead = f"Pass {mean.shape}: one row per row of `x`, with the outputs of the data."
             raise argument_error("GPRegression.log_density", "y", f"shape {np.shape(y)}", instead)
         sd = np.sqrt(variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2)
+        check_finite("GPRegression.log_density", "y", y)
         values = norm.logpdf(np.asarray(y), mean, sd)
         return values.reshape(len(mean), -1).sum(axis=1)
 
@@ -112,6 +113,7 @@ class GPRegression:
         :param x: inputs ``(M, *input_shape)``; by default the inputs of the data.
         :return: ``(*sample_shape, M)``, or ``(*sample_shape, M, K)``.
         """
+        check_key("GPRegression.sample", "rng_key", rng_key)
         mean, covariance = self.predict(x)
         with jax.enable_x64(True):
             lower = np.asarray(factorize(jnp.asarray(covariance)).lower)
@@ -153,7 +155,7 @@ def gp_regression(
     ([0.5], 0.0)
     """
     call = "infinite.gp_regression"
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
     check_number(call, "noise_sd", noise_sd, strict=True)
     with jax.enable_x64(True):

@@ -88,8 +88,7 @@ class Context(NamedTuple):
     def need_normal(self, name: str, why: str) -> None:
         if self.full(name) not in self.normal:
             came = f"weights of {self.full(name)!r} that are not normal"
-            instead = f"{why}: only normal ones give a Gaussian process."
-            raise argument_error("infinite", "prior", came, instead)
+            raise argument_error("infinite", "prior", came, f"{why}: only normal ones give a Gaussian process.")
 
 
 Rule = Callable[[Any, Context, State], State]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_finite, check_labels, check_rank, check_same_length
+from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_labels, check_rank, check_same_length
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +40,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
 
 def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     """Finite numbers, one per data point: (N,)."""
-    array = np.asarray(value, dtype=np.float64)
+    array = as_floats(call, argument, value)
     check_rank(call, argument, array, 1, "(N,)")
     check_finite(call, argument, array)
     return array
@@ -48,13 +48,12 @@ def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
 
 def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     """Draws (S, N) or (C, S, N), as (S, N) or (C S, N)."""
-    array = np.asarray(value, dtype=np.float64)
+    array = as_floats(call, argument, value)
     if array.ndim not in (2, 3):
         instead = "Pass draws shaped (S, N), or (C, S, N) by chain."
         raise argument_error(call, argument, f"shape {array.shape}", instead)
     if 0 in array.shape:
-        got = f"empty data of shape {array.shape}"
-        raise argument_error(call, argument, got, "Pass at least one draw and row.")
+        raise argument_error(call, argument, f"empty data of shape {array.shape}", "Pass at least one draw and row.")
     return array.reshape(-1, array.shape[-1])
 
 
@@ -68,7 +67,7 @@ def draws_and_targets(call: str, draws: ArrayLike, y: ArrayLike) -> tuple[Floats
 
 def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray[np.float64]:
     """Class probabilities (..., N, K) that sum to one; ``ranks`` names the shapes that are allowed."""
-    array = np.asarray(probs, dtype=np.float64)
+    array = as_floats(call, "probs", probs)
     if array.ndim not in ranks:
         instead = f"Pass probabilities shaped {' or '.join(ranks.values())}."
         raise argument_error(call, "probs", f"shape {array.shape}", instead)

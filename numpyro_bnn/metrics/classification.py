@@ -190,8 +190,7 @@ def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
     """
     call, array = "relative_logit_variance", np.asarray(logits, dtype=np.float64)
     if array.ndim not in (3, 4):
-        instead = "Pass logits shaped (S, N, K) or (C, S, N, K)."
-        raise argument_error(call, "logits", f"shape {array.shape}", instead)
+        raise argument_error(call, "logits", f"shape {array.shape}", "Pass logits shaped (S, N, K) or (C, S, N, K).")
     draws = array.reshape(-1, *array.shape[-2:])
     if min(draws.shape[0], draws.shape[2]) < 2 or draws.shape[1] == 0:
         instead = "Pass at least two draws, a row and two classes."

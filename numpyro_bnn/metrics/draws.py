@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_finite, check_number, check_same_length
+from numpyro_bnn._checks import argument_error, check_count, check_finite, check_number, check_same_length
 from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, stacked, standard_error, vector
 
 
@@ -125,8 +125,7 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
     array, target = draws_and_targets("crps", draws, y)
     size = array.shape[0]
     if size < 2:
-        instead = "Pass at least two; for one, use the absolute error."
-        raise argument_error("crps", "draws", "one draw", instead)
+        raise argument_error("crps", "draws", "one draw", "Pass at least two; for one, use the absolute error.")
     # Centered at the target, so that a large offset costs no digits.
     errors = np.sort(array - target, axis=0)
     weights = 2.0 * np.arange(1, size + 1) - size - 1
@@ -188,6 +187,8 @@ def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArr
     True
     """
     array, target = draws_and_targets("pit", draws, y)
+    if not isinstance(rng, np.random.Generator):
+        rng = check_count("pit", "rng", rng, minimum=0)
     below, ties = (array < target).sum(axis=0), (array == target).sum(axis=0)
     uniform = np.random.default_rng(rng).random(target.size)
     return (below + (1 + ties) * uniform) / (array.shape[0] + 1)

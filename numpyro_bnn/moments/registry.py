@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import check_count, check_kind
 from numpyro_bnn.moments.expectation import NODES, moments_of
 from numpyro_bnn.moments.interpret import Equation, Interpreter, Rule
 from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian
@@ -40,8 +40,7 @@ def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]
     >>> h.mean.shape, round(float(h.mean[0, 0]), 3), round(float(h.var[0, 0]), 3)
     ((1, 3), 1.995, 8.521)
     """
-    if not callable(fn):
-        raise argument_error("moments.propagate", "fn", repr(fn), "Pass a function of arrays.", TypeError)
+    check_kind("moments.propagate", "fn", fn, callable, "Pass a function of arrays.")
     num_nodes = check_count("moments.propagate", "num_nodes", num_nodes, 2)
     interpreter = Interpreter(RULES, lambda value: isinstance(value, Term), "moments.propagate")
 

@@ -39,6 +39,8 @@ def as_gaussian(value: Gaussian) -> Gaussian:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             instead = "Pass floating-point numbers."
             raise argument_error("moments.Gaussian", name, f"dtype {array.dtype}", instead, TypeError)
+    if not isinstance(var, jax.core.Tracer) and np.any(np.asarray(var) < 0):
+        raise argument_error("moments.Gaussian", "var", f"smallest {var.min()}", "Pass variances of at least 0.")
     dtype = jnp.result_type(mean, var)
     return Gaussian(mean.astype(dtype), var.astype(dtype))
 

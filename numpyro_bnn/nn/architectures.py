@@ -58,8 +58,9 @@ def CNN(
     (10,)
     """
     layers: list[Layer | str] = []
+    pool = MaxPool(2) if pool is None else pool
     for out in _widths("nn.CNN", "channels", channels):
-        layers += [Conv2d(out, window, padding=padding), *_norms(norm), activation, pool or MaxPool(2)]
+        layers += [Conv2d(out, window, padding=padding), *_norms(norm), activation, pool]
     head = MLP(_widths("nn.CNN", "widths", widths), activation, norm)
     return Sequential([*layers, Flatten(), *head.layers])
 

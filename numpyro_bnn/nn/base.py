@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_key
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
 Shape = tuple[int, ...]
@@ -136,6 +136,7 @@ class Layer(ABC):
 
     def init(self, rng_key: jax.Array, input_shape: Shape) -> dict[str, jax.Array]:
         """Draw initial parameters for an optimizer: kernels N(0, 1/fan_in), biases 0, normalization gains 1."""
+        check_key("nn.Layer.init", "rng_key", rng_key)
         shapes = self.param_shapes(input_shape)
         params = {}
         for name, key in zip(shapes, jax.random.split(rng_key, max(len(shapes), 1)), strict=False):

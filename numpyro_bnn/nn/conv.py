@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, unknown_name
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, unknown_name
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -22,8 +22,7 @@ IMAGE = "an image (height, width, channels)"
 def _pair(call: str, argument: str, value: int | Pair) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
     if len(pair) != 2:
-        instead = "Pass a positive integer or a pair of them, e.g. `(3, 3)`."
-        raise argument_error(call, argument, value, instead)
+        raise argument_error(call, argument, value, "Pass a positive integer or a pair of them, e.g. `(3, 3)`.")
     height, width = (check_count(call, argument, n) for n in pair)
     return height, width
 
@@ -82,6 +81,7 @@ class Conv2d(Layer):
         object.__setattr__(self, "window", _pair("nn.Conv2d", "window", self.window))
         object.__setattr__(self, "strides", _pair("nn.Conv2d", "strides", self.strides))
         _padding("nn.Conv2d", self.padding)
+        check_flag("nn.Conv2d", "use_bias", self.use_bias)
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 3:

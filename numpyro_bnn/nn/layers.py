@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.special
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_kind, check_number
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -47,6 +47,7 @@ class Dense(Layer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", check_count("nn.Dense", "units", self.units))
+        check_flag("nn.Dense", "use_bias", self.use_bias)
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 1:
@@ -116,6 +117,9 @@ class Flatten(Layer):
 
     rank: int = 3
 
+    def __post_init__(self) -> None:
+        check_count("nn.Flatten", "rank", self.rank)
+
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != self.rank:
             raise shape_error(self, path, f"inputs of {self.rank} axes (argument `rank`)", input_shape)
@@ -133,9 +137,8 @@ class Flatten(Layer):
 def _as_layer(call: str, argument: str, value: Layer | str) -> Layer:
     if isinstance(value, str):
         return Activation(value)
-    if not isinstance(value, Layer):
-        instead = "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
-        raise argument_error(call, argument, value, instead, TypeError)
+    instead = "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
+    check_kind(call, argument, value, Layer, instead)
     return value
 
 

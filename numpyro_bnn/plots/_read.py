@@ -97,16 +97,14 @@ def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | Non
     if x is not None and not isinstance(x, str):
         values = np.asarray(x, dtype=np.float64)
         if values.shape != (size,):
-            instead = f"Pass one value for each of {size} points."
-            raise argument_error(call, "x", f"shape {values.shape}", instead)
+            raise argument_error(call, "x", f"shape {values.shape}", f"Pass one value for each of {size} points.")
         return None, values
     data = _held(idata, INPUTS[drawn.group])
     known = [name for name in _names(data) if name != drawn.site and data[name].shape[:1] == (size,)]
     if x is not None:
         check_choice(call, "x", x, known)
     elif len(known) != 1:
-        got = f"nothing, and there are {len(known)} inputs"
-        raise argument_error(call, "x", got, f"Name one of {known}.")
+        raise argument_error(call, "x", f"nothing, and there are {len(known)} inputs", f"Name one of {known}.")
     name = known[0] if x is None else x
     values = np.asarray(data[name], dtype=np.float64)
     if values.size != size:
@@ -144,8 +142,7 @@ def _site_name(call: str, idata: Any, site: str | None) -> str:
         check_choice(call, "site", site, known)
         return site
     if len(known) != 1:
-        got = f"nothing, and there are {len(known)} sites"
-        raise argument_error(call, "site", got, f"Name one of {known}.")
+        raise argument_error(call, "site", f"nothing, and there are {len(known)} sites", f"Name one of {known}.")
     return known[0]
 
 

@@ -90,8 +90,7 @@ def axes(call: str, given: Any, shape: tuple[int, int] = (1, 1), size: Sequence[
         return pyplot().subplots(*shape, figsize=tuple(size), layout="constrained", squeeze=False)[1].ravel()
     array = np.atleast_1d(np.asarray(given, dtype=object)).ravel()
     if array.size != count:
-        instead = f"Pass {count}, e.g. of `plt.subplots{shape}`."
-        raise argument_error(call, "ax", f"{array.size} axes", instead)
+        raise argument_error(call, "ax", f"{array.size} axes", f"Pass {count}, e.g. of `plt.subplots{shape}`.")
     return array
 
 

@@ -53,8 +53,7 @@ def calibration(
     if drawn.classes:
         function = drawn.mean_draws(call)
     elif drawn.y is None:
-        instead = "Draws of observations are needed, not of the mean."
-        raise argument_error(call, "site", repr(drawn.site), instead)
+        raise argument_error(call, "site", repr(drawn.site), "Draws of observations are needed, not of the mean.")
     observed = drawn.targets()
     axes = _style.axes(call, ax, (1, 2), (2 * _style.COLUMN, 2.6))
     if drawn.classes:

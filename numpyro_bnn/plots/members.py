@@ -60,8 +60,7 @@ def member_intervals(
     functions = {name: _one_output(call, one, output) for name, one in drawn.items()}
     sizes = {name: function.shape[2] for name, function in functions.items()}
     if len(set(sizes.values())) > 1:
-        instead = "Pass predictions of the same points."
-        raise argument_error(call, "fits", f"numbers of points {sizes}", instead)
+        raise argument_error(call, "fits", f"numbers of points {sizes}", "Pass predictions of the same points.")
     name, first = next(iter(drawn.items()))
     scored = first.observed is not None and not first.classes and first.targets().size == sizes[name]
     observed = first.targets() if scored else None

@@ -112,8 +112,7 @@ def _scores(
     values = np.asarray(found, dtype=np.float64)
     if values.ndim != 1 or not values.size or np.isnan(values).any():
         got = f"scores of shape {values.shape}{', with NaN' if np.isnan(values).any() else ''}"
-        instead = "Pass results with predictions, or one number for each point."
-        raise argument_error(call, argument, got, instead)
+        raise argument_error(call, argument, got, "Pass results with predictions, or one number for each point.")
     return title, values
 
 

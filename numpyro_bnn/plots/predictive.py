@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import metrics
-from numpyro_bnn._checks import argument_error, check_number
+from numpyro_bnn._checks import argument_error, check_kind, check_number
 from numpyro_bnn.plots import _read, _style
 
 
@@ -48,6 +48,7 @@ def predictive_band(
     ('distance [km]', 'y')
     """
     call = "plots.predictive_band"
+    check_kind(call, "levels", levels, Sequence, "Pass several, e.g. `(0.5, 0.9)`.")
     for level in levels:
         check_number(call, "levels", level, strict=True, below=1.0)
     drawn = _read.predicted(call, idata, site, group)

@@ -64,8 +64,7 @@ def relevance(
     data = _arviz.group(idata, "posterior")
     chosen = _chosen(call, data, var_names)
     if by_chain and len(chosen) > 1:
-        got = f"True for {len(chosen)} variables"
-        raise argument_error(call, "by_chain", got, "Pass one in `var_names`.")
+        raise argument_error(call, "by_chain", f"True for {len(chosen)} variables", "Pass one in `var_names`.")
     draws = {name: _scales(call, data, name) for name in chosen}
     sizes = {name: found.shape[2] for name, found in draws.items()}
     if len(set(sizes.values())) > 1:
@@ -125,8 +124,7 @@ def _scales(call: str, data: Any, name: str) -> NDArray[np.float64]:
 def _input_names(call: str, data: Any, variable: str, names: Sequence[str] | None, size: int) -> list[str]:
     if names is not None:
         if len(names) != size:
-            instead = f"Pass one for each of {size} inputs."
-            raise argument_error(call, "names", f"{len(names)} names", instead)
+            raise argument_error(call, "names", f"{len(names)} names", f"Pass one for each of {size} inputs.")
         return [str(name) for name in names]
     kernel = variable.rsplit("_", 1)[0]
     for axis in (data[variable].dims[-1], f"{kernel}_in", f"{kernel}_base_in"):

@@ -15,7 +15,7 @@ from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
 
-from numpyro_bnn._checks import argument_error, check_number, unknown_name
+from numpyro_bnn._checks import argument_error, check_flag, check_kind, check_number, unknown_name
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.nn.base import Shape, fan_in, input_axis, output_axis, role
 
@@ -47,6 +47,8 @@ class Prior(ABC):
     positive: ClassVar[tuple[str, ...]] = ()  # further fields that must be positive
 
     def __post_init__(self) -> None:
+        for argument in ("fan_in_scaling", "centered", "marginal"):
+            check_flag(f"priors.{type(self).__name__}", argument, getattr(self, argument, False))
         for argument in ("bias_scale", "gain_scale", *self.positive):
             _check_positive(f"priors.{type(self).__name__}", argument, getattr(self, argument))
 
@@ -74,14 +76,18 @@ class Prior(ABC):
 
 def _check_positive(call: str, argument: str, value: Any) -> None:
     """Refuse a number that is not positive and a distribution whose support is not positive."""
-    if not isinstance(value, dist.Distribution):
+    if argument == "scale_prior":
+        check_kind(call, argument, value, dist.Distribution, "Pass a distribution, e.g. `dist.HalfNormal(1.0)`.")
+    if argument not in ("scale_prior", "amplitude", "length_scale") or not isinstance(value, dist.Distribution):
         check_number(call, argument, value, strict=True)
-    elif not _is_positive(value.support) or value.shape() != ():
+    elif not is_positive(value.support) or value.shape() != ():
         instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
         raise argument_error(call, argument, value, instead)
 
 
-def _is_positive(support: Any) -> bool:
+def is_positive(support: Any) -> bool:
+    """Whether all values of a support are positive (or 0)."""
+    support = getattr(support, "base_constraint", support)
     if support is dist.constraints.positive or support is dist.constraints.nonnegative:
         return True
     lower = getattr(support, "lower_bound", None)  # intervals, greater_than: Uniform, Pareto, TruncatedNormal
@@ -208,7 +214,7 @@ class BySite:
                 raise unknown_name("priors.BySite", "patterns", pattern, known)
 
 
-def as_prior(prior: PriorLike | Mapping[str, PriorLike]) -> Callable[[str, Shape], dist.Distribution]:
+def as_prior(prior: Any, call: str = "random_network") -> Callable[[str, Shape], dist.Distribution]:
     """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a distribution, or a dict of these.
 
     :raises TypeError: for anything else; for a string the error names the closest family.
@@ -218,8 +224,11 @@ def as_prior(prior: PriorLike | Mapping[str, PriorLike]) -> Callable[[str, Shape
     if isinstance(prior, Mapping):
         return BySite(prior)
     if isinstance(prior, type) or not callable(prior):
-        written = prior.__name__ if isinstance(prior, type) else str(prior)
-        error = unknown_name("random_network", "prior", written, [*_families(Prior), "BySite"])
+        families = [*_families(Prior), "BySite"]
+        if isinstance(prior, type):
+            made = f"`priors.{prior.__name__}()`" if prior.__name__ in families else "e.g. `priors.Normal()`"
+            raise argument_error(call, "prior", f"the class {prior.__name__}", f"Pass an object, {made}.", TypeError)
+        error = unknown_name(call, "prior", str(prior), families)
         raise TypeError(f"{error} Pass an object, e.g. `priors.Normal()`.")
     return prior
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import check_number
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Prior
 
@@ -96,7 +96,7 @@ class ScaleMixture(Prior):
     0.2575
     """
 
-    positive: ClassVar = ("weight", "wide_scale", "narrow_scale")
+    positive: ClassVar = ("wide_scale", "narrow_scale")
     weight: float = 0.5
     wide_scale: float = 1.0
     narrow_scale: float = 0.0025
@@ -105,9 +105,7 @@ class ScaleMixture(Prior):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.weight < 1:
-            instead = "Pass a probability inside (0, 1)."
-            raise argument_error("priors.ScaleMixture", "weight", self.weight, instead)
+        check_number("priors.ScaleMixture", "weight", self.weight, strict=True, below=1)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         return self._mixture(self.fan_in_factor(name, shape))

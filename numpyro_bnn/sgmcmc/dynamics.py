@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_choice, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_number
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
     Dynamics,
@@ -266,6 +266,8 @@ class Microcanonical(Dynamics):
         if self.length is not None:
             check_number(call, "length", self.length, strict=True, infinite=True)
         check_choice(call, "integrator", self.integrator, INTEGRATORS)
+        for name in ("fresh", "energy"):
+            check_flag(call, name, getattr(self, name))
 
     @property
     def reports_energy(self) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_count, check_kind, check_number
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -218,8 +218,7 @@ class Sampler:
             instead = "Pass one flat vector (P,): see `ravel_pytree`."
             raise argument_error(call, "position", f"shape {position.shape}", instead)
         if not jnp.issubdtype(position.dtype, jnp.floating):
-            got = f"dtype {position.dtype}"
-            raise argument_error(call, "position", got, "Pass floating numbers.", TypeError)
+            raise argument_error(call, "position", f"dtype {position.dtype}", "Pass floating numbers.", TypeError)
         if isinstance(num_warmup, int):
             check_count(call, "num_warmup", num_warmup, minimum=0)
             if num_warmup == 0 and self.preconditioner.adapts:
@@ -314,6 +313,9 @@ def build(
     """
     call = "sgmcmc.build"
     preconditioner = Identity() if preconditioner is None else preconditioner
+    for argument, part, kind in (("gradient", gradient, Gradient), ("dynamics", dynamics, Dynamics)):
+        check_kind(call, argument, part, kind, f"Pass an instance of `{kind.__name__}`.")
+    check_kind(call, "preconditioner", preconditioner, Preconditioner, "Pass an instance, e.g. `sgmcmc.RMSProp()`.")
     dynamics.check(gradient)
     if dynamics.exact and not callable(temperature):
         check_number(call, "temperature", temperature, strict=True)

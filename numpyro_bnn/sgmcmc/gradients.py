@@ -163,6 +163,7 @@ class SVRG(ControlVariates):
     markov = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("sgmcmc.SVRG", "period", self.period)
 
     def refresh(self, state: Center, position: Array, step: Array) -> tuple[Center, Array]:

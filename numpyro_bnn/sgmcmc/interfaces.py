@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_bnn._checks import check_kind
+
 Array = jax.Array
 
 
@@ -82,6 +84,10 @@ class Gradient:
     evaluations: int = 1
     #: Whether an estimate depends only on the position of the chain, not on its history.
     markov: bool = True
+
+    def __post_init__(self) -> None:
+        for name in vars(self).keys() & {"potential_fn", "full_potential_fn"}:
+            check_kind(f"sgmcmc.{type(self).__name__}", name, vars(self)[name], callable, "Pass a function.")
 
     def init(self, position: Array) -> Any:
         """Return the state of the estimator; by default there is none."""

@@ -121,10 +121,8 @@ class HMC(Dynamics):
     def __post_init__(self) -> None:
         call = "sgmcmc.HMC"
         check_count(call, "num_steps", self.num_steps)
-        check_number(call, "momentum_decay", self.momentum_decay)
+        check_number(call, "momentum_decay", self.momentum_decay, most=1)
         check_number(call, "jitter", self.jitter, below=1.0)
-        if self.momentum_decay > 1:
-            raise argument_error(call, "momentum_decay", self.momentum_decay, "Pass a fraction in [0, 1].")
 
     @property
     def evaluations(self) -> int:

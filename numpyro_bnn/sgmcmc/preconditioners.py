@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_count, check_flag, check_number
 from numpyro_bnn.sgmcmc.interfaces import Array, Preconditioner
 
 
@@ -190,6 +190,7 @@ class RMSProp(Preconditioner):
     running: bool = False
 
     def __post_init__(self) -> None:
+        check_flag("sgmcmc.RMSProp", "running", self.running)
         check_number("sgmcmc.RMSProp", "decay", self.decay, below=1.0)
         check_number("sgmcmc.RMSProp", "damping", self.damping, strict=True)
         check_number("sgmcmc.RMSProp", "num_data", self.num_data, strict=True)

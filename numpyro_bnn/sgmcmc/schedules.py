@@ -62,8 +62,7 @@ class polynomial:
         check_number(call, "b", self.b, strict=True)
         check_number(call, "gamma", self.gamma, minimum=0.5, strict=True)
         if self.gamma > 1:
-            instead = "Above 1 the chain freezes: pass a value in (0.5, 1]."
-            raise argument_error(call, "gamma", self.gamma, instead)
+            raise argument_error(call, "gamma", self.gamma, "Above 1 the chain freezes: pass a value in (0.5, 1].")
 
     def __call__(self, step: Any) -> Any:
         return self.a * (self.b + step) ** -self.gamma
@@ -100,8 +99,7 @@ class cyclical:
         check_count(call, "num_steps", self.num_steps)
         check_count(call, "num_cycles", self.num_cycles)
         if self.num_cycles > self.num_steps:
-            instead = f"Pass at most num_steps = {self.num_steps}."
-            raise argument_error(call, "num_cycles", self.num_cycles, instead)
+            raise argument_error(call, "num_cycles", self.num_cycles, f"Pass at most num_steps = {self.num_steps}.")
         check_number(call, "explore", self.explore, below=1.0)
 
     @property

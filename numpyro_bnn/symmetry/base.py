@@ -162,7 +162,9 @@ class Symmetry(ABC):
 
 def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
     """Convert one symmetry or several to a tuple; refuse anything else."""
-    given = (symmetries,) if isinstance(symmetries, Symmetry) else tuple(symmetries)
+    if isinstance(symmetries, str) or not isinstance(symmetries, Iterable):
+        symmetries = (symmetries,)
+    given = tuple(symmetries)
     for symmetry in given:
         if not isinstance(symmetry, Symmetry):
             instead = "Pass symmetries such as `symmetry.Scale(...)`, or those of `symmetry.find(model, ...)`."

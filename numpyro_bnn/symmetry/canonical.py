@@ -85,8 +85,7 @@ def _target(call: str, reference: Mapping[str, Any], symmetries: Sequence[Symmet
     for site, value in target.items():
         if value.shape[1:] != points[site].shape[1:]:
             instead = f"The draws are of shape {points[site].shape[1:]}: pass one point."
-            got = f"site {site!r} of shape {value.shape[1:]}"
-            raise argument_error(call, "reference", got, instead)
+            raise argument_error(call, "reference", f"site {site!r} of shape {value.shape[1:]}", instead)
     return in_gauge(symmetries, target)
 
 

@@ -1,5 +1,6 @@
 """Find the symmetries of a network or a model from its layers and priors, and verify them numerically."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn._programs import run
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
@@ -43,6 +44,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     >>> [s.name for s in find(model, jnp.arange(12.0).reshape(6, 2) ** 2, jnp.ones(6))][:3]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
+    check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
     sites, draws, _ = model_info(model, args, kwargs)
     latent = set(draws[0])
     networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
@@ -52,7 +54,17 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
         found += from_network(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
     measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
-    return [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+    valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+    if not valid:
+        looked = (
+            f"in {', '.join(repr(name) for name, *_ in networks)}" if networks else "as it has no `random_network`"
+        )
+        tried = f" of {len(measured)} candidates ({', '.join(sorted({type(e.symmetry).__name__ for e in measured}))})"
+        message = f"symmetry.find: found none{tried if measured else ''} {looked}. Declare your own, e.g. "
+        warnings.warn(
+            f"{message}`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`.", stacklevel=2
+        )
+    return valid
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
@@ -97,9 +109,8 @@ def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool
     >>> [s.name for s in from_network(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
     """
-    if not isinstance(net, Layer):
-        instead = "Pass a specification such as `nn.MLP([50, 1])`."
-        raise argument_error("symmetry.from_network", "net", net, instead, TypeError)
+    check_kind("symmetry.from_network", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    check_flag("symmetry.from_network", "logits", logits)
     wiring = net.wiring(input_shape)
     kinds = [_scales, _flips, _permutations] + ([_logit_shifts] if logits else [])
     names = {path: f"{name}/{path}" for path in net.param_shapes(input_shape)}

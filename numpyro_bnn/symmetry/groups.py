@@ -172,8 +172,7 @@ class JointRescale(Multiplicative):
             object.__setattr__(self, argument, _whole_sites(call, argument, getattr(self, argument)))
         scales = tuple((UnitAxis(s) if isinstance(s, str) else s, float(power)) for s, power in self.scales)
         if not scales or not all(power for _, power in scales):
-            instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
-            raise argument_error(call, "scales", self.scales, instead)
+            raise argument_error(call, "scales", self.scales, "Name hyper-sites with powers, e.g. `[(site, 1.0)]`.")
         object.__setattr__(self, "scales", scales)
 
     @property

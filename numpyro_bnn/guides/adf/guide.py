@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_finite, check_key, check_number
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
@@ -120,9 +120,8 @@ class AutoADF(ADFPosterior):
         :raises ValueError: for a model, data or options it cannot use.
         """
         num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
-        check_number(f"{CALL}.run", "max_refused", max_refused)
-        if max_refused > 1:
-            raise argument_error(f"{CALL}.run", "max_refused", max_refused, "Pass a fraction between 0 and 1.")
+        check_number(f"{CALL}.run", "max_refused", max_refused, most=1)
+        check_key(f"{CALL}.run", "rng_key", rng_key)
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
@@ -132,6 +131,9 @@ class AutoADF(ADFPosterior):
             state = init_state
             if state is None:
                 means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
+                for name, mean in means.items():
+                    check_choice(f"{CALL}.run", "init_means", name, self._known_problem().sites.weights)
+                    check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)

@@ -136,8 +136,7 @@ class Likelihood:
         for parameter, quantity in self.observation.quantities(weights, context).items():
             if quantity.mean.size > np.prod(self.observation.shape):
                 why = f"one observation of which uses {quantity.mean.shape} values of {parameter.split(' (')[0]}"
-                instead = "Use observations of one linear predictor each, or Categorical(logits=...)."
-                raise refuse(name, why, instead)
+                raise refuse(name, why, "Use observations of one linear predictor each, or Categorical(logits=...).")
 
 
 def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:

@@ -150,8 +150,7 @@ def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str
     for name, fn in sites.hyperparameters.items():
         base = unwrapped(fn, masked=True)
         if base.event_dim or base.support.is_discrete:
-            instead = "Sites other than the weights must be real or positive."
-            raise refuse(name, f"a {type(base).__name__}", instead)
+            raise refuse(name, f"a {type(base).__name__}", "Sites other than the weights must be real or positive.")
         powers: list[float | None] = [w.power for w in sites.weights.values() if w.hyper == name]
         powers += [noise_powers[name]] if name in sites.noise else []
         conjugate = type(base) is dist.Gamma and all(power == -0.5 for power in powers)

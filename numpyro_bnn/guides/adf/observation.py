@@ -87,6 +87,8 @@ def observe(model: Callable, arguments: Arguments, sites: Sites, context: Contex
         found.update(kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters))
         if not with_value:
             return parameters
+        if not site["is_observed"]:
+            raise refuse(sites.observed, "that has no value", "Pass the targets among the arguments, e.g. `y`.")
         whole = np.broadcast_shapes(shape, np.shape(site["value"]))
         if whole[:1] != (1,):
             instead = "Pass data, targets and masks as arguments of the model."

@@ -99,8 +99,7 @@ def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
             raise refuse(name, why, "Each data point would have its own weight.")
     for name, site in trace.items():
         if site["type"] in ("param", "mutable"):
-            instead = "Give it a prior, or fix it with `handlers.substitute`."
-            raise refuse(name, f"a `{site['type']}` site", instead)
+            raise refuse(name, f"a `{site['type']}` site", "Give it a prior, or fix it with `handlers.substitute`.")
 
 
 def _reparameterized(trace: Trace, latent: Trace) -> dict[str, str]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.elbo import ELBO
 
+from numpyro_bnn._checks import check_count
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.terms import Terms, read_terms
 from numpyro_bnn.guides.elbo.weight_uses import RandomWeight, draw_noise, run
@@ -17,6 +18,7 @@ class _RowwiseELBO(ELBO):
     local: bool
 
     def __init__(self, num_particles: int = 1, vectorize_particles: Any = True) -> None:
+        num_particles = check_count(self._call, "num_particles", num_particles)
         super().__init__(num_particles, vectorize_particles)
         self._warned = False
 
