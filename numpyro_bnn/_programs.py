@@ -88,6 +88,24 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: 
     return prepare(fn, args, kwargs, once)(given)
 
 
+def evaluate(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
+    """:func:`run` for a result with leaves that are not computed, which are those of ``fn`` as it is traced.
+
+    >>> evaluate(lambda given, args, kwargs: {"name": "w", "fn": abs, "value": given + 1.0}, 2.0, (), {})["name"]
+    'w'
+    """
+    leaves: list = []
+    tree: Any = None
+
+    def computed(given: Any, args: tuple, kwargs: Mapping[str, Any]) -> list:
+        nonlocal leaves, tree
+        leaves, tree = jax.tree.flatten(fn(given, args, kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+
+    values = iter(run(computed, given, args, kwargs, once))
+    return jax.tree.unflatten(tree, [next(values) if isinstance(x, jax.core.Tracer) else x for x in leaves])
+
+
 def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Callable[[Any], Any]:
     """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of one shape."""
     fixed, arrays = signature(args, kwargs)

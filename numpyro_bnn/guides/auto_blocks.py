@@ -10,20 +10,19 @@ import numpyro
 import numpyro.distributions as dist
 from jax.scipy.special import ndtri
 from numpyro import handlers
-from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import IdentityTransform
 from numpyro.distributions.util import sum_rightmost
-from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import transform_fn
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import pruned
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._plates import full_plates
+from numpyro_bnn._programs import run
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
+from numpyro_bnn.guides.prototype import CompiledAutoNormal
 from numpyro_bnn.guides.scale_conditioning import Program, Scaled, prior_program, scaled_sites
 from numpyro_bnn.nn.base import Shape
 
@@ -34,7 +33,7 @@ LocScale: TypeAlias = tuple[jax.Array, jax.Array]
 Values: TypeAlias = dict[str, jax.Array]
 
 
-class AutoBlocks(AutoNormal):
+class AutoBlocks(CompiledAutoNormal):
     r"""Approximate chosen blocks of sites jointly, each by its own family, and all other sites by mean field.
 
     .. math:: q(\theta) = \prod_b q_b(\theta_b) \prod_{j} N(\theta_j; \mu_j, \sigma_j^2)
@@ -104,22 +103,17 @@ class AutoBlocks(AutoNormal):
         """Label, patterns and family of each block; a subclass may override it to find its own blocks."""
         return [("|".join(patterns), patterns, family) for patterns, family in self._asked]
 
-    def _latent(self) -> dict[str, dict[str, Any]]:
-        """The latent sites of the model, in its order."""
-        trace = (self.prototype_trace or {}).items()
-        return {n: s for n, s in trace if s["type"] == "sample" and not s["is_observed"]}
-
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         self._prototype_call = (args, kwargs)
         initialization.check_imputed(self._call, self.prototype_trace or {})
         latent = self._latent()
-        self._transforms = {name: biject_to(site["fn"].support) for name, site in latent.items()}
         self._scaled: Scaled = {}
         if self._condition_on_scales:
             local = {name for name in latent if self._subsampled_plates(name)}
             self._scaled = scaled_sites(self.model, self.prototype_trace or {}, local, args, kwargs)
-        self._initialize()
+        start = run(self._initial, self._init_locs, (latent, *args), kwargs, once=True)
+        self._init_locs, self._init_scales = start
         self._make_blocks()
 
     def _subsampled_plates(self, name: str) -> list[str]:
@@ -135,35 +129,27 @@ class AutoBlocks(AutoNormal):
         plates = {n: {f.name for f in s["cond_indep_stack"]} for n, s in self._latent().items()}
         return {name for name, inside in plates.items() if data & inside or self._subsampled_plates(name)}
 
-    def _base_weights(self) -> dict[str, jax.Array]:
-        """The weight of each non-centered site, at the initial means."""
-        bases = initialization.base_sites(self.prototype_trace or {})
-        if not bases:
-            return {}
-
-        def weights(locs: Any) -> Values:
-            with handlers.block(), full_plates():
-                sites = self._postprocess_fn(locs)
-            return {base: sites[weight] for base, weight in bases.items()}
-
-        return pruned(weights, self._init_locs)(self._init_locs)
-
-    def _initialize(self) -> None:
-        """Initial means and standard deviations, by site."""
-        sites, local = self._latent(), self._local_sites
+    def _initial(self, locs: Values, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Values, Values]:
+        """Initial means and standard deviations, by site; the arguments begin with the latent sites."""
+        sites, *args = args
+        local, locs = self._local_sites, dict(locs)
         spreads = {name: initialization.initial_spread(site, name in local) for name, site in sites.items()}
         strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
-        for base, weight in self._base_weights().items():
-            spread = spreads[base] = initialization.base_spread(base, self._init_locs[base], weight)
-            if strategy is init_to_fan_in:
-                self._init_locs[base] = self._init_locs[base] * spread
-        shapes = {name: jnp.shape(value) for name, value in self._init_locs.items()}
-        self._init_scales = initialization.initial_scales(self._call, self._init_scale, spreads, shapes)
+        if bases := initialization.base_sites(self.prototype_trace or {}):
+            with handlers.block(), full_plates():
+                values = self._postprocess_fn(locs)
+            for base, weight in bases.items():
+                spreads[base] = initialization.base_spread(base, locs[base], values[weight])
+                if strategy is init_to_fan_in:
+                    locs[base] = locs[base] * spreads[base]
+        shapes = {name: jnp.shape(value) for name, value in locs.items()}
+        scales = initialization.initial_scales(self._call, self._init_scale, spreads, shapes)
         if self._scaled:
-            values = {n: self._transforms[n](loc) for n, loc in self._init_locs.items()}
-            for name, (loc, scale) in self._prior_program()(values).items():
-                self._init_locs[name] = (self._init_locs[name] - loc) / scale
-                self._init_scales[name] = self._init_scales[name] / jnp.abs(scale)
+            values = {n: self._transforms[n](loc) for n, loc in locs.items()}
+            for name, (loc, scale) in self._prior_program((args, kwargs))(values).items():
+                locs[name] = (locs[name] - loc) / scale
+                scales[name] = scales[name] / jnp.abs(scale)
+        return locs, scales
 
     def _make_blocks(self) -> None:
         chosen = self._choose_blocks()

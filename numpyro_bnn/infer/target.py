@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import random
-from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
-from numpyro.infer.util import constrain_fn, initialize_model, potential_energy, transform_fn, unconstrain_fn
+from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
 
 from numpyro_bnn._checks import argument_error, check_finite, check_kind
+from numpyro_bnn._initial_values import initial_values
 from numpyro_bnn._plates import PARAMETERS, full_plates
 from numpyro_bnn._programs import run
 from numpyro_bnn.infer.model_checks import (
@@ -137,7 +137,7 @@ def bind(
     of_one_minibatch: frozenset[str] = frozenset()
     if plates:
         of_one_minibatch = check_indices(call, model, reading, plates, args, kwargs)
-    z = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
     supports = {name: sites[name]["fn"].support for name in z}
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
@@ -152,23 +152,6 @@ def bind(
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
     )
     return target, z
-
-
-def initial_values(
-    rng_key: jax.Array, model: Callable, init_strategy: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """NumPyro's search for values at which density and gradient are finite, as one compiled program."""
-
-    def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, jax.Array]:
-        options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
-        found = initialize_model(rng_key, model, **options).param_info
-        return found.z, jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
-
-    with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
-        z, valid = run(search, rng_key, args, kwargs, once=True)
-        if not isinstance(valid, jax.core.Tracer) and not valid:
-            z, _ = search(rng_key, args, kwargs)  # raises, and warns of the values that no distribution accepts
-    return z
 
 
 def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
