@@ -347,7 +347,8 @@ def test_find_says_what_it_looked_for_if_it_finds_nothing():
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    with pytest.warns(UserWarning, match=r"symmetry\.find: found none as it has no `random_network`\. Declare your own"):
+    message = r"symmetry\.find: found none as it has no `random_network`\. Declare your own"
+    with pytest.warns(UserWarning, match=message):
         assert symmetry.find(linear, jnp.arange(8.0).reshape(4, 2), jnp.ones(4)) == []
 
 

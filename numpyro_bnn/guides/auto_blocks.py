@@ -131,7 +131,7 @@ class AutoBlocks(CompiledAutoNormal):
 
     def _initial(self, locs: Values, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Values, Values]:
         """Initial means and standard deviations, by site; the arguments begin with the latent sites."""
-        sites, *args = args
+        sites, call = args[0], (args[1:], kwargs)
         local, locs = self._local_sites, dict(locs)
         spreads = {name: initialization.initial_spread(site, name in local) for name, site in sites.items()}
         strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
@@ -146,7 +146,7 @@ class AutoBlocks(CompiledAutoNormal):
         scales = initialization.initial_scales(self._call, self._init_scale, spreads, shapes)
         if self._scaled:
             values = {n: self._transforms[n](loc) for n, loc in locs.items()}
-            for name, (loc, scale) in self._prior_program((args, kwargs))(values).items():
+            for name, (loc, scale) in self._prior_program(call)(values).items():
                 locs[name] = (locs[name] - loc) / scale
                 scales[name] = scales[name] / jnp.abs(scale)
         return locs, scales
