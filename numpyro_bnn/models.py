@@ -22,10 +22,10 @@ from numpyro_bnn._checks import (
     check_rank,
     check_same_length,
 )
-from numpyro_bnn._plates import full_plates
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.priors.base import as_prior, is_positive
+from numpyro_bnn.program.plates import full_plates
 
 __all__ = ["classification", "regression"]
 

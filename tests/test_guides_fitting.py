@@ -13,9 +13,9 @@ from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
-from numpyro_bnn._plates import draw_indices, random_indices
-from numpyro_bnn._programs import signature
 from numpyro_bnn.guides import fit, fitting
+from numpyro_bnn.program.compiled import signature
+from numpyro_bnn.program.plates import draw_indices, random_indices
 
 X = jax.random.normal(jax.random.key(0), (50, 2))
 Y = X @ jnp.array([1.0, -2.0]) + 0.5 * jax.random.normal(jax.random.key(1), (50,))

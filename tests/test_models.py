@@ -10,7 +10,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import log_density
 
 import numpyro_bnn as bnn
-from numpyro_bnn import _dependence
+from numpyro_bnn import _jaxprs
 
 pytestmark = pytest.mark.core
 
@@ -117,7 +117,7 @@ def test_indexed_lengths_follow_nested_programs():
         inner = jax.jit(lambda j: jnp.ones((9, 2))[j])
         return inner(i) + jnp.ones(5)[i][:, None] + jnp.ones(100)[:3][:, None]
 
-    assert _dependence.indexed_lengths(fn, jnp.arange(3)) == {5, 9}
+    assert _jaxprs.indexed_lengths(fn, jnp.arange(3)) == {5, 9}
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda fn: jax.jit(jax.checkpoint(fn))])
@@ -125,7 +125,7 @@ def test_dependence_follows_each_output_of_a_nested_program(wrap):
     def fn(arguments):
         return dict(zip("st", wrap(lambda x, y: (2 * x, y + 1))(arguments["x"], arguments["y"]), strict=True))
 
-    assert _dependence.dependence(fn, {"x": jnp.ones(2), "y": 1.0}) == {"s": {"x"}, "t": {"y"}}
+    assert _jaxprs.dependence(fn, {"x": jnp.ones(2), "y": 1.0}) == {"s": {"x"}, "t": {"y"}}
 
 
 def test_dependence_counts_every_argument_of_a_loop():
@@ -135,4 +135,4 @@ def test_dependence_counts_every_argument_of_a_loop():
 
         return dict(zip("st", jax.lax.fori_loop(0, 3, swapped, tuple(arguments.values())), strict=True))
 
-    assert _dependence.dependence(fn, {"x": 1.0, "y": 2.0}) == {"s": {"x", "y"}, "t": {"x", "y"}}
+    assert _jaxprs.dependence(fn, {"x": 1.0, "y": 2.0}) == {"s": {"x", "y"}, "t": {"x", "y"}}

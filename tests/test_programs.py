@@ -11,7 +11,7 @@ from numpyro.infer import MCMC, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn import guides, infer, models, nn, priors, symmetry, to_inference_data
-from numpyro_bnn._programs import run, shared
+from numpyro_bnn.program.compiled import run, shared
 
 X = np.arange(3, dtype=np.float32)
 

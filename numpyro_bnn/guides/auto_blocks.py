@@ -16,8 +16,6 @@ from numpyro.infer.util import transform_fn
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import elementwise
-from numpyro_bnn._plates import full_plates
-from numpyro_bnn._programs import run
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
@@ -25,6 +23,8 @@ from numpyro_bnn.guides.initialization import init_to_fan_in
 from numpyro_bnn.guides.prototype import CompiledAutoNormal
 from numpyro_bnn.guides.scale_conditioning import Program, Scaled, prior_program, scaled_sites
 from numpyro_bnn.nn.base import Shape
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.plates import full_plates
 
 NUM_DRAWS = 4096  # for medians and quantiles without closed form
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, check_count, check_key
-from numpyro_bnn._importance import check, weight_statistics, weighted_draw
-from numpyro_bnn._programs import map_keys, refuse_tracers, run
+from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
+from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
 
 GOOD_K, USABLE_K = 0.5, 0.7
 

@@ -23,8 +23,8 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
-from numpyro_bnn._plates import random_indices
-from numpyro_bnn._programs import CACHE_SIZE, Signature, refuse_tracers, shared, signature
+from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, refuse_tracers, shared, signature
+from numpyro_bnn.program.plates import random_indices
 
 CALL = "guides.fit"
 

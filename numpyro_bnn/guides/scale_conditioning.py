@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from numpyro import handlers
 
-from numpyro_bnn._dependence import dependence, pruned
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
-from numpyro_bnn._plates import full_plates
+from numpyro_bnn._jaxprs import dependence, pruned
+from numpyro_bnn.program.plates import full_plates
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other latent sites.
 Scaled: TypeAlias = Mapping[str, frozenset[str]]

@@ -18,12 +18,12 @@ from numpyro.util import is_prng_key
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_kind, check_number
 from numpyro_bnn._keys import split
-from numpyro_bnn._programs import run
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
 from numpyro_bnn.infer.tuning import temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, warm_start_of
+from numpyro_bnn.program.compiled import run
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
 

@@ -15,8 +15,8 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._keys import key_from
-from numpyro_bnn._plates import full_trace, isolated
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
+from numpyro_bnn.program.plates import full_trace, isolated
 
 CALL = "infer.collapse"
 FACTOR = "_collapsed_log_likelihood"

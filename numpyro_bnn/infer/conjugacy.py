@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.gibbs import latent_sample_sites
 
-from numpyro_bnn._dependence import dependence, needed_equations, pruned, reached
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
-from numpyro_bnn._plates import full_trace
+from numpyro_bnn._jaxprs import dependence, needed_equations, pruned, reached
 from numpyro_bnn.infer.linear_structure import weights
+from numpyro_bnn.program.plates import full_trace
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
 # Tolerance of logarithms and exponents in float32, and the logarithms between which sds must be powers.

@@ -11,7 +11,6 @@ from jax import random
 from numpyro.infer.gibbs import latent_sample_sites
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import (
     affine_normal,
     is_affine_normal,
@@ -19,7 +18,8 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn._plates import full_trace
+from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn.program.plates import full_trace
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
 # sizes of the innovations at which they are measured.

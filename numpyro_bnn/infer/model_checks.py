@@ -13,10 +13,10 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import dependence, indexed_lengths
 from numpyro_bnn._distributions import is_factor, unwrapped
-from numpyro_bnn._plates import full_plates, prior_trace, random_indices
-from numpyro_bnn._programs import run
+from numpyro_bnn._jaxprs import dependence, indexed_lengths
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.plates import full_plates, prior_trace, random_indices
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
 # Changes of log densities that rounding explains if rows change places, relative to the largest log density.

@@ -16,9 +16,9 @@ from numpyro.util import identity, is_prng_key
 from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
-from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
+from numpyro_bnn.program.plates import full_trace
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 

@@ -14,9 +14,6 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
 
 from numpyro_bnn._checks import argument_error, check_finite, check_kind
-from numpyro_bnn._initial_values import initial_values
-from numpyro_bnn._plates import PARAMETERS, full_plates
-from numpyro_bnn._programs import run
 from numpyro_bnn.infer.model_checks import (
     KEY,
     Plate,
@@ -32,6 +29,9 @@ from numpyro_bnn.infer.model_checks import (
     subsampled,
     weight_jacobians,
 )
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.initial_values import initial_values
+from numpyro_bnn.program.plates import PARAMETERS, full_plates
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.

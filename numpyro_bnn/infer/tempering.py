@@ -13,11 +13,11 @@ from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
-from numpyro_bnn._plates import full_trace
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.model_checks import read, subsampled, weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
+from numpyro_bnn.program.plates import full_trace
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 BETA = "_inverse_temperature"

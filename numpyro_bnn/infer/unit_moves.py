@@ -12,12 +12,12 @@ from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
-from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
-from numpyro_bnn._plates import full_trace
+from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
+from numpyro_bnn.program.plates import full_trace
 
 
 class UnitState(NamedTuple):

@@ -22,10 +22,10 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import dependence
+from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn._keys import split
-from numpyro_bnn._plates import full_plates, full_trace
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
+from numpyro_bnn.program.plates import full_plates, full_trace
 
 CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
 

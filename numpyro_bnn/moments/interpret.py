@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import needed_equations
+from numpyro_bnn._jaxprs import needed_equations
 
 # Primitives that call an inner program, and the names under which versions of JAX store it.
 CALLS = {

@@ -12,9 +12,9 @@ import numpy as np
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import dependence
-from numpyro_bnn._plates import PARAMETERS
-from numpyro_bnn._programs import NEEDS_VALUES
+from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn.program.compiled import NEEDS_VALUES
+from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims

@@ -10,9 +10,9 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn._importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
-from numpyro_bnn._plates import full_plates
-from numpyro_bnn._programs import run
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
+from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.

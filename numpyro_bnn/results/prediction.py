@@ -9,8 +9,8 @@ import numpy as np
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._plates import PARAMETERS, full_trace
 from numpyro_bnn.networks import record_statistics
+from numpyro_bnn.program.plates import PARAMETERS, full_trace
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.naming import safe

@@ -11,11 +11,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn import _programs
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._plates import PARAMETERS, full_trace, unobserved
 from numpyro_bnn.networks import record_statistics, use_statistics
+from numpyro_bnn.program import compiled
+from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
 
 CALL = "to_inference_data"
 
@@ -151,7 +151,7 @@ def site_values(
         sites.update(sites_by_training(model, *given, *calls, predict=observed or ()))
         return {name: _computed(site, observed) for name, site in sites.items()}
 
-    found = _programs.run(values, (draw, rng_key), (call, training), {})
+    found = compiled.run(values, (draw, rng_key), (call, training), {})
     return {name: {**site, **found[name]} for name, site in sites.items()}
 
 
@@ -238,12 +238,12 @@ def map_draws(
     flat = {name: np.asarray(value).reshape((total, *value.shape[2:])) for name, value in draws.items()}
     keys = jax.random.split(rng_key, total)
     first = {name: value[0] for name, value in flat.items()}, keys[0]
-    size = min(total, draws_per_chunk or _programs.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first))
+    size = min(total, draws_per_chunk or compiled.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first))
 
     def at_draws(given: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
         return jax.vmap(lambda draw, key: fn(draw, key, *shared))(*given)
 
-    program = _programs.prepare(at_draws, shared, {})
+    program = compiled.prepare(at_draws, shared, {})
     results: dict[str, np.ndarray] = {}
     for start in range(0, total, size):
         # The last chunk is padded with the last draw: one shape, one compilation.

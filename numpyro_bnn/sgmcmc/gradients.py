@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn._dependence import needed_equations, reached
+from numpyro_bnn._jaxprs import needed_equations, reached
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 

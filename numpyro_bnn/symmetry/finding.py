@@ -12,10 +12,10 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error, check_flag, check_kind
-from numpyro_bnn._programs import run
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
+from numpyro_bnn.program.compiled import run
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info

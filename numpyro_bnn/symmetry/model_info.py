@@ -12,10 +12,10 @@ import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._dependence import dependence, pruned
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn._plates import full_plates, full_trace, prior_trace
-from numpyro_bnn._programs import run
+from numpyro_bnn._jaxprs import dependence, pruned
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.plates import full_plates, full_trace, prior_trace
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 

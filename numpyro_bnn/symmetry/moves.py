@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from numpyro_bnn._programs import run
+from numpyro_bnn.program.compiled import run
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip

@@ -13,9 +13,9 @@ from jax import lax, random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
-from numpyro_bnn._dependence import dependence
+from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn._keys import key_from
-from numpyro_bnn._plates import full_trace, isolated
+from numpyro_bnn.program.plates import full_trace, isolated
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.finding import check
 from numpyro_bnn.symmetry.model_info import PriorProgram, as_normal, model_info

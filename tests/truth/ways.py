@@ -21,8 +21,8 @@ from numpyro.infer import MCMC, NUTS, SVI, Gibbs, Trace_ELBO
 from numpyro.infer.util import unconstrain_fn
 
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
-from numpyro_bnn._plates import full_plates
 from numpyro_bnn.infer.target import bind
+from numpyro_bnn.program.plates import full_plates
 from truth.quadrature import Problem, features
 
 WIDEST = 5.0  # standard errors: one of a million right figures is beyond

@@ -18,13 +18,13 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
-from numpyro_bnn._dependence import dependence, needed_equations, reached
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._programs import shared
+from numpyro_bnn._jaxprs import dependence, needed_equations, reached
 from numpyro_bnn.guides.adf.reading import Arguments, refuse, run_model
 from numpyro_bnn.guides.adf.sites import Sites
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.moments.elementwise import ELEMENTWISE
+from numpyro_bnn.program.compiled import shared
 
 Context = dict[str, Any]
 

@@ -11,7 +11,6 @@ import numpy as np
 import tqdm
 from jax import lax
 
-from numpyro_bnn._programs import shared
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
@@ -19,6 +18,7 @@ from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_
 from numpyro_bnn.guides.adf.reading import Arguments
 from numpyro_bnn.guides.adf.sites import Sites, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
+from numpyro_bnn.program.compiled import shared
 
 # Refused updates are counted on about this many weights of each site.
 SAMPLE = 100

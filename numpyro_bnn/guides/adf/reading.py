@@ -12,7 +12,7 @@ from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length
 from numpyro_bnn._distributions import is_factor
-from numpyro_bnn._plates import full_trace
+from numpyro_bnn.program.plates import full_trace
 
 Trace = dict[str, dict[str, Any]]
 

@@ -11,11 +11,11 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
-from numpyro_bnn._programs import shared
+from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.guides.adf.reading import CALL, Trace, is_scaled, observed_site, outline, refuse, run_model
 from numpyro_bnn.guides.initialization import check_imputed
+from numpyro_bnn.program.compiled import shared
 
 # Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
 REPARAMETERIZED = ("_base", "_decentered")

@@ -13,8 +13,8 @@ from numpyro.distributions.util import scale_and_mask
 from numpyro.util import check_model_guide_match
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import dependence, program_dependence
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._jaxprs import dependence, program_dependence
 
 Site = dict[str, Any]
 Trace = dict[str, Site]

@@ -15,8 +15,8 @@ from numpyro.infer.util import log_density
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
-from numpyro_bnn._plates import full_plates
-from numpyro_bnn._programs import run
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.plates import full_plates
 
 Trace = Mapping[str, dict[str, Any]]
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._dependence import needed_part
+from numpyro_bnn._jaxprs import needed_part
 
 # Number of programs kept for later calls: few, since each keeps its guide and the guide's data alive.
 CACHE_SIZE = 8

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.util import initialize_model
 
-from numpyro_bnn._programs import evaluate
+from numpyro_bnn.program.compiled import evaluate
 
 __all__ = ["initial_values"]
 

@@ -1,0 +1,1 @@
+"""What is a model? One reading of a model and its arguments, its plates, and compiled calls of it."""
