@@ -877,8 +877,6 @@ ROWS = {
         ('guides.TraceLocalReparam_ELBO("1")', "num_particles", ValueError, "Pass an integer of at least 1."),
         ("guides.TraceFlipout_ELBO(0)", "num_particles", ValueError, "Pass an integer of at least 1."),
         ("guides.TraceFlipout_ELBO(1.0)", "num_particles", ValueError, "Pass an integer of at least 1."),
-        ("guides.TraceInclusiveKL_ELBO(1)", "num_particles", ValueError, "Pass an integer of at least 2."),
-        ('guides.TraceInclusiveKL_ELBO("10")', "num_particles", ValueError, "Pass an integer of at least 2."),
         ("guides.fit(3, KEY, 5)", "svi", TypeError, "Pass a `numpyro.infer.SVI`."),
         ("guides.fit(svi(), 0, 5, X, Y)", "rng_key", TypeError, "Pass a key, e.g. `jax.random.key(0)`."),
         ("guides.fit(svi(), KEY, 0, X, Y)", "num_steps", ValueError, "Pass an integer of at least 1."),
