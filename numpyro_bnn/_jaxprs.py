@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 # Operations after which an index is still an index.
@@ -125,6 +126,29 @@ def pruned(fn: Callable, *arguments: Any) -> Callable:
     run = jaxpr_as_fun(needed_part(closed))
     tree = jax.tree.structure(shapes)
     return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
+
+
+def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
+    """A program in which given values take the places of values named by ``checkpoint_name``.
+
+    :param names: keys of the given values, by name in the program.
+    :return: a function of a dictionary of values, and of the inputs of ``closed``, to a list.
+
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> closed = jax.make_jaxpr(lambda x: 2.0 * checkpoint_name(x + 1.0, "y"))(3.0)
+    >>> [float(named_inputs(closed, names)({"it": 5.0}, 3.0)[0]) for names in ({}, {"y": "it"})]
+    [8.0, 10.0]
+    """
+    cut = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in names]
+    places = [(names[eqn.params["name"]], eqn.outvars[0]) for eqn in cut]
+    kept = [eqn for eqn in closed.jaxpr.eqns if eqn not in cut]
+    jaxpr = closed.jaxpr.replace(eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars])
+    run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
+
+    def call(values: Mapping[str, Any], *inputs: Any) -> list:
+        return run(*(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs)
+
+    return call
 
 
 def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:

@@ -14,10 +14,11 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_checks import read, subsampled, weight_jacobians
+from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 BETA = "_inverse_temperature"
@@ -143,7 +144,7 @@ class ParallelTempering(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
-        if plates := subsampled(read(self.model, model_args, held_values(model_kwargs)[1]).sites):
+        if plates := Reading(self.model, model_args, held_values(model_kwargs)[1], full=False).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)
