@@ -56,11 +56,9 @@ def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
         return [set() if isinstance(v, Literal) else sources.get(v, set()) for v in variables]
 
     for equation in jaxpr.eqns:
-        used, inner = read(equation.invars), _subprogram(equation)
-        if inner is not None and equation.primitive.name in CALLS:
-            outputs = _sources(inner, used)
-        else:
-            outputs = [set().union(*used)] * len(equation.outvars)
+        used, inner = read(equation.invars), called(equation)
+        mixed = [set().union(*used)] * len(equation.outvars)
+        outputs = mixed if inner is None else _sources(inner, used)
         sources.update(zip(equation.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
@@ -70,6 +68,11 @@ def _subprogram(equation: Any) -> Any:
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
+
+
+def called(equation: Any) -> Any:
+    """The jaxpr that an equation calls once, else ``None``."""
+    return _subprogram(equation) if equation.primitive.name in CALLS else None
 
 
 def needed_equations(

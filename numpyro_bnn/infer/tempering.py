@@ -18,8 +18,7 @@ from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.program.plates import full_trace
-from numpyro_bnn.program.reading import Reading
-from numpyro_bnn.symmetry.model_info import CONDITIONED
+from numpyro_bnn.program.reading import CONDITIONED, Reading
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_sample
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
@@ -20,7 +19,6 @@ __all__ = [
     "full_plates",
     "full_trace",
     "isolated",
-    "prior_trace",
     "random_indices",
     "unobserved",
 ]
@@ -109,12 +107,6 @@ def full_trace(
     at = values if callable(values) else lambda site: values.get(site["name"])
     placed = handlers.substitute(full_plates(model), substitute_fn=at)
     return handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
-
-
-def prior_trace(model: Callable, seed: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Trace of a model with all its latent sites drawn from their priors."""
-    drawn = handlers.substitute(handlers.seed(model, seed), substitute_fn=init_to_sample)
-    return handlers.trace(drawn).get_trace(*args, **kwargs)
 
 
 @contextmanager

@@ -32,11 +32,13 @@ from numpyro_bnn._jaxprs import dependence, named_inputs, pruned
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared, signature
 from numpyro_bnn.program.plates import full_plates, random_indices
 
-__all__ = ["Plate", "Reading", "arrays_in"]
+__all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in"]
 
 Site = dict[str, Any]
 Sites = dict[str, Site]
 
+# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
+CONDITIONED = "_gibbs_sites"
 # Names of the values of sites in a program.
 MARK = "numpyro_bnn site "
 
@@ -92,6 +94,8 @@ class Reading:
         self, model: Callable, args: tuple = (), kwargs: Mapping[str, Any] | None = None, *, full: bool = True
     ) -> None:
         self._model = (full_plates if full else random_indices)(model)
+        #: Values that other blocks of a ``Gibbs`` hold; for the model they are observed.
+        self.held = dict((kwargs or {}).get(CONDITIONED, {}))
         self._programs: dict[Any, Callable] = {}
         fixed, self._arrays = signature(args, kwargs or {})
         key = random.key(0)
