@@ -33,13 +33,7 @@ def dependence(fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: 
 
 
 def program_dependence(closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]) -> dict[Any, set]:
-    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``.
-
-    >>> import jax.numpy as jnp
-    >>> read = jax.make_jaxpr(lambda a: {"t": 2 * a["y"]}, return_shape=True)
-    >>> program_dependence(*read({"x": 1.0, "y": 1.0}), {"x": 1.0, "y": 1.0})
-    {'t': {'y'}}
-    """
+    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``."""
     owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
     outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
     found: dict[Any, set] = {name: set() for name in shapes}
@@ -81,11 +75,6 @@ def needed_equations(
     """The equations that compute the ``wanted`` variables of a jaxpr, in order, and which of their outputs are used.
 
     Variables in ``known`` have known values, and so do literals.
-
-    >>> import jax.numpy as jnp
-    >>> jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x)))(1.0).jaxpr
-    >>> [(equation.primitive.name, used) for equation, used in needed_equations(jaxpr, jaxpr.outvars[1:])]
-    [('cos', [True])]
     """
     needed = {var for var in wanted if not isinstance(var, Literal) and var not in known}
     kept = []
@@ -115,26 +104,10 @@ def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
 
 
-def pruned(fn: Callable, *arguments: Any) -> Callable:
-    """The program of ``fn``, a pure function, with only the equations that its outputs need, for such arguments.
-
-    A compiler would drop the others too; without them there is less to trace and lower wherever the program is used.
-
-    >>> import jax, jax.numpy as jnp
-    >>> half = pruned(lambda x: (x.sum(), jnp.linalg.inv(x))[0], jnp.ones((2, 2)))
-    >>> float(half(jnp.ones((2, 2)))), "lu" in str(jax.make_jaxpr(half)(jnp.ones((2, 2))))
-    (4.0, False)
-    """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    run = jaxpr_as_fun(needed_part(closed))
-    tree = jax.tree.structure(shapes)
-    return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
-
-
 def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
-    """A program in which given values take the places of values named by ``checkpoint_name``.
+    """A program, without equations that it does not need, in which given values replace some that it names.
 
-    :param names: keys of the given values, by name in the program.
+    :param names: keys of the given values, by their names (``checkpoint_name``) in the program.
     :return: a function of a dictionary of values, and of the inputs of ``closed``, to a list.
 
     >>> from jax.ad_checkpoint import checkpoint_name

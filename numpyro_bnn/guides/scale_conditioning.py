@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from numpyro import handlers
 
 from numpyro_bnn._distributions import affine_normal
-from numpyro_bnn._jaxprs import pruned
 from numpyro_bnn.program.reading import Reading
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other latent sites.
@@ -27,13 +26,6 @@ def scaled_sites(model: Callable, local: set[str], args: tuple, kwargs: Mapping[
     """Find the Gaussian sites whose prior sd depends on other latent sites, and those sites.
 
     :param local: sites inside subsampled plates; sites that depend on one of them are left out.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     s = numpyro.sample("s", dist.HalfNormal(1.0))
-    ...     numpyro.sample("w", dist.Normal(0.0, s).expand([3]))
-    >>> scaled_sites(model, set(), (), {})
-    {'w': frozenset({'s'})}
     """
     with handlers.block():
         reading = Reading(model, args, kwargs)
@@ -59,12 +51,8 @@ def prior_program(
     with handlers.block():
         reading = Reading(model, args, kwargs, full=plates is None)
 
-    def moments(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        return _moments(reading.at({**examples, **values, **(plates or {})}, only=scaled), scaled)
-
-    run = pruned(moments, parents)
-
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        return run({name: jnp.asarray(values.get(name, parent), float) for name, parent in parents.items()})
+        given = {name: jnp.asarray(values.get(name, parent), float) for name, parent in parents.items()}
+        return _moments(reading.at({**examples, **given, **(plates or {})}, only=scaled), scaled)
 
     return program

@@ -211,13 +211,7 @@ def _errors(structure: LinearStructure, reading: Reading) -> list[tuple[jax.Arra
 
 
 def log_density(site: Mapping[str, Any]) -> jax.Array:
-    """Log density of a site, with its scale; minus infinity outside of the support.
-
-    >>> import numpyro.distributions as dist
-    >>> density = jax.jit(lambda value: log_density({"fn": dist.Uniform(0.0, 0.5), "value": value, "scale": None}))
-    >>> round(float(density(0.25)), 2), float(density(3.0))
-    (0.69, -inf)
-    """
+    """Log density of a site, with its scale; minus infinity outside of the support."""
     fn, value = site["fn"], site["value"]
     log_prob = fn.log_prob(value)
     if not is_factor(fn):
@@ -226,13 +220,7 @@ def log_density(site: Mapping[str, Any]) -> jax.Array:
 
 
 def weights(site: Mapping[str, Any]) -> jax.Array:
-    """The factor by which scales and masks multiply the log density of every element of a site.
-
-    >>> import numpyro.distributions as dist
-    >>> fn = dist.Normal(jnp.zeros((2, 3)), 1.0).to_event(1).mask(jnp.array([True, False]))
-    >>> weights({"fn": fn, "scale": 0.5}).tolist()
-    [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]
-    """
+    """The factor by which scales and masks multiply the log density of every element of a site."""
     fn = site["fn"]
     scale = jnp.broadcast_to(1.0 if site["scale"] is None else site["scale"], fn.batch_shape)
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)

@@ -36,13 +36,6 @@ class only_rows(Messenger):
     """Restrict some plates to a fixed subset of their rows, weighted as if it were all data; other plates are full.
 
     :param rows: indices by plate.
-
-    >>> import numpyro
-    >>> def model():
-    ...     with numpyro.plate("data", 4) as index:
-    ...         return index
-    >>> only_rows(model, {"data": jnp.array([1, 3])})().tolist()
-    [1, 3]
     """
 
     def __init__(self, fn: Callable, rows: Mapping[str, jax.Array]) -> None:

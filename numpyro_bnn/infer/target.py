@@ -26,9 +26,8 @@ from numpyro_bnn.infer.model_checks import (
     weight_jacobians,
 )
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.initial_values import initial_values
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
-from numpyro_bnn.program.reading import Plate, Reading
+from numpyro_bnn.program.reading import Plate, Reading, initial_values
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.

@@ -354,9 +354,6 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
 
     :param betas: inverse temperatures, decreasing, (R,).
     :param rejections: rejection probabilities between neighbors, up to a factor, (R - 1,).
-
-    >>> respaced(jnp.array([1.0, 0.1, 0.01]), jnp.array([0.9, 0.1])).round(2).tolist()  # doctest: +ELLIPSIS
-    [1.0, 0.2..., 0.0...]
     """
     floor = 0.05 * jnp.mean(rejections) + 1e-6  # keeps neighbors that always exchange apart
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])

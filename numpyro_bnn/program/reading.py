@@ -4,10 +4,10 @@ A reader asks a :class:`Reading` instead of running the model itself:
 
 - ``sites``, ``latent``, ``observed``, ``plates``: kinds, families, supports, shapes and plates of all sites;
 - ``stochastic``, ``redrawn``: whether the model asks for random numbers, which plates redraw their indices;
-- ``at(values, rng_key)``: the trace at values of some sites, the others drawn, without running the model: it
-  evaluates the program that was read. Inside a function given to JAX or to ``run`` it is as good as the model;
+- ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn, without running the model: it
+  evaluates the equations that were read, of which those of some sites need few. It can stand in for the model in
+  any function that JAX transforms;
 - ``depends(parts)``: from which latent sites, or indices of plates, parts of that trace are computed;
-- ``program(outputs, values)``: a function from values to parts of that trace, with only the equations they need;
 - ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs are the data of the model.
 """
 
@@ -20,19 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.distributions import Distribution
 from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import Transform
 from numpyro.infer.initialization import init_to_sample
+from numpyro.infer.util import initialize_model
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._jaxprs import dependence, named_inputs, pruned
-from numpyro_bnn.program.compiled import NEEDS_VALUES, shared, signature
+from numpyro_bnn._jaxprs import dependence, named_inputs
+from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared, signature
 from numpyro_bnn.program.plates import full_plates, random_indices
 
-__all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in"]
+__all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
 
 Site = dict[str, Any]
 Sites = dict[str, Site]
@@ -85,9 +87,6 @@ class Reading:
     {'s': set(), 'w': {'s'}, 'y': {'w'}}
     >>> float(reading.at({"w": 0.5})["y"]["fn"].loc)
     1.0
-    >>> mean = reading.program(lambda sites: sites["y"]["fn"].loc, {"w": jnp.ones(())})
-    >>> float(mean({"w": jnp.float32(2.0)}))
-    4.0
     """
 
     def __init__(
@@ -202,13 +201,6 @@ class Reading:
         found = dependence(lambda values: parts(self.at(values)), self.shapes(on.union(self.latent)))
         return {part: used & on for part, used in found.items()}
 
-    def program(self, outputs: Callable[[Sites], Any], values: Mapping[str, Any]) -> Callable:
-        """A function from values to parts of the trace, without the equations that these do not need.
-
-        :param values: examples of the values that it is given.
-        """
-        return pruned(lambda given: outputs(self.at(given)), dict(values))
-
     def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
         """``fn(reading, *given)`` by a compiled program, which equal ones share, also with other data.
 
@@ -237,6 +229,32 @@ class Reading:
 
         program = self.prepare(values)
         return [program(jnp.uint32(seed)) for seed in seeds]
+
+
+def initial_values(
+    rng_key: jax.Array,
+    model: Callable,
+    init_strategy: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    with_trace: bool = False,
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Search for values at which density and gradient are finite.
+
+    :return: unconstrained values, and if asked for, the trace of the model that the search began with.
+    """
+
+    def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, Any, dict]:
+        options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
+        found, _, _, trace = initialize_model(rng_key, model, **options)
+        valid = jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
+        return found.z, valid, trace if with_trace else {}
+
+    with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
+        z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
+        if not isinstance(valid, jax.core.Tracer) and not valid:
+            z, _, trace = search(rng_key, args, kwargs)  # raises, and warns of values outside of supports
+    return z, trace
 
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:

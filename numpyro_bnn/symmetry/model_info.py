@@ -58,13 +58,6 @@ class PriorProgram:
     """Distributions of the latent sites given values of all of them, and the likelihood on request.
 
     The cost of the former does not depend on the data.
-
-    >>> import numpyro
-    >>> def model():
-    ...     s = numpyro.sample("s", dist.HalfNormal(1.0))
-    ...     numpyro.sample("w", dist.Normal(0.0, s))
-    >>> PriorProgram(Reading(model)).children({"s"})
-    {'w'}
     """
 
     def __init__(self, reading: Reading) -> None:
