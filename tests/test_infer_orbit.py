@@ -23,14 +23,19 @@ from scipy import stats
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, nn, priors, symmetry
 from numpyro_bnn.program.reading import Reading
-from numpyro_bnn.symmetry.model_info import PriorProgram
-from numpyro_bnn.symmetry.moves import move, plan
+from numpyro_bnn.symmetry.model_info import PriorProgram, model_info
+from numpyro_bnn.symmetry.moves import move
+from numpyro_bnn.symmetry.moves import plan as plan_of
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
 Y = jnp.sin(X[:, 0])
 NORMED = nn.MLP([3, 1], "tanh", norm=nn.BatchNorm())
 RELU = nn.MLP([3, 1], "relu")
 SCALE = dist.LogNormal(0.0, 0.5)
+
+
+def plan(model, symmetries, args=(), kwargs=None, exact=True):
+    return plan_of(model_info(Reading(model, args, kwargs)), symmetries, exact)
 
 
 def network_model(net, prior):

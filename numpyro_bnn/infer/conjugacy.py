@@ -112,9 +112,8 @@ def _conjugate(site: Mapping[str, Any], priors: Collection[Any], children: list)
 def _log_sds(reading: Reading, values: Mapping[str, Any], name: str, other: str, log_value: jax.Array) -> jax.Array:
     """Log sds of the elements of ``other`` at (P,) logarithms of the value of ``name``."""
     at = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
-    found = affine_normal(reading.at(at, only=[other])[other]["fn"], masked=True)
-    assert found is not None  # the caller has checked
-    return jnp.log(jnp.abs(found[1])).ravel()
+    _, sd = affine_normal(reading.at(at, only=[other])[other]["fn"], masked=True) or (0.0, 1.0)
+    return jnp.log(jnp.abs(sd)).ravel()
 
 
 def _is_piecewise_in(reading: Reading, name: str, other: str) -> bool:

@@ -11,13 +11,7 @@ import numpy as np
 from jax import random
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import (
-    affine_normal,
-    is_affine_normal,
-    is_factor,
-    unmasked_elements,
-    unwrapped,
-)
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.program.reading import Reading, Sites
 
@@ -101,25 +95,14 @@ class LinearModel:
 
 
 def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure:
-    """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-    ...     numpyro.sample("y", dist.Normal(2.0 * w, sigma), obs=1.0)
-    >>> read("read", Reading(model), ("w",))
-    LinearStructure(shapes={'w': ()}, data=('y',))
-    """
+    """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault."""
     traced = reading.sites
     for name in sites:
         if name not in reading.latent:
             raise unknown_name(call, "sites", name, reading.latent)
         if not is_affine_normal(traced[name]["fn"]):
-            prior = type(unwrapped(traced[name]["fn"])).__name__
-            raise argument_error(
-                call, "sites", f"{name!r}, a site with a {prior} prior", "Name sites with normal priors."
-            )
+            came = f"{name!r}, a site with a {type(unwrapped(traced[name]['fn'])).__name__} prior"
+            raise argument_error(call, "sites", came, "Name sites with normal priors.")
     shapes = reading.shapes()
     structure = LinearStructure({name: shapes[name].shape for name in shapes if name in sites}, ())
     zeros = {name: jnp.zeros(site.shape, site.dtype) for name, site in shapes.items() if name not in sites}

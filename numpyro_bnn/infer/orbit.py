@@ -15,7 +15,7 @@ from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.finding import TOLERANCE
 from numpyro_bnn.symmetry.model_info import PriorProgram, model_info
-from numpyro_bnn.symmetry.moves import Plan, move, plan_in
+from numpyro_bnn.symmetry.moves import Plan, move, plan
 
 TARGET = 0.44  # optimal acceptance rate of a random walk in one dimension
 
@@ -106,7 +106,7 @@ class OrbitMoves(Wrapper):
     def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
-        self._plans = plan_in(model_info(reading), self._symmetries, self._exact)
+        self._plans = plan(model_info(reading), self._symmetries, self._exact)
 
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> OrbitState:
         ones = jnp.ones((*many, len(self._plans)))

@@ -60,7 +60,7 @@ class Wrapper(MCMCKernel):
         check_kernel(self._call, kernel, ("refresh",))
         self._kernel = kernel
         self._num_warmup = 0
-        self._bounded: tuple[str, ...] = ()
+        self._bounded: tuple[str, ...] = ()  # latent sites whose support depends on others
         self._sample_fn: Callable | None = None
 
     @abstractmethod
@@ -114,7 +114,8 @@ class Wrapper(MCMCKernel):
         with jax.core.eval_context():
             reading = Reading(self.model, model_args, model_kwargs)
             self._prepare(reading, model_args, model_kwargs)
-            self._bounded = _bounded_by_others(reading)
+            bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})
+            self._bounded = tuple(name for name in reading.latent if bounds[name])
         self._num_warmup = num_warmup
         keys = split(rng_key)
         if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
@@ -187,12 +188,6 @@ class Wrapper(MCMCKernel):
     def divergence_report(self, state: Any) -> str | None:
         """The report of the inner kernel."""
         return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
-
-
-def _bounded_by_others(reading: Reading) -> tuple[str, ...]:
-    """Latent sites whose support depends on other latent sites."""
-    used = reading.depends(lambda sites: {name: arrays_in(sites[name]["fn"].support) for name in reading.latent})
-    return tuple(name for name in reading.latent if used[name])
 
 
 def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:

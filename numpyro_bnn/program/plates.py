@@ -31,13 +31,6 @@ class full_plates(Messenger):
     """Run every subsampled plate on all its indices, in order, with scale 1.
 
     Predictions, log likelihoods and exported data belong to the whole data set, not to one random minibatch.
-
-    >>> import numpyro
-    >>> def model():
-    ...     with numpyro.plate("data", 5, subsample_size=2) as index:
-    ...         return index
-    >>> full_plates(model)().tolist()
-    [0, 1, 2, 3, 4]
     """
 
     def process_message(self, msg: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax, random
 
 from numpyro_bnn.program.compiled import shared
-from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
@@ -21,7 +20,6 @@ from numpyro_bnn.symmetry.model_info import (
     elementwise,
     in_latent,
     log_density,
-    model_info,
 )
 
 Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
@@ -53,26 +51,8 @@ class Plan(NamedTuple):
     exact: bool = True
 
 
-def plan(
-    model: Callable,
-    symmetries: Sequence[Symmetry],
-    args: tuple = (),
-    kwargs: Mapping[str, Any] | None = None,
-    exact: bool = True,
-) -> tuple[Plan, ...]:
-    """Choose how to move along the orbits of every symmetry; without ``exact`` the likelihood enters every ratio.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
-    >>> plan(model, [Scale([("w", 1)])])[0].method
-    'gig'
-    """
-    return plan_in(model_info(Reading(model, args, kwargs)), symmetries, exact)
-
-
-def plan_in(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
-    """Make the same plans for a model that has already been read."""
+def plan(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
+    """Choose how to move along the orbits of symmetries; without ``exact`` the likelihood enters every ratio."""
     return tuple(_plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries)
 
 

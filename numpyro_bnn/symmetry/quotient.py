@@ -20,7 +20,7 @@ from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.finding import check
 from numpyro_bnn.symmetry.model_info import PriorProgram, as_normal, model_info
-from numpyro_bnn.symmetry.moves import Plan, move, plan_in
+from numpyro_bnn.symmetry.moves import Plan, move, plan
 
 
 def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any) -> Callable:
@@ -99,7 +99,7 @@ def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs:
     info = model_info(reading)
     values, sites = info.draws[0], reading.sites
     # Sites that are not sampled are drawn first: the other moves read their densities.
-    plans = tuple(sorted(plan_in(info, symmetries), key=lambda entry: not _removed(entry, values)))
+    plans = tuple(sorted(plan(info, symmetries), key=lambda entry: not _removed(entry, values)))
     removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
     normal = frozenset(site for site in touched if is_affine_normal(sites[site]["fn"]))
