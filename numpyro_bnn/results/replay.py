@@ -224,14 +224,10 @@ def map_draws(
     """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host memory.
 
     The function is compiled once for a chunk of draws; memory holds the results and one chunk. Each draw has its own
-    key, so results do not depend on the chunk size.
+    key, so results do not depend on the chunk size, by default as many as keep working memory near 128 MiB.
 
-    :param fn: a pure function of one draw, a key, and what all draws share.
-    :param draws: arrays (C, S, ...).
-    :param rng_key: key that is split into those of the draws.
-    :param draws_per_chunk: by default as many as keep working memory near 128 MiB.
+    :param draws: arrays (C, S, ...); so are the results.
     :param shared: arguments of models and parameters, the same for every draw.
-    :return: arrays (C, S, ...).
     """
     chains, length = next(iter(draws.values())).shape[:2]
     total = chains * length

@@ -12,10 +12,11 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error, check_flag, check_kind
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
@@ -45,14 +46,15 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
     check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
-    sites, draws, _ = model_info(model, args, kwargs)
-    latent = set(draws[0])
-    networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
-    logits = any(site.observed and issubclass(site.family, dist.CategoricalLogits) for site in sites.values())
+    reading = Reading(model, args, kwargs)
+    networks = {s["infer"]["network"]: None for s in reading.sites.values() if "network" in (s.get("infer") or {})}
+    logits = any(
+        isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits) for name in reading.observed
+    )
     found: list[Symmetry] = []
     for name, net, input_shape in networks:
         found += from_network(net, input_shape, name, logits)
-    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
+    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, set(reading.latent))]
     measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
     valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
     if not valid:
@@ -275,13 +277,14 @@ def _invariance(
     """The change of the log likelihood under random group elements at draws from the prior, in float64."""
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, dict(kwargs or {})))
-        info = model_info(model, args, kwargs, SEEDS)
-        if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
+        reading = Reading(model, args, kwargs)
+        info = model_info(reading, SEEDS)
+        if symmetries and reading.held.keys() >= set(reading.observed):
             instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
             raise argument_error(call, "args", "no observations", instead)
         moving = [in_latent(symmetry, info) for symmetry in symmetries]
-        changes = partial(_changes, model, moving)
-        errors = np.array([run(changes, start, args, kwargs, once=True) for start in enumerate(info.draws)])
+        changes = reading.prepare(partial(_changes, moving))
+        errors = np.array([changes(*start) for start in enumerate(info.draws)])
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
 
 
@@ -290,19 +293,16 @@ def _doubled(leaf: Any) -> Any:
     return jnp.asarray(np.asarray(leaf, np.float64)) if floating else leaf
 
 
-def _changes(
-    model: Callable, moving: Sequence[Symmetry], start: tuple[int, dict], args: tuple, kwargs: Mapping
-) -> jax.Array:
+def _changes(moving: Sequence[Symmetry], reading: Reading, seed: jax.Array, values: dict) -> jax.Array:
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw with its seed."""
-    rng_key, values = jax.random.key(start[0]), start[1]
-    points, owner = [values], []
+    rng_key, points, owner = jax.random.key(seed), [values], []
     for i, symmetry in enumerate(moving):
         for g in symmetry.trials(jax.random.fold_in(rng_key, i), symmetry.units(values)):
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 
     def logs_at(point: Mapping) -> jax.Array:
-        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, log_likelihoods(model, point, args, kwargs))])
+        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, log_likelihoods(reading, point))])
 
     logs = jax.vmap(logs_at)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *points))
     changes = jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
