@@ -7,6 +7,7 @@ import time
 import uuid
 import warnings
 import zipfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,15 +24,17 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 from numpyro_bnn.program.plates import random_indices
+from numpyro_bnn.program.row_lengths import check_row_lengths
 
 CALL = "guides.fit"
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
-CHECKPOINT_FORMAT = 2
-DAMAGE = (OSError, KeyError, EOFError, zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError)
+CHECKPOINT_FORMAT = 3
+DAMAGE = (OSError, KeyError, EOFError, ValueError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 WINDOW = 1000  # number of losses in the running mean of the progress bar
 
 
@@ -94,6 +97,7 @@ def fit(
     path = None if checkpoint is None else _check_path(checkpoint)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
+    args, kwargs = as_arrays(args, kwargs)
     given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
     prints = {} if path is None else {name: _fingerprint(value) for name, value in given.items()}
     fixed, arrays = signature(args, kwargs)
@@ -234,6 +238,7 @@ def _start(
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None or not expected:
+        check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
         known = svi.get_params(state)
@@ -287,7 +292,8 @@ def _check_path(path: str | Path) -> Path:
     """Refuse a path that cannot be a file, before any work is done."""
     check_kind(CALL, "checkpoint", path, str | os.PathLike, "Pass the name of a file.")
     target = Path(path)
-    if target.is_dir() or not target.resolve().parent.is_dir():
+    special = target.exists() and not target.is_file()  # a folder, or a device that can be read for ever
+    if special or not target.resolve().parent.is_dir():
         instead = "Pass the name of a file (not a folder) in a folder that exists."
         raise argument_error(CALL, "checkpoint", repr(str(target)), instead)
     return target
@@ -296,14 +302,20 @@ def _check_path(path: str | Path) -> Path:
 def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray, prints: Mapping[str, str]) -> None:
     """Write state and losses as an npz file that is replaced atomically, so that it is always complete."""
     arrays: dict[str, Any] = {f"leaf_{i}": _raw(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-    described = np.frombuffer(json.dumps(_described(svi, state, prints)).encode(), np.uint8)
+    arrays["losses"] = losses
+    content = {**_described(svi, state, prints), "values": _fingerprint(arrays)}
+    described = np.frombuffer(json.dumps(content).encode(), np.uint8)
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # another process may write the same checkpoint
     try:
         with open(part, "wb") as file:
-            np.savez(file, described=described, losses=losses, **arrays)
+            np.savez(file, described=described, **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as cause:
+        got = f"{str(path)!r}, which cannot be written ({cause.strerror})"
+        instead = "Free some space and call `fit` again: it goes on from the checkpoint before."
+        raise argument_error(CALL, "checkpoint", got, instead, OSError) from cause
     finally:
         part.unlink(missing_ok=True)
 
@@ -318,18 +330,21 @@ def load_checkpoint(path: Path, svi: SVI, like: Any, prints: Mapping[str, str]) 
     if not zipfile.is_zipfile(path):
         raise argument_error(CALL, "checkpoint", f"{str(path)!r}, which is not an npz file", damaged)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            described = json.loads(bytes(file["described"]))
-            expected = _described(svi, like, prints)
-            if described != expected:
-                difference = _difference(described, expected)
-                instead = "Pass the path of a new file, or all that the run that wrote it was started with."
-                raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
-            template, structure = jax.tree.flatten(like)
-            leaves = [_restored(file[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
-            return jax.tree.unflatten(structure, leaves), file["losses"]
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        described = json.loads(bytes(arrays.pop("described")))
+        if described.pop("values", None) != _fingerprint(arrays) and described.get("format") == CHECKPOINT_FORMAT:
+            raise ValueError("its values are not those that were written")
     except DAMAGE as cause:
         raise argument_error(CALL, "checkpoint", f"{str(path)!r} ({cause})", damaged) from cause
+    expected = _described(svi, like, prints)
+    if described != expected:
+        difference = _difference(described, expected)
+        instead = "Pass the path of a new file, or all that the run that wrote it was started with."
+        raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
+    template, structure = jax.tree.flatten(like)
+    leaves = [_restored(arrays[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
+    return jax.tree.unflatten(structure, leaves), arrays["losses"]
 
 
 def _fingerprint(tree: Any) -> str:

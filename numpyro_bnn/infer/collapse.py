@@ -16,6 +16,7 @@ from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._keys import key_from
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace, isolated
 
 CALL = "infer.collapse"
@@ -62,7 +63,7 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     (5, 3, 1)
     """
     check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
-    names = _check_names(sites)
+    names, (args, kwargs) = _check_names(sites), as_arrays(args, kwargs)
     with jax.ensure_compile_time_eval(), isolated():
         structure = read(CALL, model, names, args, kwargs)
         latent = latent_sample_sites(full_trace(model, {}, args, kwargs))

@@ -32,6 +32,7 @@ from numpyro_bnn.infer.model_checks import (
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.initial_values import initial_values
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
+from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.
@@ -137,6 +138,7 @@ def bind(
     of_one_minibatch: frozenset[str] = frozenset()
     if plates:
         of_one_minibatch = check_indices(call, model, reading, plates, args, kwargs)
+    check_row_lengths(call, model, args, kwargs)
     z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
     supports = {name: sites[name]["fn"].support for name in z}
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))

@@ -15,6 +15,7 @@ from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
@@ -45,6 +46,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
     check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
+    args, kwargs = as_arrays(args, kwargs)
     sites, draws, _ = model_info(model, args, kwargs)
     latent = set(draws[0])
     networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
@@ -273,8 +275,9 @@ def _invariance(
     call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
 ) -> list[Invariance]:
     """The change of the log likelihood under random group elements at draws from the prior, in float64."""
+    args, kwargs = as_arrays(args, kwargs)
     with jax.core.eval_context(), jax.enable_x64(True):
-        args, kwargs = jax.tree.map(_doubled, (args, dict(kwargs or {})))
+        args, kwargs = jax.tree.map(_doubled, (args, kwargs))
         info = model_info(model, args, kwargs, SEEDS)
         if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
             instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."

@@ -13,6 +13,8 @@ from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
 from numpyro_bnn.guides.adf.reading import CALL, Arguments
+from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.row_lengths import check_row_lengths
 
 
 class ADFResult(NamedTuple):
@@ -205,12 +207,14 @@ class AutoADF(ADFPosterior):
 
     def _prepare(self, args: tuple, kwargs: Any, batched: bool, in_axes: Any) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
+        args, kwargs = as_arrays(args, kwargs)
         axes = _axes(args, in_axes, batched)
         pairs = list(zip(args, axes, strict=True))
         first = tuple(
             arg if axis is None else jax.tree.map(lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg)
             for arg, axis in pairs
         )
+        check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         arguments = Arguments.read(self.model, first, kwargs)
         arguments.check(f"{CALL}.run")
         mapped = Arguments.of(self.model, args, kwargs)
@@ -239,7 +243,7 @@ class AutoADF(ADFPosterior):
         if self._arguments is None:
             instead = "Call `run` of this guide first, so that it reads the model."
             raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
-        arguments = self._arguments.like(args, kwargs, f"{CALL}.{method}")
+        arguments = self._arguments.like(*as_arrays(args, kwargs), f"{CALL}.{method}")
         arguments.check(f"{CALL}.{method}")
         key = (method, *options, arguments.key)
         if key not in self._programs:
