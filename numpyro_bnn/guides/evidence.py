@@ -120,7 +120,7 @@ def evidence(
     """
     call = "guides.evidence"
     refuse_tracers(call, "Call it outside: it compiles its own program.", args, kwargs, params, rng_key)
-    args, kwargs = as_arrays(args, kwargs)
+    args, kwargs = as_arrays(args, kwargs, call)
     check_key(call, "rng_key", rng_key)
     num_samples = check_count(call, "num_samples", num_samples, 2)
     if draws_per_chunk is not None:

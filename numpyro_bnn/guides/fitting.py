@@ -23,11 +23,19 @@ from jax import lax
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
+from numpyro_bnn._checks import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_finite,
+    check_flag,
+    check_key,
+    check_kind,
+)
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 from numpyro_bnn.program.plates import random_indices
-from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.row_lengths import check_plates, check_row_lengths
 
 CALL = "guides.fit"
 
@@ -91,13 +99,14 @@ def fit(
     """
     check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
     check_flag(CALL, "stable_update", stable_update)
+    check_flag(CALL, "progress_bar", progress_bar)
     check_key(CALL, "rng_key", rng_key)
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
     path = None if checkpoint is None else _check_path(checkpoint)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
-    args, kwargs = as_arrays(args, kwargs)
+    args, kwargs = as_arrays(args, kwargs, CALL)
     given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
     prints = {} if path is None else {name: _fingerprint(value) for name, value in given.items()}
     fixed, arrays = signature(args, kwargs)
@@ -238,12 +247,12 @@ def _start(
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None or not expected:
+        check_plates(svi.model, args, kwargs)
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
+            if init_params:
+                _check_params(init_params, svi.get_params(svi.init(rng_key, *args, **kwargs)))
             state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
-        known = svi.get_params(state)
-        for name in init_params or {}:
-            check_choice(CALL, "init_params", name, known)
         expected.update(_described(svi, state._replace(rng_key=None), {}))
     state = state if init_state is None else init_state
     if (found := _described(svi, state._replace(rng_key=None), {})) != expected:
@@ -251,6 +260,18 @@ def _start(
         raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
     # Weak types would be lost in the first step and force a second compilation, so strip them.
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse initial values of other parameters, of other shapes, or that are not finite."""
+    for name, value in given.items():
+        check_choice(CALL, "init_params", name, known)
+        shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (value, known[name])]
+        if shapes[0] != shapes[1]:
+            got = f"shape {shapes[0]} for {name!r}"
+            raise argument_error(CALL, "init_params", got, f"Pass a value of shape {shapes[1]}.")
+        for leaf in jax.tree.leaves(value):
+            check_finite(CALL, f"init_params[{name!r}]", leaf)
 
 
 @lru_cache(maxsize=CACHE_SIZE)

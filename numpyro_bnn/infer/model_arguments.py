@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_key
 from numpyro_bnn.program.arguments import as_arrays, fingerprints, plain_values, with_plain_values
 
 METHODS = ("init", "sample", "refresh", "postprocess_fn", "get_constrain_fn", "members")
@@ -44,7 +44,7 @@ class ArgumentKernel(MCMCKernel):
         elif self._plain:
             args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
             self._traced |= traced
-        return as_arrays(args, kwargs)
+        return as_arrays(args, kwargs, f"infer.{type(self).__name__}")
 
     def _remember(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
         plain = plain_values(args, kwargs)
@@ -63,6 +63,8 @@ def _with_arrays(method: Callable) -> Callable:
         bound = signature.bind(self, *given, **named)
         bound.apply_defaults()
         args, kwargs = bound.arguments["model_args"], bound.arguments["model_kwargs"]
+        if name == "init":
+            check_key(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])
         converted = self._arguments(name, args, kwargs)
         bound.arguments["model_args"], bound.arguments["model_kwargs"] = converted
         if name == "sample":

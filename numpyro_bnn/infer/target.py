@@ -139,7 +139,19 @@ def bind(
     if plates:
         of_one_minibatch = check_indices(call, model, reading, plates, args, kwargs)
     check_row_lengths(call, model, args, kwargs)
-    z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    try:
+        z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
+        for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+                check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
+        raise
+    except (AssertionError, KeyError) as error:
+        changed = sites.keys() ^ read(model, args, kwargs).sites.keys()
+        if not changed:
+            raise
+        got = f"a model whose sites change from call to call: {', '.join(map(repr, sorted(changed)))}"
+        raise argument_error(call, "model", got, "Give every site the same name in each call.") from error
     supports = {name: sites[name]["fn"].support for name in z}
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_bnn._checks import argument_error
+
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 
 
-def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
+def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.run") -> Call:
     """Arguments with NumPy arrays, pandas tables and lists of numbers as JAX arrays; others stay as they are.
 
     A NumPy array cannot be indexed by the traced indices of a minibatch, nor a table by positions. Tuples are
@@ -20,9 +22,21 @@ def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
     >>> (x, batch_size), _ = as_arrays(([0.5, 1.5], 2), None)
     >>> isinstance(x, jax.Array), batch_size
     (True, 2)
+
+    :param call: name of the caller, for the error.
+    :raises TypeError: for an array of Python objects.
     """
+
+    def converted(path: Any, leaf: Any) -> Any:
+        array = _values(leaf)
+        if array is not None and array.dtype.kind == "O":
+            got = f"an array of dtype object at {jax.tree_util.keystr(path)}"
+            raise argument_error(call, "args", got, "Pass an array of numbers, e.g. `x.astype(float)`.", TypeError)
+        return leaf if array is None or array.dtype.kind not in "biufc" else jnp.asarray(array)
+
     with jax.ensure_compile_time_eval():  # a value that is known stays known, also where a program is traced
-        return jax.tree.map(_as_array, (args, dict(kwargs or {})), is_leaf=_is_table)
+        given = args, dict(kwargs or {})
+        return jax.tree_util.tree_map_with_path(converted, given, is_leaf=_is_table)
 
 
 def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
@@ -80,11 +94,6 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
 def _leaves(args: tuple, kwargs: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path((args, dict(kwargs or {})), is_leaf=_is_table)
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in flat)
-
-
-def _as_array(leaf: Any) -> Any:
-    array = _values(leaf)
-    return leaf if array is None or array.dtype.kind not in "biufc" else jnp.asarray(array)
 
 
 def _values(leaf: Any) -> np.ndarray | None:

@@ -12,7 +12,13 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import indexed_lengths
 from numpyro_bnn.program.compiled import NEEDS_VALUES
-from numpyro_bnn.program.plates import prior_trace
+from numpyro_bnn.program.plates import prior_trace, random_indices
+
+
+def check_plates(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Refuse subsample sizes that are no counts of rows, by one reading of the model."""
+    with suppress(*NEEDS_VALUES):
+        jax.eval_shape(lambda: [None for _ in prior_trace(random_indices(model), 0, args, kwargs)])
 
 
 class _given_indices(Messenger):

@@ -46,7 +46,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
     check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
-    args, kwargs = as_arrays(args, kwargs)
+    args, kwargs = as_arrays(args, kwargs, "symmetry.find")
     sites, draws, _ = model_info(model, args, kwargs)
     latent = set(draws[0])
     networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
