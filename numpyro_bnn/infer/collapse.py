@@ -15,6 +15,7 @@ from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._keys import key_from
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import isolated
 from numpyro_bnn.program.reading import Reading
 
@@ -62,7 +63,7 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     (5, 3, 1)
     """
     check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
-    names = _check_names(sites)
+    names, (args, kwargs) = _check_names(sites), as_arrays(args, kwargs)
     with isolated():
         reading = Reading(model, args, kwargs)
         structure = read(CALL, reading, names)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import random
 from numpyro.distributions.util import is_identically_one
-from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_kind
@@ -18,6 +17,8 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace
 from numpyro_bnn.program.reading import CONDITIONED, Reading
 from numpyro_bnn.symmetry.gig import log_gig
@@ -36,7 +37,7 @@ def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any],
     return dict(kwargs.pop(CONDITIONED, {})), kwargs
 
 
-class PrecisionGibbs(MCMCKernel):
+class PrecisionGibbs(ArgumentKernel):
     r"""Gibbs updates of precisions, variances and scales of normal sites, where the model makes them conjugate.
 
     A block of :class:`numpyro.infer.Gibbs`. It finds in the model's program which sites scale which normal sites, and
@@ -101,7 +102,7 @@ class PrecisionGibbs(MCMCKernel):
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
-        found = read(Reading(self._model, args, kwargs), (), PRIORS)
+        found = read(Reading(self._model, *as_arrays(args, kwargs)), (), PRIORS)
         return tuple(name for name, site in found.items() if not isinstance(site, str))
 
     def init(

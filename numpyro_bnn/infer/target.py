@@ -28,6 +28,7 @@ from numpyro_bnn.infer.model_checks import (
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
 from numpyro_bnn.program.reading import Plate, Reading, initial_values
+from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.
@@ -130,7 +131,20 @@ def bind(
     sites, plates = reading.sites, reading.plates
     check_latent_sites(call, sites, plates)
     of_one_minibatch = check_indices(call, reading) if plates else frozenset()
-    z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    check_row_lengths(call, model, args, kwargs)
+    try:
+        z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
+        for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+                check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
+        raise
+    except (AssertionError, KeyError) as error:
+        changed = sites.keys() ^ Reading(model, args, kwargs, full=False).sites.keys()
+        if not changed:
+            raise
+        got = f"a model whose sites change from call to call: {', '.join(map(repr, sorted(changed)))}"
+        raise argument_error(call, "model", got, "Give every site the same name in each call.") from error
     supports = {name: sites[name]["fn"].support for name in z}
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]

@@ -14,6 +14,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
@@ -51,7 +52,7 @@ class TemperingState(NamedTuple):
     rng_key: jax.Array
 
 
-class ParallelTempering(MCMCKernel):
+class ParallelTempering(ArgumentKernel):
     r"""Parallel tempering, for posteriors with several modes: replicas at several temperatures exchange states.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or

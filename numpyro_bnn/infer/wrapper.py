@@ -22,6 +22,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
@@ -45,7 +46,7 @@ def inner_attribute(state: Any, name: str) -> Any:
     return getattr(state.base, name)
 
 
-class Wrapper(MCMCKernel):
+class Wrapper(ArgumentKernel):
     """Any kernel, followed by moves of some sites; the inner kernel then refreshes its caches.
 
     The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and

@@ -66,8 +66,9 @@ class random_indices(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
             size, subsample_size = msg["args"]
-            if subsample_size is not None and not 1 <= subsample_size <= size:
-                came = f"{subsample_size} for plate {msg['name']!r} of size {size}"
+            counted = isinstance(subsample_size, int | np.integer) and not isinstance(subsample_size, bool)
+            if subsample_size is not None and not (counted and 1 <= subsample_size <= size):
+                came = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
                 raise argument_error("numpyro.plate", "subsample_size", came, f"Pass a number from 1 to {size}.")
             msg["fn"] = draw_indices
 

@@ -16,10 +16,12 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
+from numpyro_bnn.symmetry.program_symmetries import hidden_units
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-6
@@ -31,9 +33,10 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     """Find the symmetries of a model from its random networks and their priors.
 
     These are the symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the
-    model, a shift of the class logits if the observation is categorical, and :class:`JointScale` and
-    :class:`JointRescale` for the learned scales of the kernels involved. Each is verified numerically on the model,
-    as by :func:`check`, and left out if it does not hold.
+    model, permutations and signs of hidden units that are found from the shapes of other latent sites (a network
+    written by hand or of Flax), a shift of the class logits if the observation is categorical, and
+    :class:`JointScale` and :class:`JointRescale` for the learned scales of the kernels involved. Each is verified
+    numerically on the model, as by :func:`check`, and left out if it does not hold.
 
     :param model: a NumPyro model.
     :param args: its positional arguments, with the data.
@@ -46,6 +49,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
     check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
+    args, kwargs = as_arrays(args, kwargs, "symmetry.find")
     reading = Reading(model, args, kwargs)
     networks = {s["infer"]["network"]: None for s in reading.sites.values() if "network" in (s.get("infer") or {})}
     logits = any(
@@ -57,6 +61,14 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, set(reading.latent))]
     measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
     valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+    known = {site for symmetry in found for site in symmetry.sites}
+    known |= {f"{site}_base" for site in known}
+
+    def holding(candidates: list[Symmetry]) -> list[Symmetry]:
+        entries = _invariance("symmetry.find", model, candidates, args, kwargs)
+        return [entry.symmetry for entry in entries if entry.error <= TOLERANCE]
+
+    valid += hidden_units(reading.shapes(), known, holding)
     if not valid:
         looked = (
             f"in {', '.join(repr(name) for name, *_ in networks)}" if networks else "as it has no `random_network`"
@@ -275,8 +287,9 @@ def _invariance(
     call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
 ) -> list[Invariance]:
     """The change of the log likelihood under random group elements at draws from the prior, in float64."""
+    args, kwargs = as_arrays(args, kwargs)
     with jax.core.eval_context(), jax.enable_x64(True):
-        args, kwargs = jax.tree.map(_doubled, (args, dict(kwargs or {})))
+        args, kwargs = jax.tree.map(_doubled, (args, kwargs))
         reading = Reading(model, args, kwargs)
         info = model_info(reading, SEEDS)
         if symmetries and reading.held.keys() >= set(reading.observed):

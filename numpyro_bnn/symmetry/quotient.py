@@ -15,6 +15,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._distributions import is_affine_normal
 from numpyro_bnn._keys import key_from
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import isolated
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
@@ -60,7 +61,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     >>> mcmc.get_samples()["net/Dense_0.kernel_scale"].shape
     (5,)
     """
-    symmetries = as_symmetries("symmetry.quotient", symmetries)
+    symmetries, (args, kwargs) = as_symmetries("symmetry.quotient", symmetries), as_arrays(args, kwargs)
     with jax.core.eval_context():
         check(model, symmetries, args, kwargs)
         gauge = _gauge(model, symmetries, args, kwargs)
