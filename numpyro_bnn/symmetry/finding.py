@@ -59,14 +59,14 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     for name, net, input_shape in networks:
         found += from_network(net, input_shape, name, logits)
     joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, set(reading.latent))]
-    measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
+    measure = _invariance("symmetry.find", model, args, kwargs)
+    measured = measure(list(dict.fromkeys(found + joint)))
     valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
     known = {site for symmetry in found for site in symmetry.sites}
     known |= {f"{site}_base" for site in known}
 
     def holding(candidates: list[Symmetry]) -> list[Symmetry]:
-        entries = _invariance("symmetry.find", model, candidates, args, kwargs)
-        return [entry.symmetry for entry in entries if entry.error <= TOLERANCE]
+        return [entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE]
 
     valid += hidden_units(reading.shapes(), known, holding)
     if not valid:
@@ -270,7 +270,7 @@ def check(
     Traceback (most recent call last):
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
     """
-    found = _invariance("symmetry.check", model, as_symmetries("symmetry.check", symmetries), args, kwargs)
+    found = _invariance("symmetry.check", model, args, kwargs)(as_symmetries("symmetry.check", symmetries))
     for entry in found:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
@@ -284,21 +284,29 @@ def check(
 
 
 def _invariance(
-    call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
-) -> list[Invariance]:
-    """The change of the log likelihood under random group elements at draws from the prior, in float64."""
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+) -> Callable[[Sequence[Symmetry]], list[Invariance]]:
+    """A function that measures the change of the log likelihood under random group elements, in float64.
+
+    The model is read once, and evaluated at draws from its prior.
+    """
     args, kwargs = as_arrays(args, kwargs)
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, kwargs))
         reading = Reading(model, args, kwargs)
         info = model_info(reading, SEEDS)
+
+    def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
         if symmetries and reading.held.keys() >= set(reading.observed):
             instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
             raise argument_error(call, "args", "no observations", instead)
-        moving = [in_latent(symmetry, info) for symmetry in symmetries]
-        changes = reading.prepare(partial(_changes, moving))
-        errors = np.array([changes(*start) for start in enumerate(info.draws)])
+        with jax.core.eval_context(), jax.enable_x64(True):
+            moving = [in_latent(symmetry, info) for symmetry in symmetries]
+            changes = reading.prepare(partial(_changes, moving))
+            errors = np.array([changes(*start) for start in enumerate(info.draws)])
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
+
+    return measure
 
 
 def _doubled(leaf: Any) -> Any:
