@@ -17,13 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import tqdm
 from jax import lax
+from numpyro import handlers
 from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
-from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, refuse_tracers, shared, signature
+from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, evaluate, refuse_tracers, shared, signature
 from numpyro_bnn.program.plates import random_indices
 
 CALL = "guides.fit"
@@ -106,7 +109,7 @@ def fit(
     message = run.go(progress_bar)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
-    return SVIRunResult(svi.get_params(run.state), run.state, jnp.asarray(run.losses))
+    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses))
 
 
 class _Chunk(NamedTuple):
@@ -235,8 +238,8 @@ def _start(
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None or not expected:
         with random_indices():
-            state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
-        known = svi.get_params(state)
+            state = _initial_state(svi, rng_key, args, kwargs, init_params)
+        known = jax.eval_shape(svi.get_params, state)
         for name in init_params or {}:
             check_choice(CALL, "init_params", name, known)
         expected.update(_described(svi, state._replace(rng_key=None), {}))
@@ -244,8 +247,31 @@ def _start(
     if (found := _described(svi, state._replace(rng_key=None), {})) != expected:
         instead = "Pass the `state` of a fit of this model, guide and optimizer."
         raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
-    # Weak types would be lost in the first step and force a second compilation, so strip them.
+    return _strong(state)
+
+
+def _strong(state: Any) -> Any:
+    """Without weak types, which would be lost in the first step and force a second compilation."""
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any) -> Any:
+    """``svi.init``, as one program if the guide is NumPyro's or ours: others may keep values of their first call."""
+    if not isinstance(svi.guide, AutoGuide):
+        return svi.init(rng_key, *args, init_params=init_params, **kwargs)
+    if svi.guide.prototype_trace is None:
+        with handlers.block(), handlers.seed(rng_seed=jax.random.split(rng_key, 3)[2]):
+            svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
+
+    def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
+        with numpyro.validation_enabled(False):  # the first call of the guide has checked the arguments of distributions
+            return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
+
+    state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
+    bounds = jax.tree.leaves(svi.constrain_fn.args)
+    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):  # they were computed in that program
+        return svi.init(rng_key, *args, init_params=init_params, **kwargs)
+    return state
 
 
 @lru_cache(maxsize=CACHE_SIZE)
