@@ -152,6 +152,30 @@ def test_wide_arguments_are_integrated_near_the_breaks(fn, x64):
         np.testing.assert_allclose(moment, expected, rtol=2e-5, atol=2e-6)
 
 
+SATURATED = {
+    "tanh": (jnp.tanh, lambda x: 2 * jax.nn.sigmoid(2 * x)),
+    "sigmoid": (jax.nn.sigmoid, jax.nn.sigmoid),
+    "erf": (lax.erf, lambda x: lax.erfc(-x)),
+}
+
+
+@pytest.mark.parametrize("name", SATURATED)
+def test_saturated_units_have_moments(name, x64):
+    """The break is 7 to 45 sd away; where it makes the variance, that was NaN. The reference is of f(x) - f(-inf)."""
+    fn, above = SATURATED[name]
+    sd = np.array([0.1, 1.0, 1.5, 2.0, 3.0])
+    mean = -np.arange(7, 45, 0.25)[:, None] * sd
+    found = jax.jit(propagate(fn))(Gaussian(mean, np.broadcast_to(sd**2, mean.shape)))
+    z = np.linspace(-9, 60, 20_001)[:, None, None]
+    weight = np.exp(-0.5 * z * z) * (z[1] - z[0]) / np.sqrt(2 * np.pi)
+    values = np.asarray(above(mean + sd * z))
+    lifted = (weight * values).sum(0)
+    spread = np.sqrt((weight * (values - lifted) ** 2).sum(0))
+    rounding = 32 * np.finfo(float).eps * np.abs(fn(mean))
+    assert np.all(np.abs(found.mean - fn(-1e3) - lifted) <= 0.01 * spread + rounding)
+    assert np.all(np.abs(np.sqrt(found.var) - spread) <= 0.01 * spread + rounding)
+
+
 SMALL = {
     "steep": (lambda x: jnp.tanh(1000 * x), 1.6e-5),
     "kink": (lambda x: jnp.abs(jnp.tanh(x)), 1e-9),

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import tqdm
 from jax import lax
+from numpyro import handlers
 from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_bnn._checks import (
@@ -36,7 +39,7 @@ from numpyro_bnn.guides.checkpoints import (
     save_checkpoint,
 )
 from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, refuse_tracers, shared, signature
+from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, evaluate, refuse_tracers, shared, signature
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.row_lengths import check_plates, check_row_lengths
 
@@ -118,7 +121,7 @@ def fit(
     message = run.go(progress_bar)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
-    return SVIRunResult(svi.get_params(run.state), run.state, jnp.asarray(run.losses))
+    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses))
 
 
 class _Chunk(NamedTuple):
@@ -250,15 +253,40 @@ def _start(
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:
-                _check_params(init_params, svi.get_params(svi.init(rng_key, *args, **kwargs)))
-            state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
+                _check_params(init_params, svi.get_params(_initial_state(svi, rng_key, args, kwargs, None)))
+            state = _initial_state(svi, rng_key, args, kwargs, init_params)
         expected.update(described_state(svi, state._replace(rng_key=None), {}))
     state = state if init_state is None else init_state
     if (found := described_state(svi, state._replace(rng_key=None), {})) != expected:
         instead = "Pass the `state` of a fit of this model, guide and optimizer."
         raise argument_error(CALL, "init_state", f"a state {difference_of(found, expected)}", instead)
-    # Weak types would be lost in the first step and force a second compilation, so strip them.
+    return _strong(state)
+
+
+def _strong(state: Any) -> Any:
+    """Without weak types, which would be lost in the first step and force a second compilation."""
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any) -> Any:
+    """``svi.init``, as one program if the guide is NumPyro's or ours: others may keep values of their first call."""
+    if not isinstance(svi.guide, AutoGuide):
+        return svi.init(rng_key, *args, init_params=init_params, **kwargs)
+    if svi.guide.prototype_trace is None:
+        with handlers.block(), handlers.seed(rng_seed=jax.random.split(rng_key, 3)[2]):
+            svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
+
+    def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
+        with numpyro.validation_enabled(
+            False
+        ):  # the first call of the guide has checked the arguments of distributions
+            return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
+
+    state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
+    bounds = jax.tree.leaves(svi.constrain_fn.args)
+    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):  # they were computed in that program
+        return svi.init(rng_key, *args, init_params=init_params, **kwargs)
+    return state
 
 
 def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -2,8 +2,9 @@ r"""Mean and variance of a term: in closed form if there is one, otherwise by Ga
 
 The interval m + sqrt(v) z, -8 <= z <= 8, is cut where the function has kinks and steps (where an argument that is
 affine in x meets the number it is compared with, or 0 for functions such as tanh), and on both sides of these, where
-the argument has changed by 5. Each panel gets n / 2 nodes with the weight phi(z). Gauss-Hermite nodes cannot be cut,
-and are too far apart once sqrt(v) exceeds the width of the step.
+the argument has changed by 5. It is wider where a break lies further out: the variance of a saturated unit is due to
+the break alone. Each panel gets n / 2 nodes with the weight phi(z). Gauss-Hermite nodes cannot be cut, and are too
+far apart once sqrt(v) exceeds the width of the step.
 """
 
 import math
@@ -23,7 +24,8 @@ CLOSED_FORMS: dict[str, Callable[[Term], Gaussian | None]] = {}
 NODES: ContextVar[int] = ContextVar("num_nodes", default=32)
 
 _REACH = 8.0
-_ENDS = np.array([_REACH - 1, _REACH, 1 - _REACH, -_REACH])
+# Breaks are followed this far, where phi(z) is 1e-37; from further ones four more sd are integrated.
+_FARTHEST = 13.0
 _MOST_BREAKS = 16
 # Functions such as tanh change within this distance of a break, measured in their argument.
 _LAYER = 5.0
@@ -105,13 +107,17 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
 
 def _panels(breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
-    cuts = [jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH)]
+    low, zero, high = (jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH))
+    cuts = [zero]
     for place, slope in breaks:
-        at = jnp.clip((place - mean) / sd, -_REACH, _REACH)
-        layer = _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH)
-        for cut in (at, jnp.maximum(at - layer, -_REACH), jnp.minimum(at + layer, _REACH)):
+        at = (place - mean) / sd
+        far = jnp.abs(at) > _FARTHEST
+        at = jnp.where(far, _REACH * jnp.sign(at), at)
+        layer = jnp.where(far, _REACH / 2, _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH))
+        low, high = jnp.minimum(low, at - jnp.maximum(layer, 1)), jnp.maximum(high, at + jnp.maximum(layer, 1))
+        for cut in (at, at - layer, at + layer):
             cuts = _insert(cuts, cut)
-    edges = jnp.stack(cuts)
+    edges = jnp.stack([low, *cuts, high])
     return (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
 
 
@@ -172,10 +178,11 @@ def _sums(evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
         fine, rough = jnp.moveaxis(jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2)
     total, first, second = (jnp.sum(part, 0) for part in fine)
     mean = first / total
-    # A function that grows too fast has not faded in the last two units of z.
-    away = [jnp.abs(jax.lax.stop_gradient(evaluate(z) - center)) for z in _ENDS]
-    ends = [_powers(np.exp(-0.5 * z * z), value) for z, value in zip(_ENDS, away, strict=True)]
-    beyond = [sum(jnp.minimum(ends[k][q], ends[k + 1][q]) for k in (0, 2)) for q in (1, 2)]
+    # A function that grows too fast has not faded at the ends.
+    ends = jax.lax.stop_gradient((middle[0] - half[0], middle[-1] + half[-1]))
+    away = [jnp.abs(jax.lax.stop_gradient(evaluate(z) - center)) for z in ends]
+    powers = [_powers(jnp.exp(-0.5 * z * z), value) for z, value in zip(ends, away, strict=True)]
+    beyond = [powers[0][q] + powers[1][q] for q in (1, 2)]
     between = [jnp.sum(jnp.abs(jax.lax.stop_gradient(fine[q] - rough[q])), 0) / _GAIN for q in (1, 2)]
     errors = [(e + b) / total for e, b in zip(between, beyond, strict=True)]
     moments = Gaussian(center + mean, jnp.maximum(second / total - mean * mean, 0))
