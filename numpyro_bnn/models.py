@@ -90,8 +90,7 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
         if heteroscedastic:
             sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
         sd = jnp.broadcast_to(sd, mean.shape)
-        one = targets == 1
-        likelihood = dist.Normal(mean[..., 0], sd[..., 0]) if one else dist.Normal(mean, sd).to_event(1)
+        likelihood = dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
         numpyro.sample("y", likelihood, obs=None if y is None else y[index])
 
 
@@ -131,8 +130,7 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
         y = jnp.asarray(y, dtype=int)
     f = random_network("net", net, jnp.shape(x)[1:], prior)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
-        logits = f(jnp.asarray(x)[index])
-        numpyro.sample("y", dist.Categorical(logits=logits), obs=None if y is None else y[index])
+        numpyro.sample("y", dist.Categorical(logits=f(jnp.asarray(x)[index])), obs=None if y is None else y[index])
 
 
 def _check_noise(call: str, noise: Any) -> None:

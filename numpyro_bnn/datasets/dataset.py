@@ -54,8 +54,7 @@ class Scaler:
         first = values[0].astype(np.float64)
         shifted = values - first
         mean = first + np.where(constant, 0.0, shifted.mean(axis=0))
-        scale = np.where(constant, 1.0, shifted.std(axis=0))
-        return cls(np.asarray(mean), np.asarray(scale))
+        return cls(np.asarray(mean), np.asarray(np.where(constant, 1.0, shifted.std(axis=0))))
 
     @property
     def scale_factor(self) -> np.ndarray | float:
@@ -161,5 +160,4 @@ def _floating(values: np.ndarray) -> np.ndarray:
 def _constant(values: np.ndarray) -> np.ndarray:
     """Columns whose values differ only by rounding: their std is a rounding error too, and often not 0."""
     largest, smallest = values.max(axis=0).astype(np.float64), values.min(axis=0).astype(np.float64)
-    rounding = 8 * np.finfo(values.dtype).eps * np.maximum(np.abs(largest), np.abs(smallest))
-    return largest - smallest <= rounding
+    return largest - smallest <= 8 * np.finfo(values.dtype).eps * np.maximum(np.abs(largest), np.abs(smallest))

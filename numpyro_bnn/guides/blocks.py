@@ -100,8 +100,7 @@ class Diagonal(Family):
 
     def distribution(self, block: Block) -> dist.Distribution:
         """Parameters ``loc``, ``scale``, each (D,)."""
-        scale = declare_scale(block)
-        return dist.Normal(declare_loc(block), scale).to_event(1)
+        return dist.Normal(declare_loc(block), declare_scale(block)).to_event(1)
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,7 @@ def declare_loc(block: Block) -> jax.Array:
 
 
 def declare_scale(block: Block) -> jax.Array:
-    constraint = constraints.softplus_positive
-    return numpyro.param(f"{block.name}_scale", block.scale, constraint=constraint, event_dim=1)
+    return numpyro.param(f"{block.name}_scale", block.scale, constraint=constraints.softplus_positive, event_dim=1)
 
 
 def _check_size(call: str, block: Block, numbers: int, instead: str) -> None:

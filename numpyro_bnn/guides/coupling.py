@@ -120,8 +120,7 @@ class AutoCoupling(AutoBlocks):
             values |= block.unflatten(vector[..., start : start + block.size])
             start += block.size
         shapes = {name: jnp.shape(loc) for name, loc in self._init_locs.items() if name not in values}
-        rest = Block("rest", shapes, jnp.zeros(0), jnp.zeros(0))
-        return values | rest.unflatten(vector[..., start:])
+        return values | Block("rest", shapes, jnp.zeros(0), jnp.zeros(0)).unflatten(vector[..., start:])
 
     def _unpack_and_constrain(self, vector: jax.Array, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         return self._sites(self._unpack_latent(vector), vector.shape[:-1])
@@ -149,8 +148,7 @@ class Blockwise(Transform):
         return jnp.concatenate([t(p) for t, p in zip(self.transforms, self._parts(x), strict=True)], axis=-1)
 
     def _inverse(self, y: jax.Array) -> jax.Array:
-        parts = zip(self.transforms, self._parts(y), strict=True)
-        return jnp.concatenate([t._inverse(p) for t, p in parts], axis=-1)
+        return jnp.concatenate([t._inverse(p) for t, p in zip(self.transforms, self._parts(y), strict=True)], axis=-1)
 
     def log_abs_det_jacobian(self, x: jax.Array, y: jax.Array, intermediates: Any = None) -> jax.Array:
         parts = zip(self.transforms, self._parts(x), self._parts(y), strict=True)

@@ -118,8 +118,7 @@ class AffineCoupling(Transform):
         return jnp.concatenate([changed, fixed] if self.swap else [fixed, changed], axis=-1)
 
     def tree_flatten(self) -> Any:
-        static = {"split": self.split, "swap": self.swap, "bound": self.bound}
-        return (self.conditioner,), (("conditioner",), static)
+        return (self.conditioner,), (("conditioner",), {"split": self.split, "swap": self.swap, "bound": self.bound})
 
     def eq(self, other: object, static: bool = False) -> Any:
         structure: Any = jax.tree.structure(self)
@@ -190,8 +189,7 @@ class Coupling(Family):
         call = "guides.Coupling"
         check_count(call, "seed", self.seed, minimum=0)
         widths = (self.hidden,) if np.ndim(self.hidden) == 0 else self.hidden
-        hidden = tuple(check_count(call, "hidden", width) for width in widths)
-        object.__setattr__(self, "hidden", hidden)
+        object.__setattr__(self, "hidden", tuple(check_count(call, "hidden", width) for width in widths))
         object.__setattr__(self, "num_flows", check_count(call, "num_flows", self.num_flows))
         check_choice(call, "mask", self.mask, MASKS)
         check_number(call, "bound", self.bound, strict=True, infinite=True)

@@ -203,13 +203,12 @@ class ParallelTempering(ArgumentKernel):
         positions = jax.tree.map(lambda a: a[source], positions)
         base = jax.vmap(partial(with_values, self._inner))(base, positions)
         walk, returned = _journeys(state.walk[source])
-        adapting = state.i < self._num_warmup
         state = state._replace(
             z=jax.tree.map(lambda a: a[0], positions),
             base=base,
             swap_accept_prob=accept_prob,
             diverging=diverging,
-            round_trips=jnp.where(adapting, 0, state.round_trips + returned),
+            round_trips=jnp.where(state.i < self._num_warmup, 0, state.round_trips + returned),
             walk=walk,
             rejections=state.rejections + (1 - accept_prob),
             i=state.i + 1,
@@ -247,8 +246,7 @@ class ParallelTempering(ArgumentKernel):
         positions = jax.tree.map(lambda each, first: each.at[0].set(first), positions, state.z)
 
         def one(base: Any, z: Any, beta: jax.Array) -> Any:
-            moved = with_values(self._inner, base, z)
-            return refreshed(self._inner, moved, model_args, _at(beta, model_kwargs))
+            return refreshed(self._inner, with_values(self._inner, base, z), model_args, _at(beta, model_kwargs))
 
         return state._replace(base=jax.vmap(one)(state.base, positions, state.inverse_temperatures))
 
@@ -290,8 +288,7 @@ class ParallelTempering(ArgumentKernel):
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``swap_accept_prob``."""
-        pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
-        return {"swap_accept_prob": ("neighbors", pairs)}
+        return {"swap_accept_prob": ("neighbors", [f"{r}-{r + 1}" for r in range(1, self._num_replicas)])}
 
 
 # ------------------------------------------------------------------------------------------------ tempered models
@@ -359,11 +356,9 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     floor = 0.05 * jnp.mean(rejections) + 1e-6  # keeps neighbors that always exchange apart
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
-    inner = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
-    return inner.at[0].set(betas[0]).at[-1].set(betas[-1])
+    return jnp.exp(jnp.interp(levels, barrier, jnp.log(betas))).at[0].set(betas[0]).at[-1].set(betas[-1])
 
 
 def _journeys(walk: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mark the state at the last temperature; count, and unmark, a state that came back to the first."""
-    returned = walk[0].astype(jnp.int32)
-    return walk.at[0].set(False).at[-1].set(True), returned
+    return walk.at[0].set(False).at[-1].set(True), walk[0].astype(jnp.int32)

@@ -136,8 +136,7 @@ def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
     """k / scale within [-1, 1], set to an end within rounding error of it, as equal inputs require."""
     c = k / jnp.where(scale > 0, scale, 1)
-    near = jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps
-    return c + lax.stop_gradient(jnp.where(near, jnp.sign(c) - c, 0))
+    return c + lax.stop_gradient(jnp.where(jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps, jnp.sign(c) - c, 0))
 
 
 # -- closed forms ----------------------------------------------------------------------------------------

@@ -194,7 +194,5 @@ def _patterns(found: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[st
         elif fitted[name].ndim:
             special[name] = dist.Normal(0.0, fitted[name] / fan_in(name, shape) ** 0.5)
         else:
-            option = "scale" if leaf == "kernel" else "bias_scale"
-            layers.setdefault(layer, {})[option] = float(fitted[name])
-    normal = {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}
-    return special | normal
+            layers.setdefault(layer, {})["scale" if leaf == "kernel" else "bias_scale"] = float(fitted[name])
+    return special | {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}

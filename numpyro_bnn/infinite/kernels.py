@@ -289,8 +289,7 @@ def empirical_ntk(
             block = np.asarray(_contracted(scaled, _jacobian(net, params, second[j : j + size]), full))
             result[i : i + size, j : j + size] = block
             if x2 is None and i != j:
-                mirrored = block.swapaxes(0, 1).swapaxes(-1, -2) if full else block.T
-                result[j : j + size, i : i + size] = mirrored
+                result[j : j + size, i : i + size] = block.swapaxes(0, 1).swapaxes(-1, -2) if full else block.T
     return result
 
 

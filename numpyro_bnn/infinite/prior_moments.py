@@ -121,5 +121,4 @@ def _reduced(value: Any, shape: Shape) -> Any:
     array = np.broadcast_to(np.asarray(value), shape)
     if np.all(array == array.flat[0]):
         return jnp.asarray(array.flat[0])
-    alike = len(shape) > 1 and np.all(array == array[..., :1])
-    return jnp.asarray(array[..., :1] if alike else array)
+    return jnp.asarray(array[..., :1] if len(shape) > 1 and np.all(array == array[..., :1]) else array)

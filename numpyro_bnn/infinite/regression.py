@@ -103,8 +103,7 @@ class GPRegression:
             raise argument_error("GPRegression.log_density", "y", f"shape {np.shape(y)}", instead)
         sd = np.sqrt(variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2)
         check_finite("GPRegression.log_density", "y", y)
-        values = norm.logpdf(np.asarray(y), mean, sd)
-        return values.reshape(len(mean), -1).sum(axis=1)
+        return norm.logpdf(np.asarray(y), mean, sd).reshape(len(mean), -1).sum(axis=1)
 
     def sample(self, rng_key: jax.Array, x: Any = None, sample_shape: tuple[int, ...] = ()) -> np.ndarray:
         """Posterior draws of the function, without noise.
@@ -164,8 +163,7 @@ def gp_regression(
             came = f"a kernel that no jitter makes positive definite, with {noise_sd}"
             raise argument_error(call, "noise_sd", came, "Pass a larger one, or remove repeated inputs.")
         whitened = solve_triangular(factor.lower, y, lower=True)
-        value = _whitened_log_density(factor.lower, whitened)
-        numbers = float(noise_sd), float(value), float(factor.jitter)
+        numbers = float(noise_sd), float(_whitened_log_density(factor.lower, whitened)), float(factor.jitter)
         lower, half = np.asarray(factor.lower), np.asarray(whitened)
     return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
 
@@ -251,15 +249,13 @@ def factorize(matrix: jax.Array) -> Factor:
 
     def attempt(step: jax.Array) -> tuple[jax.Array, Factor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
-        raised = matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)
-        return step, Factor(jnp.linalg.cholesky(raised), jitter)
+        return step, Factor(jnp.linalg.cholesky(matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)), jitter)
 
     def failed(state: tuple[jax.Array, Factor]) -> jax.Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 
-    first = attempt(jnp.zeros((), matrix.dtype))
-    return lax.while_loop(failed, lambda state: attempt(state[0] + 1), first)[1]
+    return lax.while_loop(failed, lambda state: attempt(state[0] + 1), attempt(jnp.zeros((), matrix.dtype)))[1]
 
 
 def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
@@ -288,8 +284,7 @@ def _zero_mean_log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, An
     inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
     slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
     change = jnp.sum(slope * d_matrix) - jnp.sum(solved * d_y)
-    value = _whitened_log_density(factor.lower, whitened)
-    return (value, factor.jitter), (change, jnp.zeros_like(factor.jitter))
+    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (change, jnp.zeros_like(factor.jitter))
 
 
 def _whitened_log_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:

@@ -208,8 +208,7 @@ def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
     context.need_normal("scale", "Gains enter each unit as they are")
     mean, spread = context.sites[context.full("scale")].mean, context.common("scale")
     x, w = (jnp.asarray(part, unit.own1.dtype) for part in nodes(GAIN_NODES))
-    gains = mean + jnp.sqrt(spread) * x
-    given = Given(w, jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(gains))
+    given = Given(w, jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(mean + jnp.sqrt(spread) * x))
     return Units(_average(given), gaussian=False, given=given if state.gaussian else None)
 
 

@@ -67,8 +67,7 @@ def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
     check_same_length("rmse", predictions=mean, y=target)
     errors = np.abs(mean - target)
     value = float(np.sqrt(np.mean(errors**2)))
-    error = standard_error(errors**2) / (2 * value) if value > 0 else 0.0
-    return Score(value, error, errors)
+    return Score(value, standard_error(errors**2) / (2 * value) if value > 0 else 0.0, errors)
 
 
 def lppd(log_likelihood: ArrayLike) -> Score:
@@ -128,8 +127,7 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
         raise argument_error("crps", "draws", "one draw", "Pass at least two; for one, use the absolute error.")
     # Centered at the target, so that a large offset costs no digits.
     errors = np.sort(array - target, axis=0)
-    weights = 2.0 * np.arange(1, size + 1) - size - 1
-    half_spread = weights @ errors / (size * (size - 1))
+    half_spread = (2.0 * np.arange(1, size + 1) - size - 1) @ errors / (size * (size - 1))
     return mean_score(np.abs(errors).mean(axis=0) - half_spread)
 
 

@@ -61,8 +61,7 @@ def CNN(
     pool = MaxPool(2) if pool is None else pool
     for out in _widths("nn.CNN", "channels", channels):
         layers += [Conv2d(out, window, padding=padding), *_norms(norm), activation, pool]
-    head = MLP(_widths("nn.CNN", "widths", widths), activation, norm)
-    return Sequential([*layers, Flatten(), *head.layers])
+    return Sequential([*layers, Flatten(), *MLP(_widths("nn.CNN", "widths", widths), activation, norm).layers])
 
 
 def ResNet(

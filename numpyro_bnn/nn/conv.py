@@ -247,8 +247,7 @@ def convolve_by_product(x: jax.Array, kernel: jax.Array, strides: tuple[int, int
     if any(side for pair in padding for side in pair):
         x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     columns = jnp.concatenate(_shifted(x, 2, width, strides[1]), axis=-1)
-    windows = jnp.concatenate(_shifted(columns, 1, height, strides[0]), axis=-1)
-    return windows @ kernel.reshape(-1, outputs)
+    return jnp.concatenate(_shifted(columns, 1, height, strides[0]), axis=-1) @ kernel.reshape(-1, outputs)
 
 
 def _shifted(x: jax.Array, axis: int, window: int, step: int) -> list[jax.Array]:

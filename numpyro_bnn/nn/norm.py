@@ -44,8 +44,7 @@ def standardize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, BatchSt
     rounding = 8 * jnp.finfo(u.dtype).eps
     constant = var <= rounding**2 * jnp.mean(u**2, axis=axes, keepdims=True)
     sd = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, var)))
-    statistics = BatchStatistics(jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes))
-    return _divide(centered, sd), statistics
+    return _divide(centered, sd), BatchStatistics(jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes))
 
 
 def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
@@ -74,8 +73,7 @@ class _Norm(Layer):
 
     def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
         gain = join(path, "scale") if self.use_scale else None
-        shift = join(path, "bias") if self.use_bias else None
-        return wiring.normalize(x, self.reach, gain, shift), shape
+        return wiring.normalize(x, self.reach, gain, join(path, "bias") if self.use_bias else None), shape
 
     def _affine(self, context: ForwardContext, y: jax.Array) -> jax.Array:
         for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):

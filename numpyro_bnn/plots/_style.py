@@ -101,8 +101,7 @@ def above(**options: Any) -> dict[str, Any]:
 
 def offsets(count: int, width: float = 0.6) -> NDArray[np.float64]:
     """Positions of ``count`` intervals side by side around 0, over at most ``width``."""
-    step = min(width / count, 0.2)
-    return np.asarray(step * (np.arange(count) - 0.5 * (count - 1)), dtype=np.float64)
+    return np.asarray(min(width / count, 0.2) * (np.arange(count) - 0.5 * (count - 1)), dtype=np.float64)
 
 
 def intervals(

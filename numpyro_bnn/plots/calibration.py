@@ -142,8 +142,7 @@ def _pit_panel(axis: Any, values: NDArray[np.float64], bins: int) -> None:
 def _coverage_panel(axis: Any, draws: NDArray[np.float64], observed: NDArray[np.float64]) -> None:
     levels = np.linspace(0.05, 0.95, 19)
     found = [metrics.interval_coverage(draws, observed, level).coverage for level in levels]
-    band = _binomial_band(observed.size, levels)
-    axis.fill_between(levels, *band, color="0.85", linewidth=0, label=SPREAD)
+    axis.fill_between(levels, *_binomial_band(observed.size, levels), color="0.85", linewidth=0, label=SPREAD)
     axis.plot([0, 1], [0, 1], color=_style.DATA, linewidth=0.6)
     axis.plot(levels, found, color=_style.FUNCTION, marker="o", markersize=2.5, label="targets inside")
     axis.set(xlabel="level of central interval", ylabel="share of targets inside", xlim=(0, 1), ylim=(0, 1))

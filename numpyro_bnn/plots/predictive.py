@@ -167,5 +167,4 @@ def _bands(axis: Any, x: NDArray, draws: NDArray, levels: Sequence[float], color
     for place, level in enumerate(sorted(levels, reverse=True), start=1):
         # Opaque tones: overlapping transparent bands would suggest levels that do not exist.
         tone = 1 - (0.15 + 0.35 * place / len(levels)) * (1 - rgb)
-        bounds = _central(draws, level)
-        axis.fill_between(x, *bounds, color=tone, linewidth=0, label=f"{name}, {100 * level:g} %")
+        axis.fill_between(x, *_central(draws, level), color=tone, linewidth=0, label=f"{name}, {100 * level:g} %")

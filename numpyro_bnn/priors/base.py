@@ -54,8 +54,7 @@ class Prior(ABC):
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         shape = tuple(shape)
-        by_role = {"kernel": self.kernel, "bias": self.bias, "scale": self.gain}
-        return by_role[role(name, shape)](name, shape)
+        return {"kernel": self.kernel, "bias": self.bias, "scale": self.gain}[role(name, shape)](name, shape)
 
     @abstractmethod
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
@@ -120,8 +119,7 @@ class NonCentered(dist.TransformedDistribution):
 
 
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
-    noncentered = isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
-    return TransformReparam() if noncentered else None
+    return TransformReparam() if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"] else None
 
 
 class _NonCenter(handlers.reparam):
@@ -199,8 +197,7 @@ class BySite:
                 raise argument_error("priors.BySite", argument, prior, instead, TypeError)
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
-        matching = (prior for pattern, prior in self.patterns.items() if fnmatchcase(name, pattern))
-        prior = next(matching, self.default)
+        prior = next((prior for pattern, prior in self.patterns.items() if fnmatchcase(name, pattern)), self.default)
         if prior is None:
             came = f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})"
             instead = 'Add one, or a `default=`; a dictionary may end with `"*": priors.Normal()`.'

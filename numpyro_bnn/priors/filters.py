@@ -28,8 +28,7 @@ def filter_covariance(window: tuple[int, int], covariance: str, length_scale: fl
     """Correlation matrix (h*w, h*w) of the positions of a filter, row-major, distances in pixels."""
     check_choice("priors.filter_covariance", "covariance", covariance, COVARIANCES)
     grid = jnp.stack(jnp.meshgrid(*(jnp.arange(n) for n in window), indexing="ij"), axis=-1).reshape(-1, 2)
-    squared = jnp.sum((grid[:, None] - grid[None]) ** 2, axis=-1)
-    return COVARIANCES[covariance](jnp.sqrt(squared) / length_scale)
+    return COVARIANCES[covariance](jnp.sqrt(jnp.sum((grid[:, None] - grid[None]) ** 2, axis=-1)) / length_scale)
 
 
 class _CholeskyFilter(Transform):
@@ -53,8 +52,7 @@ class _CholeskyFilter(Transform):
 
     def log_abs_det_jacobian(self, x, y, intermediates=None):
         channels = x.shape[-1] * x.shape[-2]
-        log_det = channels * jnp.sum(jnp.log(jnp.diagonal(self.cholesky)))
-        return jnp.broadcast_to(log_det, x.shape[:-4])
+        return jnp.broadcast_to(channels * jnp.sum(jnp.log(jnp.diagonal(self.cholesky))), x.shape[:-4])
 
     def tree_flatten(self):
         return (self.cholesky,), (("cholesky",), {})
@@ -110,11 +108,9 @@ class GPFilters(Prior):
             instead = "It takes Flax kernels (h, w, in, out), not Equinox ones."
             raise argument_error("priors.GPFilters", "name", repr(name), instead)
         amplitude = _value(f"{name}_amplitude", self.amplitude)
-        length_scale = _value(f"{name}_length_scale", self.length_scale)
-        correlation = filter_covariance(shape[:2], self.covariance, length_scale)
-        count = correlation.shape[0]
+        correlation = filter_covariance(shape[:2], self.covariance, _value(f"{name}_length_scale", self.length_scale))
         # The diagonal stays 1, so that a weight has the requested variance.
-        correlation = (correlation + self.jitter * jnp.eye(count)) / (1 + self.jitter)
+        correlation = (correlation + self.jitter * jnp.eye(correlation.shape[0])) / (1 + self.jitter)
         sd = amplitude * self.fan_in_factor(name, shape)
         transform = _CholeskyFilter(sd * jnp.linalg.cholesky(correlation))
         unit = dist.Normal(0.0, 1.0).expand(shape).to_event(4)

@@ -168,8 +168,7 @@ class SVRG(ControlVariates):
 
     def refresh(self, state: Center, position: Array, step: Array) -> tuple[Center, Array]:
         due = (step > 0) & (step % self.period == 0)
-        renewed = lax.cond(due, lambda: self._center_at(position), lambda: state)
-        return renewed, due.astype(jnp.int32)
+        return lax.cond(due, lambda: self._center_at(position), lambda: state), due.astype(jnp.int32)
 
 
 def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tuple[Array, Array]:
@@ -191,8 +190,7 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
     the whole array for the work of a fused gather and hands it to several threads.
     """
     leaves, tree = jax.tree.flatten(batch)
-    read = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))
-    closed = read(position, *leaves)
+    closed = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))(position, *leaves)
     jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     # Python callbacks stay in the step: they may not support batches of steps.
@@ -225,7 +223,6 @@ def _evaluate(equations: Iterable[Any], values: dict[Any, Any], outputs: Iterabl
 
     for equation in equations:
         primitive = equation.primitive
-        parameters = primitive.get_bind_params(equation.params)
-        result = primitive.bind(*map(read, equation.invars), **parameters)
+        result = primitive.bind(*map(read, equation.invars), **primitive.get_bind_params(equation.params))
         values.update(zip(equation.outvars, result if primitive.multiple_results else [result], strict=True))
     return [read(atom) for atom in outputs]

@@ -227,14 +227,12 @@ class GGMC(Dynamics):
             raise argument_error("sgmcmc.GGMC", "gradient", got, instead)
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
-        start = jnp.sqrt(context.temperature) * draw.noise[0]
-        return Trajectory(start, self.full_potential_fn(position))
+        return Trajectory(jnp.sqrt(context.temperature) * draw.noise[0], self.full_potential_fn(position))
 
     def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         end, momentum, work, seen = self._simulate(context, position, memory.momentum, draw)
         potential = self.full_potential_fn(end)
-        error = potential - memory.potential + work
-        accepted, probability = accept(-error / context.temperature, draw.uniform)
+        accepted, probability = accept(-(potential - memory.potential + work) / context.temperature, draw.uniform)
         back = (position, Trajectory(-memory.momentum, memory.potential))
         kept, trajectory = select(accepted, (end, Trajectory(momentum, potential)), back)
         return StepResult(kept, trajectory, seen, probability)

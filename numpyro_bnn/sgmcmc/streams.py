@@ -250,8 +250,7 @@ def permute(words: Array, epoch: Array, place: Array, size: int) -> Array:
         move = _hash_bit(jnp.maximum(x, partner), salt) == 1
         return jnp.where(move, partner, x), None
 
-    mirrors = multiply_high(mirror_bits, bound)
-    return lax.scan(swap_or_not, place, (mirrors, salts))[0].astype(jnp.int32)
+    return lax.scan(swap_or_not, place, (multiply_high(mirror_bits, bound), salts))[0].astype(jnp.int32)
 
 
 def _hash_bit(x: Array, salt: Array) -> Array:

@@ -38,8 +38,7 @@ class UnitAxis(NamedTuple):
         """Sum over the elements of each unit: (U,)."""
         if self.axis is None:
             return jnp.sum(elements)[None]
-        rows = jnp.moveaxis(elements, self.axis, -1).reshape((-1, self.units(elements.shape)))
-        return jnp.sum(rows, axis=0)
+        return jnp.sum(jnp.moveaxis(elements, self.axis, -1).reshape((-1, self.units(elements.shape))), axis=0)
 
     def by_element(self, numbers: jax.Array, ndim: int) -> jax.Array:
         """Numbers (U,) in a shape that broadcasts against the site."""
@@ -52,8 +51,7 @@ class UnitAxis(NamedTuple):
         """The site with its units in another order (U,)."""
         if self.axis is None:
             return value
-        units = order.shape[0]
-        index = (jnp.arange(self.repeats)[:, None] * units + order[None, :]).reshape(-1)
+        index = (jnp.arange(self.repeats)[:, None] * order.shape[0] + order[None, :]).reshape(-1)
         return jnp.take(value, index, axis=self.axis)
 
 

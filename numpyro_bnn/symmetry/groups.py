@@ -94,8 +94,7 @@ class Rescale(Multiplicative):
 
     def __post_init__(self) -> None:
         for argument in ("incoming", "outgoing"):
-            axes = as_unit_axes("symmetry.Rescale", argument, getattr(self, argument))
-            object.__setattr__(self, argument, axes)
+            object.__setattr__(self, argument, as_unit_axes("symmetry.Rescale", argument, getattr(self, argument)))
 
     @property
     def powers(self) -> tuple[tuple[UnitAxis, float], ...]:

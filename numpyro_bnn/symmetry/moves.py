@@ -164,8 +164,7 @@ class _Orbit(NamedTuple):
 
     def log_ratio(self, g: jax.Array) -> jax.Array:
         """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,); minus infinity if undefined."""
-        there = {**self.values, **self.moved(g)}
-        difference = self._log_density(there) - self._log_density(self.values)
+        difference = self._log_density({**self.values, **self.moved(g)}) - self._log_density(self.values)
         jacobian = self.plan.symmetry.log_det(self.values, g)
         ratio = difference + (jacobian if self.plan.by_unit else jnp.sum(jacobian)[None])
         return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
@@ -175,8 +174,7 @@ class _Orbit(NamedTuple):
         plan, prior = self.plan, self.prior
         if plan.by_unit:
             fns = prior.distributions(values)
-            axes = plan.symmetry.unit_axes
-            logs = [(axis, elementwise(fns[axis.site], values[axis.site])) for axis in axes]
+            logs = [(axis, elementwise(fns[axis.site], values[axis.site])) for axis in plan.symmetry.unit_axes]
             return sum((axis.over_units(log) for axis, log in logs if log is not None), jnp.zeros(plan.units))
         total = prior.total(values, plan.affected)
         return (total if plan.exact else total + prior.likelihood(values))[None]
@@ -223,8 +221,7 @@ class _Orbit(NamedTuple):
         """``g``, or the identity for units of a redrawn site that rounding puts on the border of its support."""
         fn, value = self.prior.distributions(self.values)[axis.site], self.moved(g)[axis.site]
         logs = elementwise(fn, value)
-        inside = jnp.isfinite(axis.over_units(log_density(fn, value) if logs is None else logs))
-        return jnp.where(inside, g, 0.0)
+        return jnp.where(jnp.isfinite(axis.over_units(log_density(fn, value) if logs is None else logs)), g, 0.0)
 
 
 def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:
@@ -292,8 +289,7 @@ def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array
 def _flip(orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, -1.0, 1.0)
     probability = jax.nn.sigmoid(orbit.log_ratio(g))
-    flipped = random.bernoulli(rng_key, probability)
-    return orbit.moved(jnp.where(flipped, g, 1.0)), jnp.mean(probability)
+    return orbit.moved(jnp.where(random.bernoulli(rng_key, probability), g, 1.0)), jnp.mean(probability)
 
 
 def _probability(log_ratio: jax.Array) -> jax.Array:

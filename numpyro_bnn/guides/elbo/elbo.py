@@ -33,14 +33,12 @@ class _RowwiseELBO(ELBO):
 
         def particle(key: jax.Array) -> jax.Array:
             run_key, noise_key = jax.random.split(key)
-            terms = read_terms(run_key, param_map, model, guide, args, kwargs, self._call)
-            return self._estimate(noise_key, terms)
+            return self._estimate(noise_key, read_terms(run_key, param_map, model, guide, args, kwargs, self._call))
 
         if self.num_particles == 1:
             bound = particle(rng_key)
         else:
-            keys = jax.random.split(rng_key, self.num_particles)
-            bound = jnp.mean(self.vectorize_particles_fn(particle, keys))
+            bound = jnp.mean(self.vectorize_particles_fn(particle, jax.random.split(rng_key, self.num_particles)))
         return {"loss": -bound, "mutable_state": None}
 
     def report(
@@ -76,8 +74,7 @@ class _RowwiseELBO(ELBO):
             self._warn(self._methods(terms, found))
         weights = {name: RandomWeight(name, *terms.normals[name]) for name in found.uses}
         values = [weights.get(name, value) for name, value in terms.values.items()]
-        noise = draw_noise(rng_key, found.uses, self.local)
-        outputs = run(terms.program, values, terms.needed, noise, self._call)
+        outputs = run(terms.program, values, terms.needed, draw_noise(rng_key, found.uses, self.local), self._call)
         return sum((jnp.sum(term) for term in outputs if term is not None), start=terms.rest)
 
     def _warn(self, methods: Mapping[str, str]) -> None:

@@ -126,8 +126,7 @@ def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[
     if axis in numbers.start_index_map:
         index = counting.get(numbers.start_index_map.index(axis), -1)
         whole = index >= 0 and index_shape[index] == shape[axis]
-        exact = whole and axis in numbers.collapsed_slice_dims
-        return place._replace(axis=looked_up[index]) if exact else SUMMED
+        return place._replace(axis=looked_up[index]) if whole and axis in numbers.collapsed_slice_dims else SUMMED
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     kept = [a for a in range(len(shape)) if a not in dropped]
     whole = axis in kept and equation.params["slice_sizes"][axis] == shape[axis]

@@ -150,8 +150,7 @@ class _Search:
         result = self._weights(equation, values)
         if result is None:
             result = self._flow(equation, values) or _stacked(equation, values) or FREE
-        several = equation.jaxpr_equation.primitive.multiple_results
-        return [result] * len(equation.outputs) if several else result
+        return [result] * len(equation.outputs) if equation.jaxpr_equation.primitive.multiple_results else result
 
     def _flow(self, equation: Equation, values: Sequence[Any]) -> Rows | None:
         """Where the labels lie in the output; a label is dropped if one element needs several of its numbers."""
@@ -260,8 +259,7 @@ class _Search:
         for axis, parts in pieces.items():
             for i, piece in enumerate(parts):
                 if piece.fresh and piece.size > 1:
-                    inner = prod(part.size for part in parts[i + 1 :])
-                    rows[Label(site, axis, i)] = Place(axis, inner)
+                    rows[Label(site, axis, i)] = Place(axis, prod(part.size for part in parts[i + 1 :]))
         return rows or FREE
 
 

@@ -135,8 +135,7 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
             instead = "Give it a site in the guide, or sum it out."
             raise argument_error(call, "model", f"the latent site {name!r}, which the guide lacks", instead)
         else:
-            value = latent[name]["value"]
-            found["sampled", name] = _log_prob(site, value).sum() - _log_prob(latent[name]).sum()
+            found["sampled", name] = _log_prob(site, latent[name]["value"]).sum() - _log_prob(latent[name]).sum()
             exact = _divergence(latent[name], site)
             if exact is not None:
                 found["exact", name] = -exact
@@ -145,8 +144,7 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
 
 def _divergence(guide: Site, model: Site) -> jax.Array | None:
     """KL(q || p) summed over a site, with its scale; ``None`` if there is no formula."""
-    is_delta = isinstance(unwrapped(guide["fn"], masked=True), dist.Delta)
-    if is_delta or not _same(guide["scale"], model["scale"]):
+    if isinstance(unwrapped(guide["fn"], masked=True), dist.Delta) or not _same(guide["scale"], model["scale"]):
         return None
     q, p = affine_normal(guide["fn"]), affine_normal(model["fn"])
     if q is not None and p is not None:

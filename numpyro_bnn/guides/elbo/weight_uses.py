@@ -160,8 +160,7 @@ def _signs(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Arra
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that rows are contiguous."""
     shapes = {name: _compact(axes) for name, axes in wanted.items()}
     words = {name: _word_shape(shape) for name, shape in shapes.items()}
-    flat = random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32)
-    bits = _cut(flat, words)
+    bits = _cut(random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32), words)
     return {name: _spread(_unpack(part, shapes[name]), wanted[name]) for name, part in bits.items()}
 
 
@@ -187,8 +186,7 @@ class RandomWeight:
 
 def run(program: Any, values: Sequence[Any], needed: Sequence[bool], noise: Mapping, call: str) -> list[Any]:
     """Outputs of a program some of whose inputs are :class:`RandomWeight`, with the noise of their uses."""
-    sampler = _Sampler(noise)
-    walk = Interpreter({}, lambda value: isinstance(value, RandomWeight), call, sampler.visit)
+    walk = Interpreter({}, lambda value: isinstance(value, RandomWeight), call, _Sampler(noise).visit)
     return walk.run(program.jaxpr, program.consts, values, needed)
 
 
@@ -220,8 +218,7 @@ class _Sampler:
             sd = -sd if name == "sub" and i == 1 else sd
             return RandomWeight(weight.site, image(weight.mean), sd, weight.grown)
         if name == "broadcast_in_dim" and not weight.grown:
-            grown = bool(grown_axes(equation))
-            return RandomWeight(weight.site, image(weight.mean), image(weight.sd), grown)
+            return RandomWeight(weight.site, image(weight.mean), image(weight.sd), bool(grown_axes(equation)))
         if not weight.grown and enters_as(equation, i) is not None:
             return self._enter(equation, operands, i)
         return None
