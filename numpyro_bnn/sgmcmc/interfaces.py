@@ -66,6 +66,7 @@ class StepResult(NamedTuple):
     :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
     :param accept_prob: Metropolis acceptance probability, or None without a Metropolis test.
     :param energy_error: change of an energy that an exact step would conserve, or None if not computed.
+    :param refused: whether the step was not taken, or None if none is refused.
     """
 
     position: Array
@@ -73,6 +74,7 @@ class StepResult(NamedTuple):
     evaluation: Evaluation
     accept_prob: Array | None = None
     energy_error: Array | None = None
+    refused: Array | None = None
 
 
 class Gradient:
@@ -164,6 +166,11 @@ class Dynamics:
     @property
     def reports_energy(self) -> bool:
         """Whether its steps report their energy error."""
+        return False
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it may refuse a step."""
         return False
 
     @property
