@@ -336,6 +336,18 @@ def test_a_refused_step_turns_back(bad):
     assert int(lost.first_divergence) == 0 or np.abs(lost.position - state.position).max() > 1e-2
 
 
+def test_the_way_down_is_taken_in_warm_up_only():
+    """Far from the mode energy errors are huge: in warm-up, steps that lower the potential are taken all the same."""
+    sampler = build(Full(lambda q: 1e4 * rounded(q)), Microcanonical(2.0, max_energy_error=5.0), schedule=1.0)
+    start = jnp.full(P, 30.0)
+    after, within = (
+        jax.jit(sampler.run, static_argnums=1)(sampler.init(start, jax.random.key(0), n), 40) for n in (0, 40)
+    )
+    assert int(after.statistics.num_refused) > 0
+    assert int(within.statistics.num_refused) == 0
+    assert float(rounded(within.position)) < float(rounded(after.position)) < float(rounded(start))
+
+
 def test_gradients_alone_show_the_energy_error_of_gaussians():
     """The trapezoidal rule is exact: with and without potentials the same steps are refused, to the same places."""
     scale = jnp.linspace(0.5, 2.0, 40)

@@ -213,7 +213,8 @@ def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.
         return end
     potential = sampler.gradient(end.estimator, end.position, ())[0]
     unseen = jnp.abs(potential - end.memory.potential) / sampler.temperature(end.step)
-    taken = unseen <= dynamics.max_energy_error * rest**0.5
+    descends = (begin.step < begin.num_warmup) & (potential < begin.memory.potential)
+    taken = descends | (unseen <= dynamics.max_energy_error * rest**0.5)
     moved = ("position", "memory", "adaptation", "statistics")
     old, new = ({name: getattr(state, name) for name in moved} for state in (begin, end))
     seen, refused = end.statistics, jnp.asarray(begin.statistics.num_refused) + rest

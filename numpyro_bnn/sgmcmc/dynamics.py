@@ -252,7 +252,8 @@ class Microcanonical(Dynamics):
     A large gradient changes the direction, never the speed. There is a bias of order eps^2, which the energy error of
     the steps measures. With ``max_energy_error`` a step whose error is larger, or not finite, is refused: the chain
     stays and turns back, u <- -u. Steps and their reversals have errors of the same size, so whether one is refused
-    does not change the stationary density: what bias there is comes from the steps that are taken.
+    does not change the stationary density: what bias there is comes from the steps that are taken. In warm-up, on the
+    way to the typical set, steps that lower the potential are taken whatever their error.
 
     :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default, right for N(0, I).
     :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
@@ -322,7 +323,8 @@ class Microcanonical(Dynamics):
         seen, end, error = self._integrate(context, here, direction, draw.batch)
         refused = None
         if self.max_energy_error is not None:
-            taken = jnp.isfinite(error) & (jnp.abs(error) <= self.max_energy_error)
+            descends = context.warming & (seen.potential < here.potential)
+            taken = jnp.isfinite(error) & (descends | (jnp.abs(error) <= self.max_energy_error))
             seen, end = select(taken, (seen, end), (here, -direction))
             refused = ~taken
         after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)

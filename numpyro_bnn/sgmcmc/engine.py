@@ -257,8 +257,9 @@ class Sampler:
             learned = self.preconditioner.update(adaptation, gradient, warming)
             return Evaluation(position, potential, gradient, learned)
 
-        scales = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
-        return StepContext(evaluate, self.preconditioner.root, self.preconditioner.transpose, adaptation, *scales)
+        eps, temperature = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
+        root, transpose = self.preconditioner.root, self.preconditioner.transpose
+        return StepContext(evaluate, root, transpose, adaptation, eps, temperature, warming)
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
         """Make one step with given random numbers; a step that is not finite freezes the chain."""

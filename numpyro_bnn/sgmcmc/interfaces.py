@@ -35,6 +35,7 @@ class StepContext(NamedTuple):
     :param adaptation: state of the preconditioner at the start of the step.
     :param step_size: eps of this step.
     :param temperature: T of this step.
+    :param warming: whether this step is one of the warm-up.
     """
 
     evaluate: Callable[[Array, Any], Evaluation]
@@ -43,6 +44,7 @@ class StepContext(NamedTuple):
     adaptation: Any
     step_size: Array
     temperature: Array
+    warming: Array
 
 
 class StepRandomness(NamedTuple):
