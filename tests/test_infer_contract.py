@@ -118,7 +118,7 @@ def check_export(mcmc, row, algorithm):
     expected = {"diverging", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"}
     expected |= {"kinetic_temperature"} if row.momentum else set()
     expected |= {"acceptance_rate"} if row.exact else set()
-    expected |= {"energy_variance", "decoherence_length"} if row.microcanonical else set()
+    expected |= {"energy_variance", "refused_steps", "decoherence_length"} if row.microcanonical else set()
     stats = set(idata["sample_stats"].data_vars) - {"base_step_size", "z.sigma"}
     assert stats == expected  # no `lp`: a minibatch potential is not the log density
     assert set(idata["posterior"].data_vars) == {"w", "sigma", "precision"}

@@ -1,5 +1,7 @@
 """Warm-up of the microcanonical kernel, the bias it reports, and warm-started ensembles."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ import optax
 import pytest
 from jax import lax
 from numpyro.infer import MCMC, NUTS
+from scipy import stats
+from sklearn import datasets
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn
@@ -51,7 +55,7 @@ def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
     state, kernel = mcmc.last_state, mcmc.sampler
     fields = mcmc.get_extra_fields(group_by_chain=True)
     first, target = kernel.energy_targets
-    assert first == 100 * target
+    assert first == 100 * target  # or where steps have errors of a quarter of the largest that is taken
     np.testing.assert_allclose(infer.implied_bias(target), 0.05)
     # Energy errors of 1500 correlated steps of warm-up: relative standard error about (2 / 400)^(1/2).
     energy = np.asarray(fields["energy_variance"]).mean(1)
@@ -132,6 +136,155 @@ def test_a_divergence_in_warm_up_is_undone():
     assert (sizes[1] < 50).all()
     assert (sizes[-1] < 3).all()
     np.testing.assert_array_equal(np.diff(steps), 10)  # no random number is used twice
+
+
+# -- refused steps ----------------------------------------------------------------------------------
+
+
+KNOWN = 2 * np.random.default_rng(0).normal(size=500).astype(np.float32)
+
+
+def funnel():
+    """A learned scale of 500 weights that the data know well: its direction has rare, very large energy errors."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([500]).to_event(1))
+    numpyro.sample("y", dist.Normal(scale * z, 0.2).to_event(1), obs=KNOWN)
+
+
+def test_tiny_errors_at_the_mode_do_not_lengthen_the_steps_at_once():
+    """The first transitions have errors of 1e-11; they tripled the step size, and errors of 100 nats followed. No
+    step that is kept has an error above the limit."""
+    kernel = infer.MCLMC(funnel, warm_start=0.0, steps_per_draw=30)
+    mcmc = MCMC(kernel, num_warmup=60, num_samples=40, num_chains=4, chain_method="vectorized", progress_bar=False)
+    start = {"scale": jnp.full(4, np.log(2.0)), "z": jnp.tile(KNOWN / 2, (4, 1))}
+    mcmc.warmup(
+        jax.random.key(0), init_params=start, extra_fields=("energy_variance", "step_size"), collect_warmup=True
+    )
+    sizes = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["step_size"])
+    assert (sizes[:, 1:] / sizes[:, :-1]).max() < 1.2501
+    mcmc.run(jax.random.key(1), extra_fields=("energy_variance",))
+    limit = kernel.max_energy_error(501)
+    assert np.asarray(mcmc.get_extra_fields()["energy_variance"]).max() <= limit**2 / 501
+    about = bnn.to_inference_data(mcmc).attrs
+    assert about["implied_bias"] < 0.1
+    assert about["frozen"] == "[False, False, False, False]"
+    assert about["max_energy_error"] == pytest.approx(limit)
+    assert max(json.loads(about["refused_steps"])) < 0.02
+
+
+def test_a_cliff_that_no_gradient_shows_is_not_passed():
+    """Most steps see gradients only: they are undone together. The density up to the edge is the truncated one."""
+
+    def cliff():
+        x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([20]).to_event(1))
+        numpyro.factor("cliff", jnp.where(x[0] > 1.0, -1e4, 0.0))
+
+    kernel = infer.MCLMC(cliff, 0.4, warm_start=0.0, steps_per_draw=40, preconditioner=None)
+    start = {"x": jnp.zeros((16, 20))}
+    mcmc = MCMC(kernel, num_warmup=10, num_samples=400, num_chains=16, chain_method="vectorized", progress_bar=False)
+    mcmc.run(jax.random.key(0), init_params=start, extra_fields=("refused_steps",))
+    x = np.asarray(mcmc.get_samples(group_by_chain=True)["x"], np.float64)[..., 0]
+    assert x.max() <= 1
+    refused = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["refused_steps"])
+    assert set(np.unique(np.round(40 * refused))) >= {0, 30}  # blocks of thirty, and single steps
+    exact = stats.truncnorm(-np.inf, 1.0).mean()
+    means = x.mean(1)
+    error = means.std(ddof=1) / 4
+    print(f"mean {means.mean():.4f}, exact {exact:.4f}, standard error {error:.4f}")
+    assert abs(means.mean() - exact) < 5 * error  # t with 15 degrees of freedom: failure rate 2e-4
+    assert error < 0.05
+
+
+def test_steps_that_are_not_finite_are_not_taken():
+    """After warm-up too: a region without density is a wall, not the end of the chain."""
+
+    def walled():
+        x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([10]).to_event(1))
+        numpyro.factor("wall", jnp.where(x[0] < 1, 0.0, jnp.nan) * x[0])
+
+    kernel = infer.MCLMC(walled, 0.5, warm_start=0.0, steps_per_draw=20)
+    start = {"x": jnp.zeros((2, 10))}
+    mcmc = MCMC(kernel, num_warmup=10, num_samples=100, num_chains=2, chain_method="vectorized", progress_bar=False)
+    mcmc.run(jax.random.key(0), init_params=start, extra_fields=("refused_steps", "diverging"))
+    x = np.asarray(mcmc.get_samples()["x"])
+    assert np.isfinite(x).all()
+    assert x[:, 0].max() < 1
+    assert not np.asarray(mcmc.get_extra_fields()["diverging"]).any()
+    assert (np.asarray(mcmc.get_extra_fields(group_by_chain=True)["refused_steps"]).max(1) > 0).all()
+
+
+@pytest.mark.parametrize("step_size", [1e10, 1e-9])
+def test_a_chain_that_takes_no_step_is_marked(step_size):
+    """Steps so long that all are refused, or so short that they are lost in rounding."""
+    kernel = infer.MCLMC(gaussian, step_size, steps_per_draw=10)
+    mcmc = run(kernel, 40, 20, chains=2)
+    assert np.isnan(mcmc.get_samples()["x"]).all()
+    with pytest.warns(UserWarning, match=r"diverged \(chain 0 at step"):
+        about = bnn.to_inference_data(mcmc).attrs
+    assert about["frozen"] == "[True, True]"
+    assert about["refused_steps"] == "[1.0, 1.0]"
+    assert np.isnan(about["implied_bias"])
+
+
+def test_a_chain_that_is_lost_in_warm_up_is_marked():
+    """A start with a finite density but no gradient: no step size helps, and halving it for ever is no chain."""
+
+    def kinked():
+        x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+        numpyro.factor("kink", -jnp.sqrt(jnp.abs(x[0] - 2.0)))
+
+    kernel = infer.MCLMC(kinked, warm_start=0.0, steps_per_draw=10)
+    start = {"x": jnp.stack([jnp.array([2.0, 1.0, 1.0, 1.0]), jnp.ones(4)])}
+    mcmc = MCMC(kernel, num_warmup=60, num_samples=20, num_chains=2, chain_method="vectorized", progress_bar=False)
+    mcmc.run(jax.random.key(0), init_params=start)
+    with pytest.warns(UserWarning, match="chain 0 at step"):
+        about = bnn.to_inference_data(mcmc).attrs
+    assert json.loads(about["refused_steps"])[0] == 1
+    assert about["frozen"].startswith("[True, ")
+
+
+def test_many_refused_steps_are_reported():
+    kernel = infer.MCLMC(gaussian, 3.0, warm_start=0.5, steps_per_draw=20, preconditioner=None)
+    mcmc = run(kernel, 20, 20, chains=2)
+    with pytest.warns(UserWarning, match=r"refused many steps \(chain 0: \d+%, chain 1: \d+%\).* above 5 nats"):
+        about = bnn.to_inference_data(mcmc).attrs
+    assert 0.1 < min(json.loads(about["refused_steps"])) < 1
+    assert about["frozen"] == "[False, False]"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:infer.MCLMC refused many steps:UserWarning")  # 22 % in a chain of the second
+@pytest.mark.parametrize(("prior", "least"), [("Hierarchical", -60), ("Normal", -200)])
+def test_default_settings_sample_an_image_classifier(prior, least):
+    """Digits 0 to 7, from members that know all of them: chains stay good, and no scale of a kernel collapses."""
+    digits = datasets.load_digits()
+    kept = digits.target < 8
+    x = digits.images[kept, :, :, None].astype(np.float32)
+    x, y = (x - x.mean()) / x.std(), digits.target[kept]
+    model = models.classification(nn.CNN([8], [32, 8], window=3), 8, getattr(bnn.priors, prior)())
+    warm = infer.WarmStart(0.25, num_steps=2500)
+    kernel = infer.MCLMC(model, warm_start=warm, steps_per_draw=50)
+    mcmc = run(kernel, 80, 40, x, y, chains=2)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": x})
+    about, draws = idata.attrs, mcmc.get_samples(group_by_chain=True)
+    score = kernel.target.log_likelihood((x, y), {}, {"data": jnp.arange(len(y))})
+    state = mcmc.last_state
+    fit = np.asarray(jax.vmap(score)(state.z))
+    guess = idata["posterior_predictive" if "posterior_predictive" in idata else "predictions"]["y"].to_numpy()
+    share = np.array([[(draw == y).mean() for draw in chain] for chain in guess])
+    votes = np.array([[np.bincount(chain[:, n], minlength=8).argmax() for n in range(len(y))] for chain in guess])
+    accuracy = (votes == y).mean(1)
+    print(
+        f"{prior}: accuracy by chain {accuracy}, of single draws {share.mean(1)}, log likelihood {fit}, "
+        f"{ {name: about[name] for name in ('mean_energy_variance', 'implied_bias', 'refused_steps')} }"
+    )
+    assert accuracy.min() > 0.985
+    assert fit.min() > least
+    assert about["frozen"] == "[False, False]"
+    assert about["implied_bias"] < 0.15
+    scales = [np.asarray(value) for name, value in draws.items() if name.endswith("_scale")]
+    assert all(value.min() > 0.1 for value in scales)
+    assert bool(scales) == (prior == "Hierarchical")
 
 
 def test_the_autocorrelation_time_is_that_of_an_autoregression():

@@ -34,6 +34,7 @@ class State(NamedTuple):
     base_step_size: Any = None
     accept_prob: Any = None
     energy_variance: Any = None
+    refused_steps: Any = 0.0
     tuning: Any = None
     engine: Any = None
 
@@ -112,6 +113,7 @@ def energy_tuner(**options):
         "num_warmup": 100,
         "steps_per_draw": 3,
         "energy_targets": (1e-3, 1e-3),
+        "max_energy_error": lambda size: 5.0,
         "steers_step_size": True,
         "sets_length": True,
         "sets_scales": False,
@@ -127,9 +129,44 @@ def test_steps_are_steered_to_the_energy_variance():
     tuning = tuner.start(jnp.zeros(2), eps)
     for i in range(4):
         seen = State(base_step_size=eps, energy_variance=5 * eps**6, tuning=tuning)
-        state = tuner._steered(seen, jnp.array(False), i)
+        state = tuner._steered(seen, i)
         eps, tuning = state.base_step_size, state.tuning
         assert float(eps) == pytest.approx(exact, rel=1e-3)
+
+
+def steered(energy, refused=0.0, size=2, i=0, **options):
+    """The factor of the step size and the mean after one transition."""
+    tuner = energy_tuner(**options)
+    tuning = tuner.start(jnp.zeros(size), jnp.array(1.0))
+    seen = State(
+        base_step_size=jnp.array(1.0), energy_variance=jnp.array(energy), tuning=tuning, refused_steps=refused
+    )
+    state = tuner._steered(seen, i)
+    return float(state.base_step_size), float(state.tuning.excess)
+
+
+def test_steps_grow_slowly_and_shrink_at_once():
+    """A first transition without errors, as after a warm start; a burst; a transition that took no step."""
+    assert steered(2e-8)[0] == pytest.approx(1.25)
+    assert steered(1e3)[0] == pytest.approx(0.5)  # counted as 64 times the target, however large it is
+    assert steered(0.0, refused=1.0)[0] == pytest.approx(0.5)
+    assert steered(1e-3)[0] == pytest.approx(1.0, rel=1e-5)
+    # One step of 64 refused is as bad as errors that meet the target.
+    assert steered(0.0, refused=1 / 64)[0] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_first_target_is_limited_in_nats():
+    """At 10,000 parameters a hundred times the target would be errors of 20 nats a step; the limit is a quarter of
+    the largest error, 16 nats / 4, so a variance of 16 / 10,000 is met at once."""
+    targets = {"energy_targets": (0.04, 4e-4), "max_energy_error": lambda size: 16.0}
+    assert steered(16 / 10_000, size=10_000, **targets)[0] == pytest.approx(1.0, rel=1e-4)
+    assert steered(4e-4, size=10_000, i=90, **targets)[0] == pytest.approx(1.0, rel=1e-4)
+    # The limit contains the targets that a user gives, and is never below five nats.
+    plain, given = infer.MCLMC(lambda: None), infer.MCLMC(lambda: None, energy_variance=(0.5, 0.1))
+    last = plain.energy_targets[1]
+    assert plain.max_energy_error(10_000) == pytest.approx(8 * (10_000 * last) ** 0.5)
+    assert plain.max_energy_error(10) == 5
+    assert given.max_energy_error(1000) == pytest.approx(max(8 * 100**0.5, 4 * 500**0.5))
 
 
 def test_lengths_follow_the_autocorrelation_time():

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
-from numpyro_bnn.infer import implied_bias
+from numpyro_bnn.infer import MCLMC, implied_bias
 from numpyro_bnn.sgmcmc import Diagonal, Full, Microcanonical, Minibatch, build
 from numpyro_bnn.sgmcmc.dynamics import INTEGRATORS
 from numpyro_bnn.sgmcmc.engine import reset_statistics
@@ -302,3 +303,120 @@ def test_noise_of_unequal_sizes_is_evened_out_by_a_preconditioner():
     # Standard error of each about (2 / (1024 * 50))^(1/2) = 0.006.
     assert np.abs(plain).max() > 0.1
     assert np.abs(evened).max() < 0.5 * np.abs(plain).max()
+
+
+# -- refused steps ----------------------------------------------------------------------------------
+
+
+def rounded(q):
+    return 0.5 * jnp.vdot(q, q)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 1e6])
+def test_a_refused_step_turns_back(bad):
+    """Everything beyond a small ball is impossible: the chain stays, its direction is the refreshed one, reversed."""
+
+    def walled(q):
+        return rounded(q) + jnp.where(jnp.vdot(q, q) > 1e-6, bad, 0.0)
+
+    sampler = build(Full(walled), Microcanonical(2.0, max_energy_error=5.0), schedule=0.5)
+    state = sampler.init(jnp.zeros(P) + 1e-5, jax.random.key(0))
+    after = jax.jit(sampler.step)(state)
+    np.testing.assert_array_equal(after.position, state.position)
+    noise = sampler._draw(state.seeds, state.step, state.position).noise[0]
+    refreshed = np.asarray(state.memory.direction + np.sqrt((np.exp(0.5) - 1) / P) * noise)
+    np.testing.assert_allclose(after.memory.direction, -refreshed / np.linalg.norm(refreshed), rtol=1e-5)
+    assert (int(after.first_divergence), int(after.step)) == (-1, 1)
+    assert (int(after.statistics.num_refused), int(after.statistics.num_steps)) == (1, 1)
+    assert float(after.statistics.energy_variance) == 0  # only steps that were taken count
+    # Without a limit the chain would be lost, or leap.
+    lost = jax.jit(build(Full(walled), Microcanonical(2.0), schedule=0.5).step)(
+        state._replace(statistics=state.statistics._replace(num_refused=None))
+    )
+    assert int(lost.first_divergence) == 0 or np.abs(lost.position - state.position).max() > 1e-2
+
+
+def test_the_way_down_is_taken_in_warm_up_only():
+    """Far from the mode energy errors are huge: in warm-up, steps that lower the potential are taken all the same."""
+    sampler = build(Full(lambda q: 1e4 * rounded(q)), Microcanonical(2.0, max_energy_error=5.0), schedule=1.0)
+    start = jnp.full(P, 30.0)
+    after, within = (
+        jax.jit(sampler.run, static_argnums=1)(sampler.init(start, jax.random.key(0), n), 40) for n in (0, 40)
+    )
+    assert int(after.statistics.num_refused) > 0
+    assert int(within.statistics.num_refused) == 0
+    assert float(rounded(within.position)) < float(rounded(after.position)) < float(rounded(start))
+
+
+def test_gradients_alone_show_the_energy_error_of_gaussians():
+    """The trapezoidal rule is exact: with and without potentials the same steps are refused, to the same places."""
+    scale = jnp.linspace(0.5, 2.0, 40)
+    ends = []
+    for energy in (True, False):
+        dynamics = Microcanonical(5.0, energy=energy, max_energy_error=0.1)
+        sampler = build(Full(lambda q: rounded(scale * q)), dynamics, schedule=4.0)
+        state = sampler.init(jax.random.normal(jax.random.key(1), (40,)) / scale, jax.random.key(0))
+        ends.append(jax.jit(sampler.run, static_argnums=1)(state, 50))
+    counts = [int(end.statistics.num_refused) for end in ends]
+    assert counts[0] == counts[1]
+    assert 3 < counts[0] < 40
+    np.testing.assert_allclose(ends[1].position, ends[0].position, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(ends[1].memory.potential, ends[0].memory.potential, rtol=1e-3)
+
+
+@BOTH
+def test_on_gaussians_the_limit_of_the_kernel_refuses_nothing(integrator):
+    """At about the energy variance of the default, the chain is the same to the last bit."""
+    size = 2000
+    limit = MCLMC(lambda: None).max_energy_error(size)
+    widths = jnp.tile(jnp.linspace(0.3, 1.7, 8), size // 8)
+    ends = []
+    for bound in (limit, float("inf")):
+        dynamics = Microcanonical(2 * size**0.5, integrator, max_energy_error=bound)
+        h = 0.9 if integrator == "mclachlan" else 0.35
+        sampler = build(Full(lambda q: rounded(widths * q)), dynamics, schedule=h * size**0.5)
+        begin = jax.random.normal(jax.random.key(2), (size,)) / widths
+        ends.append(jax.jit(sampler.run, static_argnums=1)(sampler.init(begin, jax.random.key(0)), 2000))
+    spread = (size * float(ends[0].statistics.energy_variance)) ** 0.5
+    print(f"{integrator}: standard deviation {spread:.2f} of energy errors, limit {limit:.2f}")
+    assert spread > 0.5
+    assert int(ends[0].statistics.num_refused) == 0
+    np.testing.assert_array_equal(ends[0].position, ends[1].position)
+
+
+def test_refusals_leave_the_density_as_it_is():
+    """A cliff that no gradient shows, at 0.8 of a Gaussian: the distribution is the truncated one, up to the edge.
+
+    A new direction in place of a reversed one would double the mass within a step of it.
+    """
+    size, edge, step, chains = 8, 0.8, 0.5, 400
+
+    def cliff(q):
+        return rounded(q) + jnp.where(q[0] > edge, 40.0, 0.0)
+
+    dynamics = Microcanonical(4.0, max_energy_error=5.0)
+    sampler = build(Full(cliff), dynamics, schedule=step)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        def body(state, _):
+            state = sampler.run(state, 4)
+            return state, state.position[0]
+
+        state = sampler.run(sampler.init(jnp.zeros(size), key), 200)
+        return jax.lax.scan(body, state, None, 400)
+
+    state, x = run(jax.random.split(jax.random.key(0), chains))
+    x = np.asarray(x, np.float64)
+    assert x.max() <= edge
+    share = float(np.mean(state.statistics.num_refused / state.statistics.num_steps))
+    grid = np.linspace(edge - 0.18, edge, 4)
+    found = np.stack([(x > g).mean(1) for g in grid[:-1]])
+    exact = (stats.norm.cdf(edge) - stats.norm.cdf(grid[:-1])) / stats.norm.cdf(edge)
+    error = found.std(1) / chains**0.5
+    print(f"refused {share:.3f}; mass near the edge {found.mean(1)}, exact {exact}, standard errors {error}")
+    assert share > 0.02
+    # Four standard errors and two percent for steps that are not short: failure rate 6e-5 each.
+    assert np.all(np.abs(found.mean(1) - exact) < 4 * error + 0.02 * exact)
+    assert np.all(error < 0.05 * exact)

@@ -47,6 +47,7 @@ def one_step(dynamics, memory, noise, batch=0.0, uniform=ALWAYS, eps=EPS):
         (),
         jnp.asarray(eps),
         jnp.asarray(TEMPERATURE),
+        jnp.asarray(False),
     )
     randomness = StepRandomness(*map(jnp.asarray, (noise, batch, uniform)))
     return dynamics.step(context, jnp.asarray(POSITION), memory, randomness)

@@ -229,7 +229,7 @@ class SGMCMCKernel(ArgumentKernel):
         fields.append("num_gradients")
         dynamics = self.dynamics(lambda z: z, 1.0)
         if dynamics.reports_energy:
-            fields += ["energy_variance", "decoherence_length"]
+            fields += ["energy_variance", "refused_steps", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
             fields.append("kinetic_temperature")
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)

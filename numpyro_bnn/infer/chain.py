@@ -27,6 +27,7 @@ class SGMCMCState(NamedTuple):
     :param num_gradients: gradient estimates spent by the chain so far, warm-up included.
     :param accept_prob: mean acceptance probability; ``None`` where nothing is rejected.
     :param energy_variance: mean squared energy error of a step, per parameter; microcanonical kernels only.
+    :param refused_steps: fraction of the steps that these kernels did not take.
     :param decoherence_length: L of these kernels.
     :param diverging: whether the chain has met a position or gradient that is not finite.
     :param i: transitions so far.
@@ -45,6 +46,7 @@ class SGMCMCState(NamedTuple):
     num_gradients: jax.Array
     accept_prob: jax.Array | None
     energy_variance: jax.Array | None
+    refused_steps: jax.Array | None
     decoherence_length: jax.Array | None
     diverging: jax.Array
     i: jax.Array
@@ -269,12 +271,14 @@ class Chain:
 
 def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
     """Fields of the state that come from the engine."""
-    seen = engine.statistics
+    seen, dtype = engine.statistics, engine.position.dtype
+    refused = None if seen.num_refused is None else (seen.num_refused / jnp.maximum(seen.num_steps, 1)).astype(dtype)
     return {
         "configurational_temperature": seen.configurational_temperature,
         "kinetic_temperature": seen.kinetic_temperature,
         "accept_prob": seen.accept_prob,
         "energy_variance": seen.energy_variance,
+        "refused_steps": refused,
         "decoherence_length": getattr(engine.memory, "length", None),
         "diverging": engine.first_divergence >= 0,
     }

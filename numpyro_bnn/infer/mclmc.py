@@ -17,44 +17,21 @@ from numpyro_bnn.infer.base import SGMCMCKernel, listed
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time
+from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time, implied_bias
 
 EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
+LARGEST = 8.0  # largest energy error of a step that is taken, in standard deviations of the last target
+LEAST_LARGEST = 5.0  # lower limit of it, in nats
+EARLY_LARGEST = 4.0  # lower limit of it, in standard deviations of the first target
+GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the steps
+FROZEN = 200  # refused steps in a row after which a chain counts as frozen
+MANY = 0.1  # fraction of refused steps that is reported
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
 LEAST_NOISE = 1e-2  # lower limit of the noise of a coordinate, as a fraction of the mean
 LEAST_MEASURED = 10  # steps per draw that report their energy error, or a tenth of them if that is more
 DECOHERENCE = 0.4  # decoherence length as a fraction of the distance traveled per effective draw
-
-
-def implied_bias(energy_variance: Any) -> Any:
-    r"""Relative error of a posterior variance, estimated from the energy errors of integrator steps.
-
-    Leapfrog steps give a Gaussian direction the relative variance 1 + b, and their energy errors the variance
-
-    .. math:: v = \frac{4 b^3}{(1 + b)^2}
-
-    whatever the step size, if momenta are drawn exactly; the inverse of this is returned. It is concave, so at the
-    mean of v over directions, the energy variance per parameter, it bounds the mean of b. The largest b is at most
-    that at P v, where one direction has all of the error. Microcanonical steps, with either integrator, have smaller
-    errors on Gaussians at the same v, negative ones in wide directions. For other targets this is the order of
-    magnitude.
-
-    :param energy_variance: v >= 0.
-
-    >>> round(float(implied_bias(4.5e-4)), 3)
-    0.05
-    """
-    for value in np.ravel(np.asarray(energy_variance, object)):
-        check_number("infer.implied_bias", "energy_variance", value)
-    given = np.asarray(energy_variance, np.float64)
-    first = np.cbrt(given / 4)
-    bias = first * (1 + first) + given / 4  # above the root, so Newton's method descends to it
-    for _ in range(50):
-        slope = np.where(bias > 0, 12 * bias**2 - 2 * given * (1 + bias), 1.0)
-        bias = bias - (4 * bias**3 - given * (1 + bias) ** 2) / slope
-    return bias[()]
 
 
 class MCLMC(SGMCMCKernel):
@@ -66,12 +43,14 @@ class MCLMC(SGMCMCKernel):
 
     (:class:`~numpyro_bnn.sgmcmc.Microcanonical`; whitened by the preconditioner). A large gradient changes the
     direction, never the speed, so steps can be large. ``step_size`` is here the *length* of a step, about h sqrt(P)
-    for a leapfrog step of time h. Nothing is rejected: the bias is of order step_size^2. It is controlled by the
-    energy error of the steps, whose variance per parameter (``energy_variance``) implies it (:func:`implied_bias`).
+    for a leapfrog step of time h. There is no Metropolis test: the bias is of order step_size^2. It is controlled by
+    the energy error of the steps, whose variance per parameter (``energy_variance``) implies it
+    (:func:`implied_bias`). A step whose error is not finite or far outside of its distribution (above
+    :meth:`max_energy_error` nats) is refused, and the chain turns back; a chain that takes no step any more diverges.
 
     Warm-up, after the warm start: while the chain travels, the step size is adapted to an energy variance that falls
-    from a hundred times the target; then variances of the draws set preconditioner and decoherence length, and their
-    autocorrelation time sets that length again. A chain that diverges in warm-up goes back and takes smaller steps.
+    from at most a hundred times the target; then variances of the draws set preconditioner and decoherence length,
+    and their autocorrelation time sets that length again.
 
     With a subsampled plate each step integrates the potential of its own minibatch, at the cost of one more gradient.
     Gradient noise then adds a bias that the energy error does not show; if the noise has the same size in all
@@ -82,7 +61,7 @@ class MCLMC(SGMCMCKernel):
     :param integrator: ``"mclachlan"`` (two gradients per step) or ``"leapfrog"`` (one).
     :param energy_variance: target of the variance of a step's energy error, per parameter; or a pair: the target at
         the start and at the end of the first part of warm-up. By default it ends at the value that implies
-        ``bias_tolerance`` and starts at a hundred times that.
+        ``bias_tolerance`` and starts at a hundred times that, or where refusals would become frequent.
     :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up), ``"gradient_noise"``
         (diagonal: one over the variance of the minibatch gradients), or as for the other kernels.
     :raises ValueError: for numbers out of range; on initialization, for fewer than two parameters.
@@ -142,13 +121,23 @@ class MCLMC(SGMCMCKernel):
         last = 4 * tolerated**3 / (1 + tolerated) ** 2
         return EARLY * last, last
 
+    def max_energy_error(self, num_parameters: int) -> float:
+        """Largest energy error of a step that is taken, in nats: far in the tail of errors as large as the target's.
+
+        >>> round(MCLMC(lambda: None).max_energy_error(4475), 1)
+        11.4
+        """
+        first, last = ((num_parameters * target) ** 0.5 for target in self.energy_targets)
+        early = EARLY_LARGEST * first if self._energy_variance is not None else 0.0
+        return max(LARGEST * last, early, LEAST_LARGEST)
+
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.Microcanonical(self._length, self._integrator)
+        return sgmcmc.Microcanonical(self._length, self._integrator, max_energy_error=math.inf)
 
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
-        built = super().sampler(target, z, base, evaluate)
-        fresh = sgmcmc.Microcanonical(self._length, self._integrator, fresh=target.subsampled)
-        return replace(built, dynamics=fresh)
+        built, size = super().sampler(target, z, base, evaluate), sum(map(jnp.size, jax.tree.leaves(z)))
+        dynamics = sgmcmc.Microcanonical(self._length, self._integrator, target.subsampled)
+        return replace(built, dynamics=replace(dynamics, max_energy_error=self.max_energy_error(size)))
 
     def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         """A first guess: a time step h has length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
@@ -165,6 +154,7 @@ class MCLMC(SGMCMCKernel):
             num_warmup=num_warmup,
             steps_per_draw=self._steps_per_draw,
             energy_targets=self.energy_targets,
+            max_energy_error=self.max_energy_error,
             steers_step_size=policy.chooses_step_size,
             sets_length=self._length is None,
             sets_scales=is_named(self._preconditioner, "variance"),
@@ -178,42 +168,74 @@ class MCLMC(SGMCMCKernel):
 
         For the worst chain: its mean over directions, and a bound, as if one direction had all the error.
         """
-        lengths, energies = jax.device_get((state.engine.memory.length, state.tuning.energy))
-        size, energy = int(state.engine.position.shape[-1]), float(np.max(energies))
+        lengths, tuning, frozen = jax.device_get((state.engine.memory.length, state.tuning, state.diverging))
+        size, energies, refused = int(state.engine.position.shape[-1]), tuning.mean_energy, tuning.mean_refused
+        alive = np.ravel(energies)[np.isfinite(np.ravel(energies))]
+        bias, bound = (implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size))
         return {
             **super().describe(state),
             "integrator": self._integrator,
             "decoherence_length": listed(lengths),
             "mean_energy_variance": listed(energies),
             "target_energy_variance": self.energy_targets[1],
-            "implied_bias": float(implied_bias(energy)),
-            "implied_bias_bound": float(implied_bias(size * energy)),
+            "max_energy_error": self.max_energy_error(size),
+            "refused_steps": listed(refused),
+            "frozen": listed(frozen),
+            "implied_bias": float(bias),
+            "implied_bias_bound": float(bound),
         }
+
+    def divergence_report(self, state: SGMCMCState) -> str | None:
+        """Which chains froze or refuse many steps, and what to change; ``None`` if all are well."""
+        report, refused = super().divergence_report(state), np.ravel(jax.device_get(state.tuning.mean_refused))
+        many = [f"chain {chain}: {share:.0%}" for chain, share in enumerate(refused) if share > MANY]
+        if not many:
+            return report
+        limit = self.max_energy_error(int(state.engine.position.shape[-1]))
+        text = f"{self._call} refused many steps ({', '.join(many)}): their energy errors are above {limit:.3g} nats"
+        text += " or not finite. Use a smaller `step_size` or `bias_tolerance`, a longer warm-up, or another start."
+        return text if report is None else f"{report} {text}"
 
 
 def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-    """The steps of a transition, only some of which report energy errors: without them a step is cheaper."""
+    """The steps of a transition, only some of which report energy errors: without them a step is cheaper.
+
+    The others are refused by an estimate from gradients. Where there is one potential, they are undone together if it
+    changed by what no gradient showed: a cliff, or the border of the support.
+    """
     measured = min(num_steps, max(LEAST_MEASURED, num_steps // 10))
-    if measured == num_steps:
-        return sampler.run(engine, measured)
+    begin, rest = sampler.run(engine, measured), num_steps - measured
+    if not rest:
+        return begin
     dynamics: Any = sampler.dynamics
-    if not dynamics.fresh:  # otherwise each step evaluates the potential at its start
-        potential = sampler.gradient(engine.estimator, engine.position, ())[0]
-        engine = engine._replace(memory=engine.memory._replace(potential=potential))
-    engine = sampler.run(engine, measured)
-    quiet = replace(sampler, dynamics=replace(dynamics, energy=False))
-    return quiet.run(engine, num_steps - measured)
+    end = replace(sampler, dynamics=replace(dynamics, energy=False)).run(begin, rest)
+    if dynamics.fresh:  # each step has its own potential
+        return end
+    potential = sampler.gradient(end.estimator, end.position, ())[0]
+    unseen = jnp.abs(potential - end.memory.potential) / sampler.temperature(end.step)
+    descends = (begin.step < begin.num_warmup) & (potential < begin.memory.potential)
+    taken = descends | (unseen <= dynamics.max_energy_error * rest**0.5)
+    moved = ("position", "memory", "adaptation", "statistics")
+    old, new = ({name: getattr(state, name) for name in moved} for state in (begin, end))
+    seen, refused = end.statistics, jnp.asarray(begin.statistics.num_refused) + rest
+    counts = {"num_steps": seen.num_steps, "num_gradients": seen.num_gradients, "num_refused": refused}
+    old["statistics"] = begin.statistics._replace(**counts)
+    old["memory"] = begin.memory._replace(direction=-begin.memory.direction)
+    new["memory"] = end.memory._replace(potential=potential)
+    return end._replace(**sgmcmc.interfaces.select(taken, new, old))
 
 
 class Tuning(NamedTuple):
-    """What a chain accumulates in warm-up.
+    """What a chain accumulates.
 
     :param excess: running mean of the energy variance of a step, scaled to the current step size.
     :param age: number of transitions in it.
     :param spread: running variances of whitened positions.
     :param record: positions (M, K), for the autocorrelation time.
-    :param energy: mean energy variance of the draws since warm-up.
+    :param energy: mean energy variance of the steps taken since warm-up.
+    :param taken: fraction of the steps that were taken, summed over these draws.
     :param draws: number of these draws.
+    :param stuck: number of steps refused in a row, in whole transitions.
     """
 
     excess: jax.Array
@@ -221,7 +243,19 @@ class Tuning(NamedTuple):
     spread: Spread
     record: jax.Array
     energy: jax.Array
+    taken: jax.Array
     draws: jax.Array
+    stuck: jax.Array
+
+    @property
+    def mean_refused(self) -> Any:
+        """Fraction of the steps since warm-up that were refused."""
+        return 1 - (self.taken + (self.draws == 0)) / np.maximum(self.draws, 1)
+
+    @property
+    def mean_energy(self) -> Any:
+        """Mean energy variance since warm-up; NaN if no step was taken."""
+        return np.where((self.draws > 0) & (self.taken == 0), np.nan, self.energy)
 
 
 @dataclass(frozen=True)
@@ -230,6 +264,7 @@ class EnergyTuner(Tuner):
 
     :param num_warmup: transitions before the draws that are kept.
     :param energy_targets: first and last target of the energy variance.
+    :param max_energy_error: the largest energy error, in nats, for a number of parameters.
     :param steers_step_size: whether the step size is adapted; ``sets_length``: the decoherence length.
     :param sets_scales: whether variances of the draws set the preconditioner; ``evens_noise``: gradient noise.
     """
@@ -238,6 +273,7 @@ class EnergyTuner(Tuner):
     num_warmup: int
     steps_per_draw: int
     energy_targets: tuple[float, float]
+    max_energy_error: Callable[[int], float]
     steers_step_size: bool
     sets_length: bool
     sets_scales: bool
@@ -246,7 +282,7 @@ class EnergyTuner(Tuner):
     def start(self, position: jax.Array, step_size: jax.Array) -> Tuning:
         zeros, zero = jnp.zeros_like(position), jnp.zeros((), position.dtype)
         record = jnp.zeros((max(self.stages.records, 1), min(position.size, RECORDED)), position.dtype)
-        return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero)
+        return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero, zero, jnp.int32(0))
 
     def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
         if not self.evens_noise:
@@ -258,28 +294,33 @@ class EnergyTuner(Tuner):
 
     def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Adapt the step size after every transition of the warm-up, length and preconditioner after some."""
-        state = after
+        refused = jnp.where(after.diverging, 1.0, jnp.asarray(after.refused_steps)).astype(after.step_size.dtype)
+        state, warming = after._replace(refused_steps=refused), i < self.stages.end
         if self.stages.end > self.stages.begin:
-            warming = i < self.stages.end
-            state = lax.cond(warming, lambda: self._adapted(before, after, sampler, i), lambda: after)
-        # The mean energy variance of the draws that are kept.
-        tuning = state.tuning
+            state = lax.cond(warming, lambda: self._adapted(state, sampler, i), lambda: state)
+        # The mean energy variance of the steps that were taken in the draws that are kept.
+        tuning, now = state.tuning, jnp.where(i < self.num_warmup, 0.0, 1 - refused)
+        taken = tuning.taken + now
+        energy = tuning.energy + now / jnp.maximum(taken, 1e-6) * (state.energy_variance - tuning.energy)
+        stuck = jnp.where(refused == 1, tuning.stuck + self.steps_per_draw, 0)
         draws = tuning.draws + jnp.where(i < self.num_warmup, 0, 1)
-        mean = tuning.energy + (state.energy_variance - tuning.energy) / jnp.maximum(draws, 1)
-        energy = jnp.where(draws > 0, mean, tuning.energy)
-        return state._replace(tuning=tuning._replace(energy=energy, draws=draws))
+        state = state._replace(tuning=tuning._replace(energy=energy, taken=taken, draws=draws, stuck=stuck))
+        return self._marked(state, sampler, (stuck >= FROZEN) & ~(warming & self.steers_step_size))
 
-    def _adapted(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
-        stages, broken = self.stages, after.diverging
-        # A divergence here means that the first steps were too large: go back, and shorten them.
-        moved = ("position", "memory", "adaptation", "estimator")
-        old, new = ({name: getattr(state.engine, name) for name in moved} for state in (before, after))
-        kept = sgmcmc.interfaces.select(broken, old, new)
-        unharmed = jnp.full_like(after.engine.first_divergence, -1)
-        engine = after.engine._replace(first_divergence=unharmed, **kept)
-        state = after._replace(engine=engine, diverging=jnp.zeros_like(broken))
+    def _marked(self, state: SGMCMCState, sampler: sgmcmc.Sampler, stuck: jax.Array) -> SGMCMCState:
+        """Mark a chain as diverging that is stuck, or whose steps are lost in the rounding of its position."""
+        engine = state.engine
+        white = sampler.preconditioner.whiten(engine.adaptation, engine.position)
+        typical = jnp.exp(jnp.mean(jnp.log(jnp.abs(white)))) * white.size**0.5
+        frozen = stuck | (state.base_step_size < jnp.finfo(white.dtype).eps * typical)
+        since = engine.step - jnp.maximum(state.tuning.stuck, 1)
+        first = jnp.where(frozen & (engine.first_divergence < 0), since, engine.first_divergence)
+        return state._replace(engine=engine._replace(first_divergence=first), diverging=first >= 0)
+
+    def _adapted(self, state: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
+        stages = self.stages
         if self.steers_step_size:
-            state = self._steered(state, broken, i)
+            state = self._steered(state, i)
         state = self._recorded(state, sampler, i)
         # All chains are at the same transition, so that this stays a branch under `vmap`.
         due = jnp.any(i == jnp.array([stages.middle - 1, stages.late - 1]))
@@ -288,22 +329,27 @@ class EnergyTuner(Tuner):
             return state
         return lax.cond(i == stages.last - 1, self._relaxed, lambda s: s, state)
 
-    def _steered(self, state: SGMCMCState, broken: jax.Array, i: jax.Array) -> SGMCMCState:
-        """Adapt the step size so that a running mean of the energy variance meets the target of this transition."""
+    def _steered(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
+        """Adapt the step size so that a running mean of the energy variance meets the target of this transition.
+
+        Errors have heavy tails, so each is limited to eight standard deviations of the target, where those of refused
+        steps count as well: a mean at the target leaves at most one step in 64 refused.
+        """
         stages, tuning, energy = self.stages, state.tuning, jnp.asarray(state.energy_variance)
-        dtype = energy.dtype
-        first, last = map(math.log, self.energy_targets)
+        refused, dtype, size = jnp.asarray(state.refused_steps), energy.dtype, tuning.spread.mean.size
+        first, last = self.energy_targets
+        early = max(last, min(first, (self.max_energy_error(size) / EARLY_LARGEST) ** 2 / size))
         share = jnp.clip((i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0)
-        target = jnp.exp(first + (last - first) * share).astype(dtype)
-        finite = jnp.isfinite(energy) & ~broken
-        # On the way to the typical set a few errors are very large: limit the effect of each to a factor of two.
-        seen = jnp.where(finite, jnp.minimum(energy, 64 * target), 64 * target)
+        target = (early * (last / early) ** share).astype(dtype)
+        largest = LARGEST**2 * target
+        seen = (1 - refused) * jnp.minimum(energy, largest) + refused * largest
         age = tuning.age + 1
         gain = jnp.maximum(1 / age, jnp.where(i < stages.late, 0.1, 0.0).astype(dtype))
         excess = tuning.excess + gain * (seen - tuning.excess)
         # The energy variance grows like the sixth power of the step size.
         tiny = jnp.finfo(excess.dtype).tiny
-        factor = jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, 3.0)
+        factor = jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, GROWTH)
+        factor = jnp.where(refused > 0.5, jnp.minimum(factor, 0.5), factor)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         return state._replace(base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age))
 

@@ -14,6 +14,7 @@ from numpyro_bnn.sgmcmc.interfaces import (
     StepContext,
     StepRandomness,
     StepResult,
+    select,
     squared_norm,
 )
 
@@ -197,8 +198,17 @@ class Direction(NamedTuple):
     length: Array
 
 
-def turn(direction: Array, slope: Array, time: Array) -> tuple[Array, Array]:
-    """Turn a unit vector (P,) towards ``slope`` for some time; return it and the change of the kinetic energy.
+class Turn(NamedTuple):
+    """A turned unit vector (P,), the change of the kinetic energy, and u.slope before and after the turn."""
+
+    direction: Array
+    kinetic: Array
+    before: Array
+    after: Array
+
+
+def turn(direction: Array, slope: Array, time: Array) -> Turn:
+    """Turn a unit vector (P,) towards ``slope`` for some time.
 
     With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
     is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized; the energy is minus the log Jacobian of this
@@ -216,7 +226,8 @@ def turn(direction: Array, slope: Array, time: Array) -> tuple[Array, Array]:
     # log(cosh delta + along sinh delta), without the cancellation of that form.
     left = jnp.maximum(0.5 * (1.0 - along) * jnp.expm1(-2.0 * delta), epsilon - 1.0)
     kinetic = freedom * (delta + jnp.log1p(left))
-    return towards * slope + (2.0 * zeta / length) * direction, kinetic
+    kept, before = 2.0 * zeta / length, along * norm
+    return Turn(towards * slope + kept * direction, kinetic, before, towards * norm**2 + kept * before)
 
 
 def normalized(v: Array) -> Array:
@@ -238,16 +249,21 @@ class Microcanonical(Dynamics):
     in one. ``step_size`` is the *length* eps of a step, and the decoherence length :math:`\ell` the distance after
     which the direction is forgotten.
 
-    A large gradient changes the direction, never the speed. Nothing is rejected, so there is a bias of order eps^2,
-    which the energy error of the steps measures.
+    A large gradient changes the direction, never the speed. There is a bias of order eps^2, which the energy error of
+    the steps measures. With ``max_energy_error`` a step whose error is larger, or not finite, is refused: the chain
+    stays and turns back, u <- -u. Steps and their reversals have errors of the same size, so whether one is refused
+    does not change the stationary density: what bias there is comes from the steps that are taken. In warm-up, on the
+    way to the typical set, steps that lower the potential are taken whatever their error.
 
     :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default, right for N(0, I).
     :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
     :param fresh: evaluate the start of each step on the minibatch of the step, at the cost of one more gradient, so
         that the energy error is that of the step alone. Needed with minibatches.
     :param energy: report the energy error of the steps. Without it no potential is evaluated: gradients alone are a
-        quarter cheaper if the network is small. A state can continue with either setting, but the potential in its
-        memory is stale after steps without.
+        third cheaper if the network is small. Refusals are then decided by an estimate, of which the trapezoidal rule
+        along the drifts gives the change of the potential: exact for Gaussians, and free. The potential in the memory
+        is the one that is estimated so.
+    :param max_energy_error: in nats; ``None`` refuses nothing, and a step that is not finite freezes the chain.
     :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
 
     Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak (2024), equations 4 to 6.
@@ -260,9 +276,12 @@ class Microcanonical(Dynamics):
     integrator: str = "mclachlan"
     fresh: bool = False
     energy: bool = True
+    max_energy_error: float | None = None
 
     def __post_init__(self) -> None:
         call = "sgmcmc.Microcanonical"
+        if self.max_energy_error is not None:
+            check_number(call, "max_energy_error", self.max_energy_error, strict=True, infinite=True)
         if self.length is not None:
             check_number(call, "length", self.length, strict=True, infinite=True)
         check_choice(call, "integrator", self.integrator, INTEGRATORS)
@@ -272,6 +291,10 @@ class Microcanonical(Dynamics):
     @property
     def reports_energy(self) -> bool:
         return self.energy
+
+    @property
+    def refuses(self) -> bool:
+        return self.max_energy_error is not None
 
     @property
     def evaluations(self) -> int:
@@ -297,25 +320,35 @@ class Microcanonical(Dynamics):
         here = Evaluation(position, memory.potential, memory.gradient, context.adaptation)
         if self.fresh:
             here = context.evaluate(position, draw.batch)
-        seen, direction, error = self._integrate(context, here, direction, draw.batch)
-        potential = seen.potential if self.energy else memory.potential
-        after = memory._replace(direction=direction, potential=potential, gradient=seen.gradient)
-        return StepResult(seen.position, after, seen, energy_error=error if self.energy else None)
+        seen, end, error = self._integrate(context, here, direction, draw.batch)
+        refused = None
+        if self.max_energy_error is not None:
+            descends = context.warming & (seen.potential < here.potential)
+            taken = jnp.isfinite(error) & (descends | (jnp.abs(error) <= self.max_energy_error))
+            seen, end = select(taken, (seen, end), (here, -direction))
+            refused = ~taken
+        after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)
+        error = error if self.energy else None
+        return StepResult(seen.position, after, seen, energy_error=error, refused=refused)
 
-    def _integrate(self, context: StepContext, seen: Evaluation, direction: Array, batch: Any) -> tuple:
+    def _integrate(self, context: StepContext, here: Evaluation, direction: Array, batch: Any) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and energy error."""
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature
-        adaptation, start = context.adaptation, seen.potential
+        adaptation, seen = context.adaptation, here
 
         def slope(gradient: Array) -> Array:
             return scale * context.transpose(adaptation, gradient)
 
-        direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
+        last = turn(direction, slope(seen.gradient), turns[0] * eps)
+        kinetic, work = last.kinetic, jnp.zeros_like(last.kinetic)
         for share, drift in zip(turns[1:], drifts, strict=True):
-            position = seen.position + (drift * eps) * context.root(adaptation, direction)
-            seen = context.evaluate(position, batch)
-            direction, change = turn(direction, slope(seen.gradient), share * eps)
-            kinetic = kinetic + change
+            position = seen.position + (drift * eps) * context.root(adaptation, last.direction)
+            seen, before = context.evaluate(position, batch), last.after
+            last = turn(last.direction, slope(seen.gradient), share * eps)
+            kinetic = kinetic + last.kinetic
+            work = work + (0.5 * drift * eps) * (before + last.before)
         # Sum differences between neighbors: the difference of distant potentials would lose digits.
-        return seen, direction, kinetic - scale * (seen.potential - start)
+        if self.energy:
+            return seen, last.direction, kinetic - scale * (seen.potential - here.potential)
+        return seen._replace(potential=here.potential + work / scale), last.direction, kinetic - work

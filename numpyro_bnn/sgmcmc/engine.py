@@ -51,7 +51,9 @@ class Statistics(NamedTuple):
     :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
     :param accept_prob: mean acceptance probability; None without a Metropolis test.
     :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
-    :param energy_variance: mean of the squared energy error of a step, divided by P; None if not reported.
+    :param energy_variance: mean of the squared energy error of a step that was taken, divided by P; None if not
+        reported.
+    :param num_refused: number of steps that were refused; None if none can be. They do not enter the means.
     """
 
     num_steps: Array
@@ -60,6 +62,7 @@ class Statistics(NamedTuple):
     accept_prob: Array | None
     num_gradients: Array
     energy_variance: Array | None = None
+    num_refused: Array | None = None
 
 
 class State(NamedTuple):
@@ -136,6 +139,7 @@ class Sampler:
             accept_prob=zero if self.dynamics.exact else None,
             num_gradients=jnp.int32(0),
             energy_variance=zero if self.dynamics.reports_energy else None,
+            num_refused=jnp.int32(0) if self.dynamics.refuses else None,
         )
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
@@ -253,8 +257,9 @@ class Sampler:
             learned = self.preconditioner.update(adaptation, gradient, warming)
             return Evaluation(position, potential, gradient, learned)
 
-        scales = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
-        return StepContext(evaluate, self.preconditioner.root, self.preconditioner.transpose, adaptation, *scales)
+        eps, temperature = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
+        root, transpose = self.preconditioner.root, self.preconditioner.transpose
+        return StepContext(evaluate, root, transpose, adaptation, eps, temperature, warming)
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
         """Make one step with given random numbers; a step that is not finite freezes the chain."""
@@ -264,7 +269,8 @@ class Sampler:
         move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
         # Both sums are finite only if all their terms are: cheaper than testing each.
-        finite = jnp.isfinite(squared_norm(move.position) + virial) & (state.first_divergence < 0)
+        finite = jnp.isfinite(squared_norm(move.position) + virial)
+        finite = (finite if move.refused is None else finite | move.refused) & (state.first_divergence < 0)
         spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
         new = {"position": move.position, "memory": move.memory, "adaptation": move.evaluation.adaptation}
         new |= {"estimator": estimator, "statistics": self._count(state.statistics, move, virial, spent)}
@@ -274,16 +280,24 @@ class Sampler:
         return state._replace(step=step + 1, first_divergence=first_divergence, **select(finite, new, old))
 
     def _count(self, statistics: Statistics, move: StepResult, virial: Array, spent: Array) -> Statistics:
-        count, size = statistics.num_steps + 1, move.position.shape[0]
+        steps, size = statistics.num_steps + 1, move.position.shape[0]
+        refused, num_refused, count = move.refused, statistics.num_refused, steps
+        if refused is not None and num_refused is not None:
+            num_refused = num_refused + refused
+            count = jnp.maximum(steps - num_refused, 1)
         weight = 1.0 / count.astype(virial.dtype)
-        momentum = self.dynamics.momentum(move.memory)
+
+        def mean(old: Array, value: Array) -> Array:
+            new = old + weight * (value - old)
+            return new if refused is None else jnp.where(refused, old, new)
+
+        momentum, energy = self.dynamics.momentum(move.memory), statistics.energy_variance
         kinetic = None if momentum is None else squared_norm(momentum) / size
         seen = (kinetic, virial / size, move.accept_prob)
-        kinetic, virial, accept = jax.tree.map(lambda m, x: m + weight * (x - m), statistics[1:4], seen)
-        energy = statistics.energy_variance
+        kinetic, virial, accept = jax.tree.map(mean, statistics[1:4], seen)
         if move.energy_error is not None and energy is not None:
-            energy = energy + weight * (jnp.square(move.energy_error) / size - energy)
-        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent, energy)
+            energy = mean(energy, jnp.square(move.energy_error) / size)
+        return Statistics(steps, kinetic, virial, accept, statistics.num_gradients + spent, energy, num_refused)
 
 
 def build(

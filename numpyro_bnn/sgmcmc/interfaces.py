@@ -35,6 +35,7 @@ class StepContext(NamedTuple):
     :param adaptation: state of the preconditioner at the start of the step.
     :param step_size: eps of this step.
     :param temperature: T of this step.
+    :param warming: whether this step is one of the warm-up.
     """
 
     evaluate: Callable[[Array, Any], Evaluation]
@@ -43,6 +44,7 @@ class StepContext(NamedTuple):
     adaptation: Any
     step_size: Array
     temperature: Array
+    warming: Array
 
 
 class StepRandomness(NamedTuple):
@@ -66,6 +68,7 @@ class StepResult(NamedTuple):
     :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
     :param accept_prob: Metropolis acceptance probability, or None without a Metropolis test.
     :param energy_error: change of an energy that an exact step would conserve, or None if not computed.
+    :param refused: whether the step was not taken, or None if none is refused.
     """
 
     position: Array
@@ -73,6 +76,7 @@ class StepResult(NamedTuple):
     evaluation: Evaluation
     accept_prob: Array | None = None
     energy_error: Array | None = None
+    refused: Array | None = None
 
 
 class Gradient:
@@ -167,6 +171,11 @@ class Dynamics:
     @property
     def reports_energy(self) -> bool:
         """Whether its steps report their energy error."""
+        return False
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it may refuse a step."""
         return False
 
     @property
