@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from examples import loaders
 from examples.shared import at_least, writable_folder
 
 SETS = ("energy", "concrete")
@@ -78,7 +79,7 @@ def load_data(name: str, args: argparse.Namespace) -> Any:
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     if folder:
-        data = datasets.load_uci(name, args.split, folder)
+        data = loaders.load_uci(name, args.split, folder)
     else:
         print(f"no data folder (--data, NUMPYRO_BNN_DATA): 120 rows made in the place of {name}")
         data = made_data(name)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples import loaders
 from examples.benchmarks.shared import (
     environment,
     interleave,
@@ -82,16 +83,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> Images:
-    from numpyro_bnn import datasets
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     size = args.test_images
     if args.data or (folder and (Path(folder) / "image" / "fashion_mnist.npz").is_file()):
-        known = datasets.load_images("fashion_mnist", folder)
-        foreign = {name: datasets.load_images(name, folder).x_test[:size] for name in ("mnist", "kmnist")}
+        known = loaders.load_images("fashion_mnist", folder)
+        foreign = {name: loaders.load_images(name, folder).x_test[:size] for name in ("mnist", "kmnist")}
         return Images(known.x_train, known.y_train, known.x_test[:size], known.y_test[:size], foreign)
     print("no folder with image/fashion_mnist.npz (--data, NUMPYRO_BNN_DATA): small digits instead")
-    digits = datasets.load_sklearn("digits", seed=args.seed)
+    digits = loaders.load_sklearn("digits", seed=args.seed)
     x, x_test = (a.reshape(-1, 8, 8, 1).astype(np.float32) / 16 for a in (digits.x_train, digits.x_test))
     seen, seen_test = digits.y_train < 5, digits.y_test < 5
     foreign = {"digits 5 to 9": x_test[~seen_test][:size]}

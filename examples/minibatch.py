@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpyro
 
+from examples import loaders
 from examples.shared import at_least, writable_folder
 
 KERNELS = ("SGLD", "PSGLD", "SGHMC")
@@ -81,10 +82,10 @@ def load_data(args: argparse.Namespace) -> Any:
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     if args.data or (folder and (Path(folder) / "california_housing.npz").is_file()):
-        data = datasets.load_california(folder, seed=args.seed)  # a wrong --data is an error
+        data = loaders.load_california(folder, seed=args.seed)  # a wrong --data is an error
     else:
         print("no folder with california_housing.npz (--data, NUMPYRO_BNN_DATA): diabetes data instead")
-        data = datasets.load_sklearn("diabetes", seed=args.seed)
+        data = loaders.load_sklearn("diabetes", seed=args.seed)
     return datasets.standardize(data)
 
 

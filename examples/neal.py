@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from examples import loaders
 from examples.shared import at_least, writable_folder
 
 # The output of Neal's software for networks on the same training and test cases (bout.net and cout.net of his
@@ -77,12 +78,11 @@ def made_up(name: str, seed: int) -> Any:
 
 
 def load_data(name: str, args: argparse.Namespace) -> Any:
-    from numpyro_bnn import datasets
 
     if args.data is None and not os.environ.get("NUMPYRO_BNN_DATA"):
         print(f"no data folder: a made-up set of the kind of {name} instead")
         return made_up(name, args.seed)
-    return datasets.load_neal(name, args.data)
+    return loaders.load_neal(name, args.data)
 
 
 def ard(name: str, shape: tuple[int, ...]) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+from examples import loaders
 from examples.shared import at_least, writable_folder
 
 
@@ -72,10 +73,10 @@ def load_data(args: argparse.Namespace) -> Any:
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     if args.data or (folder and (Path(folder) / "california_housing.npz").is_file()):
-        data = datasets.load_california(folder, test_fraction=0.1, seed=args.seed)  # a wrong --data is an error
+        data = loaders.load_california(folder, test_fraction=0.1, seed=args.seed)  # a wrong --data is an error
     else:
         print("no folder with california_housing.npz (--data, NUMPYRO_BNN_DATA): diabetes data instead")
-        data = datasets.load_sklearn("diabetes", test_fraction=0.1, seed=args.seed)
+        data = loaders.load_sklearn("diabetes", test_fraction=0.1, seed=args.seed)
     return datasets.standardize(data)
 
 

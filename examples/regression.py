@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpyro
 
+from examples import loaders
 from examples.shared import at_least, writable_folder
 
 
@@ -143,7 +144,7 @@ def main(argv: list[str] | None = None) -> list[Scores]:
     numpyro.set_host_device_count(args.num_chains)  # before JAX starts: one device per chain
     from numpyro_bnn import datasets
 
-    data = datasets.standardize(datasets.load_sklearn("diabetes", seed=args.seed))
+    data = datasets.standardize(loaders.load_sklearn("diabetes", seed=args.seed))
     print(f"{data}\n{args.num_chains} chains of {args.num_warmup} + {args.num_samples} transitions")
     idata, seconds = fit_network(data, args)
     rows = [score_network(idata, data, seconds), score_ridge(data)]

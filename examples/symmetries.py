@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from examples import loaders
 from examples.benchmarks.shared import environment, options_of
 from examples.shared import at_least, writable_folder
 
@@ -91,9 +92,9 @@ def load_data(args: argparse.Namespace) -> Any:
     from numpyro_bnn import datasets
 
     if args.set == "diabetes":
-        data = datasets.load_sklearn("diabetes", seed=0)
+        data = loaders.load_sklearn("diabetes", seed=0)
     else:
-        data = datasets.load_uci(args.set, folder=args.data)
+        data = loaders.load_uci(args.set, folder=args.data)
     return datasets.standardize(data)
 
 

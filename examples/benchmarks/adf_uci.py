@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples import loaders
 from examples.benchmarks.shared import PBP, environment, options_of, put_table, write_report
 from examples.probabilistic_backpropagation import model
 from examples.shared import at_least, markdown, writable_file
@@ -24,7 +25,7 @@ def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np
     """Standardized training and test rows of the splits, stacked, and the scale of each split's targets."""
     from numpyro_bnn import datasets
 
-    splits = [datasets.standardize(datasets.load_uci(name, s, folder)) for s in range(num_splits)]
+    splits = [datasets.standardize(loaders.load_uci(name, s, folder)) for s in range(num_splits)]
     parts = {
         part: np.stack([getattr(d, part) for d in splits]) for part in ("x_train", "y_train", "x_test", "y_test")
     }

@@ -28,6 +28,7 @@ from numpyro.infer import NUTS, Gibbs, init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_bnn as bnn
+from examples import loaders
 from examples.benchmarks.shared import environment, options_of, put_table, sample_chain, write_report
 from examples.neal import load_data
 from examples.shared import at_least, markdown, writable_file
@@ -117,9 +118,9 @@ def load(name: str, args: argparse.Namespace) -> tuple[jax.Array, jax.Array]:
         data = load_data("rdata", args)
     elif args.data is None and not os.environ.get("NUMPYRO_BNN_DATA"):
         print("no data folder: the diabetes set of scikit-learn instead of boston")
-        data = datasets.standardize(datasets.load_sklearn("diabetes"))
+        data = datasets.standardize(loaders.load_sklearn("diabetes"))
     else:
-        data = datasets.standardize(datasets.load_uci(name, 0, args.data))
+        data = datasets.standardize(loaders.load_uci(name, 0, args.data))
     return jnp.asarray(data.x_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from examples import loaders
 from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, put_table, write_report
 from examples.shared import at_least, markdown, writable_file
 
@@ -54,7 +55,7 @@ def learn_set(name: str, variant: str, args: argparse.Namespace) -> dict[str, An
     start = time.perf_counter()
     by_split: dict[str, list[float]] = {"rmse": [], "log_likelihood": [], "noise_sd": [], "jitter": []}
     for split in range(args.splits):
-        data = datasets.standardize(datasets.load_uci(name, split, args.data))
+        data = datasets.standardize(loaders.load_uci(name, split, args.data))
         found = infinite.prior_fit(net, data.x_train, data.y_train, ard=ard, max_steps=args.max_steps)
         gp = infinite.gp_regression(net, data.x_train, data.y_train, noise_sd=found.noise_sd, prior=found.prior)
         scale = float(data.y_scaler.scale_factor)

@@ -29,6 +29,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS, init_to_uniform
 from numpyro.infer.util import initialize_model
 
+from examples import loaders
 from examples.benchmarks.shared import (
     environment,
     interleave,
@@ -82,7 +83,7 @@ def load(name: str, folder: Path | None) -> Any:
     folder = folder or os.environ.get("NUMPYRO_BNN_DATA")
     if not folder:
         return datasets.standardize(made_data("energy"))
-    return datasets.standardize(datasets.load_uci(name, 0, folder))
+    return datasets.standardize(loaders.load_uci(name, 0, folder))
 
 
 def model_of(net: str, centered: bool = False) -> Callable:

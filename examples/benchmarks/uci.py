@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import tqdm
 
+from examples import loaders
 from examples.benchmarks.shared import environment, one_device_per_core
 from examples.benchmarks.uci_table import PUBLISHED, tables
 from examples.shared import at_least, between_marks, writable_file
@@ -229,7 +230,7 @@ def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any
     """One line for each method of a job."""
     from numpyro_bnn import datasets
 
-    data = datasets.standardize(datasets.load_uci(job["set"], job["split"], args.data))
+    data = datasets.standardize(loaders.load_uci(job["set"], job["split"], args.data))
     start = time.perf_counter()
     found = METHODS[job["run"]][0](data, job["head"], args)
     about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}

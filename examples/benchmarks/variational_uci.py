@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from examples import loaders
 from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, put_table, write_report
 from examples.shared import at_least, markdown, writable_file
 
@@ -158,7 +159,7 @@ def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     by_method: dict[str, list[tuple]] = {method: [] for method in METHODS}
     for split in range(args.splits):
-        data = datasets.standardize(datasets.load_uci(name, split, args.data))
+        data = datasets.standardize(loaders.load_uci(name, split, args.data))
         found = {METHODS[0]: learn(METHODS[0], data, None, args)}
         for method in METHODS[1:]:
             found[method] = learn(method, data, found[METHODS[0]].median, args)

@@ -1,4 +1,9 @@
-"""Loaders: data sets from scikit-learn, and tables and images read from a data folder."""
+"""Data of the examples and benchmarks: sets that scikit-learn ships, and tables and images read from a data folder.
+
+Tabular arrays are float64 (a model casts them to its own dtype), images float32 (N, H, W, channel) in [0, 1], class
+labels int32. The folder is given as ``folder=`` or by the environment variable ``NUMPYRO_BNN_DATA``, with the files
+``uci/<file>.npz``, ``california_housing.npz``, ``image/<name>.npz`` and ``extra/neal_fbm.npz``.
+"""
 
 import os
 import zlib
@@ -20,7 +25,7 @@ from numpyro_bnn._checks import (
     check_rank,
     check_same_length,
 )
-from numpyro_bnn.datasets.dataset import Dataset
+from numpyro_bnn.datasets import Dataset
 
 _FOLDER_VARIABLE = "NUMPYRO_BNN_DATA"
 # Name -> arguments of scikit-learn's loader. By default it scales diabetes by all rows, test rows included.
@@ -59,7 +64,7 @@ def load_sklearn(name: str, test_fraction: float = 0.2, seed: int = 0) -> Datase
     :raises ValueError: for an unknown name, a fraction that leaves a side empty, or a bad seed.
     :raises ImportError: if scikit-learn is not installed.
 
-    >>> from numpyro_bnn.datasets import load_sklearn
+    >>> from examples.loaders import load_sklearn
     >>> data = load_sklearn("diabetes", test_fraction=0.1)
     >>> data.x_train.shape, data.x_test.shape, data.feature_names[:3]
     ((398, 10), (44, 10), ('age', 'sex', 'bmi'))
@@ -94,7 +99,7 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
 
     >>> import os, tempfile
     >>> import numpy as np
-    >>> from numpyro_bnn.datasets import load_uci
+    >>> from examples.loaders import load_uci
     >>> with tempfile.TemporaryDirectory() as folder:      # a file of four rows instead of the real one
     ...     os.mkdir(f"{folder}/uci")
     ...     table = {"X": np.ones((4, 6)), "y": np.ones(4)}
@@ -129,7 +134,7 @@ def load_california(folder: str | os.PathLike | None = None, test_fraction: floa
 
     >>> import tempfile
     >>> import numpy as np
-    >>> from numpyro_bnn.datasets import load_california
+    >>> from examples.loaders import load_california
     >>> with tempfile.TemporaryDirectory() as folder:      # a file of five rows instead of the real one
     ...     table = {"X": np.ones((5, 2)), "y": np.ones(5)}
     ...     np.savez(f"{folder}/california_housing.npz", feature_names=["MedInc", "HouseAge"], **table)
@@ -162,7 +167,7 @@ def load_neal(name: str, folder: str | os.PathLike | None = None) -> Dataset:
 
     >>> import os, tempfile
     >>> import numpy as np
-    >>> from numpyro_bnn.datasets import load_neal
+    >>> from examples.loaders import load_neal
     >>> with tempfile.TemporaryDirectory() as folder:      # a file of four rows instead of the real one
     ...     os.mkdir(f"{folder}/extra")
     ...     table = {"rdata_X": np.ones((4, 1)), "rdata_y": np.ones(4), "rdata_n_train": 3}
@@ -196,7 +201,7 @@ def load_images(name: str, folder: str | os.PathLike | None = None) -> Dataset:
 
     >>> import os, tempfile
     >>> import numpy as np
-    >>> from numpyro_bnn.datasets import load_images
+    >>> from examples.loaders import load_images
     >>> with tempfile.TemporaryDirectory() as folder:      # a file of two images instead of the real one
     ...     os.mkdir(f"{folder}/image")
     ...     images = np.full((2, 28, 28), 255, np.uint8)

@@ -8,6 +8,8 @@ from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, check_finite, check_kind
 
+__all__ = ["Dataset", "Scaler", "standardize"]
+
 
 @dataclass(frozen=True, eq=False)
 class Scaler:
@@ -88,14 +90,13 @@ class Dataset:
     :param y_train: float targets (N,), or int32 class labels 0..K-1 (N,).
     :param x_test: inputs of the test rows, shaped like ``x_train`` except for their number.
     :param y_test: targets of the test rows.
-    :param name: the name under which it was loaded.
+    :param name: its name.
     :param feature_names: one name per input column; empty for images.
     :param x_scaler: set by :func:`standardize`; converts inputs back to their units.
     :param y_scaler: set by :func:`standardize` if the targets were scaled too.
 
-    >>> from numpyro_bnn.datasets import load_sklearn
-    >>> load_sklearn("wine")
-    Dataset('wine', x_train=(142, 13), y_train=(142,) int32, x_test=(36, 13), y_test=(36,) int32)
+    >>> Dataset(np.ones((4, 2)), np.ones(4), np.ones((1, 2)), np.ones(1), "mine")
+    Dataset('mine', x_train=(4, 2), y_train=(4,) float64, x_test=(1, 2), y_test=(1,) float64)
     """
 
     x_train: np.ndarray
@@ -126,14 +127,12 @@ def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
     :raises ValueError: for class labels with ``targets=True``, a set without training rows, or one that is already
         standardized.
 
-    >>> from numpyro_bnn.datasets import load_sklearn, standardize
-    >>> data = standardize(load_sklearn("diabetes"))
-    >>> bool(abs(data.x_train.mean(0)).max() < 1e-12)
-    True
-    >>> print(round(data.y_scaler.scale_factor))     # one standardized unit, in units of the data
-    77
+    >>> x, y = np.array([[1.0], [3.0]]), np.array([10.0, 50.0])
+    >>> data = standardize(Dataset(x, y, x[:1], y[:1], "mine"))
+    >>> data.x_test.tolist(), data.y_scaler.scale_factor     # one standardized unit, in units of the data
+    ([[-1.0]], 20.0)
     """
-    check_kind("standardize", "dataset", dataset, Dataset, "Pass a data set, e.g. of `load_uci`.")
+    check_kind("standardize", "dataset", dataset, Dataset, "Pass a `datasets.Dataset`.")
     if dataset.x_scaler is not None:
         raise argument_error("standardize", "dataset", "a standardized data set", "Pass it as it was loaded.")
     if len(dataset.x_train) == 0:
