@@ -222,13 +222,24 @@ def draw_figure(fits: dict[str, Any], data: Any, folder: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from numpyro_bnn import plots
-
-    axis = plots.member_intervals(fits, ylabel="predicted function, by member")
-    axis.set_xlabel("test rows, in the order of their targets")
+    order = np.argsort(data.y_test, kind="stable")
+    rows = order[np.unique(np.linspace(0, len(order) - 1, 12).round().astype(int))]
+    figure, axis = plt.subplots(figsize=(6.8, 2.8), layout="constrained")
+    predicted = {name: idata["predictions"]["y_mean"].to_numpy()[..., rows] for name, idata in fits.items()}
+    shifts = iter(np.linspace(-0.4, 0.4, sum(map(len, predicted.values()))))
+    for number, (name, members) in enumerate(predicted.items()):
+        for member, draws in enumerate(members):
+            low, middle, high = np.quantile(draws, [0.05, 0.5, 0.95], axis=0)
+            at = np.arange(len(rows)) + next(shifts)
+            axis.vlines(at, low, high, color=f"C{number}", linewidth=0.7)
+            axis.plot(at, middle, "o", markersize=2, color=f"C{number}", label="_" if member else name)
+    at = np.arange(len(rows))
+    axis.hlines(data.y_test[rows], at - 0.45, at + 0.45, color="0.6", zorder=0, label="target")
+    axis.set(xlabel="test rows, in the order of their targets", ylabel="predicted function, by member", xticks=[])
+    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, frameon=False, fontsize="small")
     path = folder / f"ensembles_{data.name.split()[0]}.png"
-    axis.figure.savefig(path, dpi=200)
-    plt.close(axis.figure)
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
     return path
 
 

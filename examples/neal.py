@@ -271,8 +271,16 @@ def draw_scales(mcmc: Any, path: Path) -> None:
 
     idata = bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)
     figure, (axis,) = new_figure(1, (5.6, 3.0))
-    names = [f"input {i + 1}, {'relevant' if i < 2 else 'irrelevant'}" for i in range(4)]
-    bnn.plots.relevance(idata, f"{KERNEL}_precision", names=names, by_chain=True, ax=axis)
+    scales = idata["posterior"][f"{KERNEL}_precision".replace("/", ".")].to_numpy() ** -0.5  # (C, S, D)
+    places = np.arange(scales.shape[2])
+    for chain, values in enumerate(scales):
+        low, middle, high = np.quantile(values, [0.05, 0.5, 0.95], axis=0)
+        at = places + 0.15 * (chain - (len(scales) - 1) / 2)
+        axis.hlines(at, low, high, color=f"C{chain}")
+        axis.plot(middle, at, "o", markersize=3, color=f"C{chain}", label=f"chain {chain}")
+    axis.set_yticks(places, [f"input {i + 1}, {'relevant' if i < 2 else 'irrelevant'}" for i in places])
+    axis.set(xscale="log", ylim=(len(places) - 0.5, -0.5), xlabel="scale, median and 90 % interval")
+    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, frameon=False, fontsize="small")
     save_figure(figure, path)
 
 

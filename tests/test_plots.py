@@ -329,8 +329,6 @@ def test_results_without_what_is_needed_are_refused(idata, classified):
         plots.predictive_band(classified[0])
     with pytest.raises(ValueError, match=r"'y', a class label.*plots\.calibration"):
         plots.predicted_vs_observed(classified[0])
-    with pytest.raises(ValueError, match=r"function has 3: pass 0\.\.2"):
-        plots.member_intervals(classified[0], output=3)
 
 
 def test_several_sites_or_inputs_must_be_named(idata):

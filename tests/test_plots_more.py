@@ -1,4 +1,4 @@
-"""Figures of classifiers, out-of-distribution scores, relevance and members: what their artists hold."""
+"""Figures of classifiers, out-of-distribution scores: what their artists hold."""
 
 import re
 import sys
@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import scipy.stats
 from figure_data import example_classes, example_results
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 
 from numpyro_bnn import _arviz, metrics, plots
-from numpyro_bnn.plots import _style
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("closed_figures")]
 
@@ -170,79 +169,11 @@ def test_ood_histograms_of_given_scores_on_a_logarithmic_axis():
     assert legend(axis)[1].startswith(f"OOD, AUROC {11 / 12:.1f}")
 
 
-# --- relevance
-
-
-def test_relevance_holds_medians_and_intervals(weights):
-    axis = plots.relevance(weights, "net/Dense_0.kernel_scale", level=0.8)
-    draws = values(weights, "posterior", "net.Dense_0.kernel_scale").reshape(-1, 2)
-    low, middle, high = scipy.stats.mstats.mquantiles(draws, [0.1, 0.5, 0.9], alphap=0, betap=0, axis=0)
-    np.testing.assert_allclose(axis.lines[0].get_data(), [middle, [0, 1]])
-    segments = axis.collections[0].get_segments()
-    np.testing.assert_allclose([segment[:, 0] for segment in segments], np.transpose([low, high]))
-    assert axis.get_xscale() == "log"
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["age", "height"]
-    assert axis.get_ylim() == (1.5, -0.5)  # the first input on top
-    assert axis.get_title(loc="left") == "net.Dense_0.kernel_scale"
-
-
-def test_relevance_by_chain_of_precisions_in_order(weights):
-    axis = plots.relevance(weights, ["tau_precision"], by_chain=True, ordered=True, names=["a", "b"])
-    scales = values(weights, "posterior", "tau_precision") ** -0.5
-    order = np.argsort(-np.median(scales, axis=(0, 1)))
-    for chain, line in enumerate(axis.lines):
-        np.testing.assert_allclose(line.get_xdata(), np.median(scales[chain], axis=0)[order])
-        assert to_hex(line.get_color()) == _style.CYCLE[chain].lower()
-    assert (axis.lines[0].get_ydata() < axis.lines[1].get_ydata()).all()
-    assert [text.get_text() for text in axis.get_yticklabels()] == [["a", "b"][i] for i in order]
-    assert legend(axis) == ["chain 0", "chain 1"]
-
-
-def test_relevance_of_two_variables_side_by_side(weights):
-    axis = plots.relevance(weights, ["net.Dense_0.kernel_scale", "tau_precision"])
-    assert legend(axis) == ["net.Dense_0.kernel_scale", "tau_precision"]
-    np.testing.assert_allclose([line.get_ydata().mean() for line in axis.lines], [0.4, 0.6])
-
-
-# --- member_intervals
-
-
-def test_member_intervals_hold_every_chain_in_the_order_of_targets(numbers):
-    """Two fits of 4 and 2 chains: 6 intervals at each point, the first four left of the other two."""
-    other = example_results(num_chains=2, num_samples=30, seed=0)
-    axis = plots.member_intervals({"a": numbers, "b": other}, 5, level=0.5)
-    y = values(numbers, "predictions_constant_data", "y")
-    chosen = np.argsort(y)[[0, 30, 60, 89, 119]]
-    chains = [*values(numbers, "predictions", "y_mean"), *values(other, "predictions", "y_mean")]
-    bars, dots = axis.collections[:6], axis.lines
-    for draws, bar, dot in zip(chains, bars, dots, strict=True):
-        low, middle, high = np.quantile(draws[:, chosen], [0.25, 0.5, 0.75], axis=0, method="weibull")
-        np.testing.assert_allclose(dot.get_ydata(), middle)
-        np.testing.assert_allclose([segment[:, 1] for segment in bar.get_segments()], np.transpose([low, high]))
-    places = np.array([dot.get_xdata() for dot in dots])
-    assert (np.diff(places, axis=0) > 0).all()
-    np.testing.assert_allclose(np.round(places), np.tile(np.arange(5), (6, 1)))
-    assert [to_hex(dot.get_color()) for dot in dots] == [
-        c.lower() for c in [_style.CYCLE[0]] * 4 + [_style.CYCLE[1]] * 2
-    ]
-    np.testing.assert_allclose([segment[0, 1] for segment in axis.collections[6].get_segments()], y[chosen])
-    assert legend(axis) == ["a", "b", "target"]
-
-
-def test_member_intervals_of_one_fit_color_its_chains(numbers):
-    axis = plots.member_intervals(numbers, [3, 50, 7])
-    assert len({to_rgb(line.get_color()) for line in axis.lines}) == 4
-    y = values(numbers, "predictions_constant_data", "y")
-    np.testing.assert_allclose([s[0, 1] for s in axis.collections[-1].get_segments()], np.sort(y[[3, 50, 7]]))
-
-
 # --- all of them
 
 FIGURES = {
     "reliability_diagram": (1, lambda f, ax: plots.reliability_diagram(f["labeled"], ax=ax)),
     "ood_histograms": (1, lambda f, ax: plots.ood_histograms(f["labeled"], f["labeled"], ax=ax)),
-    "relevance": (1, lambda f, ax: plots.relevance(f["weights"], "tau_precision", ax=ax)),
-    "member_intervals": (1, lambda f, ax: plots.member_intervals(f["numbers"], ax=ax)),
 }
 
 
@@ -303,26 +234,6 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
         (lambda f: plots.ood_histograms([1.0, np.nan], [1.0]), "`inside` got scores of shape .*with NaN"),
         (lambda f: plots.ood_histograms([0.0], [0.0], log=True), "`log` got True. No score is positive"),
         (lambda f: plots.ood_histograms([0.0], [0.0], bins=0.5), "`bins` got 0.5"),
-        (lambda f: plots.relevance(f["weights"]), r"2 variables end in .*Name one of \['net"),
-        (lambda f: plots.relevance(f["numbers"]), r"0 variables end in .*Name one of \['w'\]"),
-        (lambda f: plots.relevance(f["weights"], "taupreci"), "Did you mean 'tau_precision'"),
-        (lambda f: plots.relevance(f["weights"], "net.Dense_0.kernel"), r"of shape \(2, 3\)"),
-        (lambda f: plots.relevance(f["numbers"], "w"), "not positive"),
-        (
-            lambda f: plots.relevance(f["weights"], "tau_precision", names=["a"]),
-            "`names` got 1 names.*2 inputs",
-        ),
-        (
-            lambda f: plots.relevance(f["weights"], ["tau_precision", "net.Dense_0.kernel_scale"], by_chain=True),
-            "`by_chain` got True for 2 variables",
-        ),
-        (lambda f: plots.relevance(f["labeled"]), "without posterior"),
-        (lambda f: plots.member_intervals([1]), "`fits` got .*Pass a result"),
-        (
-            lambda f: plots.member_intervals({"a": f["numbers"], "b": example_results(5)}),
-            "numbers of points {'a': 120, 'b': 5}",
-        ),
-        (lambda f: plots.member_intervals(f["numbers"], [200]), "indices between 0 and 119"),
     ],
 )
 def test_errors_say_what_to_write(call, message, fits):

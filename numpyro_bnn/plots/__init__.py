@@ -4,10 +4,8 @@ Needs Matplotlib: ``pip install "numpyro_bnn[plots]"``. No global setting of Mat
 """
 
 from numpyro_bnn.plots.calibration import calibration, reliability_diagram
-from numpyro_bnn.plots.members import member_intervals
 from numpyro_bnn.plots.ood import ood_histograms
 from numpyro_bnn.plots.predictive import predicted_vs_observed, predictive_band
-from numpyro_bnn.plots.relevance import relevance
 
 __all__ = [
     "predictive_band",
@@ -15,6 +13,4 @@ __all__ = [
     "calibration",
     "reliability_diagram",
     "ood_histograms",
-    "relevance",
-    "member_intervals",
 ]

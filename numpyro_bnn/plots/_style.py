@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numpyro_bnn._checks import argument_error
 
@@ -97,26 +96,3 @@ def axes(call: str, given: Any, shape: tuple[int, int] = (1, 1), size: Sequence[
 def above(**options: Any) -> dict[str, Any]:
     """Options of a legend above the axes."""
     return {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, **options}
-
-
-def offsets(count: int, width: float = 0.6) -> NDArray[np.float64]:
-    """Positions of ``count`` intervals side by side around 0, over at most ``width``."""
-    return np.asarray(min(width / count, 0.2) * (np.arange(count) - 0.5 * (count - 1)), dtype=np.float64)
-
-
-def intervals(
-    axis: Any,
-    places: NDArray[np.float64],
-    draws: NDArray[np.float64],
-    level: float,
-    color: str,
-    label: str,
-    *,
-    along_x: bool = False,
-    dot: float = 2.8,
-) -> None:
-    """Median (a dot of ``dot`` points) and central interval of each column of ``draws`` (S, M) at its place."""
-    low, middle, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], axis=0, method="weibull")
-    (axis.hlines if along_x else axis.vlines)(places, low, high, color=color, linewidth=0.32 * dot)
-    at = (middle, places) if along_x else (places, middle)
-    axis.plot(*at, linestyle="", marker="o", markersize=dot, color=color, label=label)
