@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax.scipy.special import gammainc
@@ -118,7 +119,7 @@ class ADFPosterior(AutoNormal):
         for name, value in {**state.hyperparameters, **state.weights}.items():
             gamma = isinstance(value, Gamma)
             fields = FIELDS["gamma" if gamma else "normal"]
-            parts = value if gamma else (value.mean, jnp.sqrt(value.var))
+            parts = value if gamma else (value.mean, _sqrt(value.var))
             params |= {f"{name}_{self.prefix}_{field}": p for field, p in zip(fields, parts, strict=True)}
         return params
 
@@ -209,6 +210,10 @@ class ADFPosterior(AutoNormal):
             return {name: trace[name]["value"] for name in missing}
 
         return {**values, **map_samples(deterministic, values, sample_shape)}
+
+
+def _sqrt(value: Any) -> Any:
+    return np.sqrt(value) if isinstance(value, np.ndarray | np.generic) else jnp.sqrt(value)
 
 
 def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:

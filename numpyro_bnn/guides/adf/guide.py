@@ -159,8 +159,7 @@ class AutoADF(ADFPosterior):
                 state = jax.device_get(state)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.
-        params = {name: jnp.asarray(value, float) for name, value in params.items()}
-        losses, refused = -jnp.asarray(records.log_z, float), jnp.asarray(records.refused, float)
+        params, losses, refused = jax.tree.map(_narrow, (params, -records.log_z, records.refused))
         return ADFResult(params, state, losses, refused)
 
     def update(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
@@ -274,6 +273,12 @@ def _check_staged(method: str, *values: Any) -> None:
         if isinstance(leaf, jax.core.Tracer):
             instead = "Call it outside `jax.jit`, or set `jax_enable_x64`; `jax.vmap` alone needs neither."
             raise argument_error(f"{CALL}.{method}", "args", "values of a compiled float32 program", instead)
+
+
+def _narrow(value: Any) -> jax.Array:
+    """In the precision of the session, converted on the host where the number is known."""
+    known = isinstance(value, np.ndarray | np.generic)
+    return jnp.asarray(np.asarray(value, jnp.result_type(float)) if known else value, float)
 
 
 def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:

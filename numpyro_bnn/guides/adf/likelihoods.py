@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_de
 from numpyro_bnn.guides.adf.observation import Context, Observation
 from numpyro_bnn.guides.adf.reading import refuse
 from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.program.compiled import shared
 
 # The constant that `normal_log_density` leaves out.
 NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
@@ -150,13 +152,17 @@ def noise_powers(observation: Observation, noise: tuple[str, ...], context: Cont
     name = noise[0]
     hypers = context["hyperparameters"]
 
-    @jax.jit
-    def log_scale(value: jax.Array) -> jax.Array:
-        given = {**context, "hyperparameters": hypers | {name: jnp.full(jnp.shape(hypers[name]), value)}}
-        quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-        return jnp.log(observation.cut.tail(quantities, given)["scale"])
+    @partial(shared, once=True)
+    def log_scales(values: jax.Array) -> jax.Array:
+        def log_scale(value: jax.Array) -> jax.Array:
+            given = {**context, "hyperparameters": hypers | {name: jnp.full(jnp.shape(hypers[name]), value)}}
+            quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
+            return jnp.log(observation.cut.tail(quantities, given)["scale"])
 
-    found = [np.asarray(log_scale(h) - log_scale(1.0)) / np.log(h) for h in (2.0, 5.0)]
+        return jax.vmap(log_scale)(values)
+
+    at = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
+    found = [(one - at[0]) / np.log(h) for one, h in zip(at[1:], (2.0, 5.0), strict=True)]
     power = float(found[0].flat[0])
     return {name: round(power, 6) if all(np.allclose(f, power) for f in found) else None}
 

@@ -145,18 +145,25 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
 
     Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
     """
-    point, unflatten = ravel_pytree(_random_weights(sites))
+    weights = _random_weights(sites)
 
     def flat(weights: Any) -> jax.Array:
-        return ravel_pytree(observation.cut.head(unflatten(weights), context))[0]
+        return ravel_pytree(observation.cut.head(weights, context))[0]
 
-    def slope(key: jax.Array) -> jax.Array:
-        return jax.jvp(flat, (point,), (jax.random.normal(key, point.shape),))[1]
-
-    count = jax.eval_shape(flat, point).size
+    count = jax.eval_shape(flat, weights).size
     if count == 1:
         return
-    slopes = jax.jit(lambda: jax.lax.map(slope, jax.random.split(jax.random.key(0), count)))()
+
+    def slopes_at(weights: Any) -> jax.Array:
+        point, unflatten = ravel_pytree(weights)
+
+        def slope(key: jax.Array) -> jax.Array:
+            direction = unflatten(jax.random.normal(key, point.shape))
+            return jax.jvp(flat, (weights,), (direction,))[1]
+
+        return jax.lax.map(slope, jax.random.split(jax.random.key(0), count))
+
+    slopes = jax.jit(slopes_at)(weights)
     if isinstance(slopes, jax.core.Tracer) or not np.all(np.isfinite(slopes)):
         return
     slopes = np.asarray(slopes)[:, np.any(slopes, axis=0)]
@@ -194,7 +201,7 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
     rows = {name: leaf[:2] for name, leaf in arguments.part("row").items()}
     if arguments.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
         return
-    for together, alone in shared(both)(rows):
+    for together, alone in shared(both, once=True)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
             instead = "Data points are learned one at a time: remove batch statistics and the like."
             raise refuse(sites.observed, "whose rows influence each other", instead)

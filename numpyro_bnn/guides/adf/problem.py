@@ -250,7 +250,7 @@ def build(problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_r
     def whole(state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any) -> Any:
         return lax.scan(lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one), state, (keys, orders))
 
-    return Program(shared(start), shared(epoch), shared(whole))
+    return Program(shared(start, once=True), shared(epoch), shared(whole))
 
 
 def run_epochs(
@@ -283,7 +283,7 @@ def run_epochs(
                 raise
             finished = f"{len(records)} of {num_epochs} epochs"
             warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=3)
-    return state, Records(*(jnp.stack([jnp.asarray(r[i]) for r in records], axis=-1) for i in range(2)))
+    return state, jax.tree.map(lambda *parts: np.stack(parts, axis=-1), *records)
 
 
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:

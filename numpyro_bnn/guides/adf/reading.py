@@ -168,7 +168,7 @@ class Arguments:
 
     def row(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The call for one data point, without the leading axis."""
-        return self.call({name: jnp.asarray(leaf)[None] for name, leaf in rows.items()}, arrays)
+        return self.call({name: leaf[None] for name, leaf in rows.items()}, arrays)
 
     def check(self, call: str) -> None:
         """Refuse NaN and infinity in any argument."""
@@ -185,8 +185,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def _wide(leaf: Any) -> Any:
-    """Convert floating-point arrays to float64; leave PRNG keys and integers unchanged."""
-    if isinstance(leaf, np.ndarray) or jnp.issubdtype(leaf.dtype, jnp.floating):
-        leaf = jnp.asarray(leaf)
-        return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-    return leaf
+    """Convert floating-point arrays to float64, on the host; leave PRNG keys and integers unchanged."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return (leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)).astype(np.float64)

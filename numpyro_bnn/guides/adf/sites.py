@@ -209,7 +209,7 @@ class _Runs:
             sites = self({})
             return [prior(value) for value in values], {name: sites[name]["fn"] for name in self.hypers}
 
-        return jax.device_get(shared(program)(values))
+        return jax.device_get(shared(program, once=True)(values))
 
 
 def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
