@@ -63,11 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the figure")
     args = parser.parse_args(argv)
-    at_least(
-        parser,
-        args,
-        ("widths", "networks", "trained", "steps", "nuts_width", "nuts_warmup", "nuts_samples"),
-    )
+    at_least(parser, args, ("widths", "networks", "trained", "steps", "nuts_width", "nuts_warmup", "nuts_samples"))
     return args
 
 
@@ -157,10 +153,7 @@ def sample(args: argparse.Namespace, x: np.ndarray, y: np.ndarray, grid: np.ndar
             numpyro.sample("y", dist.Normal(f(x)[:, 0], NOISE_SD), obs=y)
 
     mcmc = MCMC(
-        NUTS(model, max_tree_depth=7),
-        num_warmup=args.nuts_warmup,
-        num_samples=args.nuts_samples,
-        progress_bar=False,
+        NUTS(model, max_tree_depth=7), num_warmup=args.nuts_warmup, num_samples=args.nuts_samples, progress_bar=False
     )
     mcmc.run(jax.random.key(args.seed), jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
     return np.asarray(mcmc.get_samples()["f"])
@@ -232,11 +225,7 @@ def _prior_draws(axis: Any, args: argparse.Namespace, grid: np.ndarray) -> None:
     for i, key in enumerate(jax.random.split(jax.random.key(args.seed), 6)):
         f = net.apply(draw(net, key, 1), jnp.asarray(grid, jnp.float32))[:, 0]
         axis.plot(
-            grid[:, 0],
-            f,
-            color="#0072B2",
-            lw=0.8,
-            label=f"networks of width {max(args.widths)}" if i == 0 else None,
+            grid[:, 0], f, color="#0072B2", lw=0.8, label=f"networks of width {max(args.widths)}" if i == 0 else None
         )
     axis.set_ylim(-6, 8)
     axis.set_xlabel("x")
@@ -265,13 +254,7 @@ def _posteriors(axis: Any, data: tuple, grid: np.ndarray, gp: Any, draws: np.nda
     mean, variance = gp.predict(grid, diagonal=True)
     sd = np.sqrt(variance)
     axis.fill_between(
-        grid[:, 0],
-        mean - 1.96 * sd,
-        mean + 1.96 * sd,
-        color="#56B4E9",
-        alpha=0.35,
-        lw=0,
-        label="process, 95 %",
+        grid[:, 0], mean - 1.96 * sd, mean + 1.96 * sd, color="#56B4E9", alpha=0.35, lw=0, label="process, 95 %"
     )
     axis.plot(grid[:, 0], mean, color="#0072B2", lw=1.2, label="process, mean")
     axis.plot(grid[:, 0], draws.mean(0), color="#D55E00", lw=1.0, ls="--", label=f"NUTS, width {width}, mean")

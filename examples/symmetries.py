@@ -357,11 +357,7 @@ def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = {
-        "log norm": "log norm of a unit",
-        "log ratio": r"log $|w_{in}|/|w_{out}|$",
-        "log s": "log scale",
-    }
+    labels = {"log norm": "log norm of a unit", "log ratio": r"log $|w_{in}|/|w_{out}|$", "log s": "log scale"}
     names = [name for name in labels if name in next(iter(traces.values()))]
     low, high = EXACT_INTERVAL
     exact = {} if net == "relu" else {"log s": (low, EXACT_MEAN, high)}

@@ -75,11 +75,7 @@ def sample(data: Any, args: argparse.Namespace) -> tuple[Any, float]:
             numpyro.sample("y", dist.Normal(f(x)[..., 0], precision**-0.5), obs=y)
 
     hidden = infer.collapse(model, ["net/Dense_1.kernel", "net/Dense_1.bias"], data.x_train, data.y_train)
-    nuts = NUTS(
-        hidden,
-        max_tree_depth=args.max_tree_depth,
-        init_strategy=init_to_uniform(radius=1.0),
-    )
+    nuts = NUTS(hidden, max_tree_depth=args.max_tree_depth, init_strategy=init_to_uniform(radius=1.0))
     mcmc = MCMC(
         infer.UnitMoves(nuts, {KERNEL: 1, "net/Dense_0.bias": 0}, num_moves=args.num_moves),
         num_warmup=args.num_warmup,
@@ -117,16 +113,10 @@ def scores_of_chains(f: np.ndarray, log_density: np.ndarray, up: np.ndarray, dat
 
 def table(report: dict[str, Any]) -> str:
     """Markdown: a row for each chain, for all of them, and for Neal's run."""
-    found = {
-        **report["test"],
-        "Neal's run": {"log_probability": NEAL[0], "squared_error": NEAL[1], "turns_up": None},
-    }
+    found = {**report["test"], "Neal's run": {"log_probability": NEAL[0], "squared_error": NEAL[1], "turns_up": None}}
     rows = []
     for name, row in found.items():
-        scores = (
-            "{:.3f} ± {:.3f}".format(*row["log_probability"]),
-            "{:.4f} ± {:.4f}".format(*row["squared_error"]),
-        )
+        scores = ("{:.3f} ± {:.3f}".format(*row["log_probability"]), "{:.4f} ± {:.4f}".format(*row["squared_error"]))
         rows.append((name, *scores, "-" if row["turns_up"] is None else f"{row['turns_up']:.2%}"))
     return markdown(("", "log probability", "squared error", "turns up"), rows)
 

@@ -158,15 +158,7 @@ KERNELS: dict[str, KernelRow] = {
     "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
     "GHMC": KernelRow(
-        partial(
-            infer.GHMC,
-            step_size=1e-3,
-            num_steps=3,
-            momentum_decay=0.5,
-            **_SHORT,
-        ),
-        momentum=True,
-        exact=True,
+        partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT), momentum=True, exact=True
     ),
     "MCLMC": KernelRow(partial(infer.MCLMC, **_SHORT), microcanonical=True),
     "MCLMC with noise preconditioning": KernelRow(
@@ -352,9 +344,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         nn.ResNet([3, 4], 2, norm=_LN()), IMAGE, _kinds(scale=5, rescale=4, shift=10, flip=5, order=4)
     ),
     "ResNet BatchNorm tanh, no gain": NetRow(
-        nn.ResNet([3, 4], 2, activation="tanh", norm=_BN(False)),
-        IMAGE,
-        _kinds(scale=5, shift=5, flip=4, order=4),
+        nn.ResNet([3, 4], 2, activation="tanh", norm=_BN(False)), IMAGE, _kinds(scale=5, shift=5, flip=4, order=4)
     ),
     # Three normalizations read one stream: its three biases shift, the outputs with gains rescale and flip.
     "pre-activation BatchNorm": NetRow(
@@ -365,13 +355,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
     ),
     "block that ends with BatchNorm": NetRow(
         nn.Sequential(
-            [
-                nn.Dense(4),
-                nn.Residual(nn.Sequential([_BN(), "relu", nn.Dense(4), _BN()])),
-                _BN(),
-                "relu",
-                nn.Dense(2),
-            ]
+            [nn.Dense(4), nn.Residual(nn.Sequential([_BN(), "relu", nn.Dense(4), _BN()])), _BN(), "relu", nn.Dense(2)]
         ),
         _FEATURES,
         _kinds(scale=2, rescale=2, shift=3, flip=2, order=1),
@@ -382,9 +366,7 @@ SYMMETRIC_NETS: dict[str, NetRow] = {
         _kinds(rescale=1, order=1),
     ),
     "residual of BatchNorm": NetRow(
-        nn.Sequential([nn.Dense(4), nn.Residual(_BN()), "tanh", nn.Dense(2)]),
-        _FEATURES,
-        _kinds(flip=1, order=1),
+        nn.Sequential([nn.Dense(4), nn.Residual(_BN()), "tanh", nn.Dense(2)]), _FEATURES, _kinds(flip=1, order=1)
     ),
     "residual of the inputs": NetRow(nn.Sequential([nn.Residual(nn.Dense(3)), "relu", nn.Dense(2)]), _FEATURES, {}),
     "residual with projection": NetRow(

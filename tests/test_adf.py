@@ -132,9 +132,7 @@ def test_parts_of_the_reference_are_derivatives():
 # -------------------------------------------------------------------------------------- published figures
 
 # Sets on which we miss the reference by more than its standard error, and why.
-APART = {
-    "naval": "two constant columns are 0 here; as 1 or -1 (rounding error over rounding error) they give 3.770",
-}
+APART = {"naval": "two constant columns are 0 here; as 1 or -1 (rounding error over rounding error) they give 3.770"}
 
 
 def test_stored_figures_meet_the_reference():
@@ -225,11 +223,7 @@ LIKELIHOODS = {
         lambda f: stats.beta.pdf(0.3, 1 + np.exp(f), 1 + np.exp(-f)),
         0.3,
     ),
-    "Normal scale": (
-        lambda f: dist.Normal(0.2, jnp.exp(f)),
-        lambda f: stats.norm.pdf(1.3, 0.2, np.exp(f)),
-        1.3,
-    ),
+    "Normal scale": (lambda f: dist.Normal(0.2, jnp.exp(f)), lambda f: stats.norm.pdf(1.3, 0.2, np.exp(f)), 1.3),
 }
 
 
@@ -321,36 +315,11 @@ def filtered(x, y, log_likelihood):
 # cut at the mode, and not at a narrow transition far from it (the wide Bernoulli).
 NARROW = {
     "Laplace": (lambda f: dist.Laplace(f, 0.5), lambda f, y: stats.laplace.logpdf(y, f, 0.5), 1, 0.01),
-    "narrow Laplace": (
-        lambda f: dist.Laplace(f, 0.05),
-        lambda f, y: stats.laplace.logpdf(y, f, 0.05),
-        1,
-        0.01,
-    ),
-    "narrow Student": (
-        lambda f: dist.StudentT(3.0, f, 0.1),
-        lambda f, y: stats.t.logpdf(y, 3, f, 0.1),
-        1,
-        0.01,
-    ),
-    "Poisson": (
-        lambda f: dist.Poisson(jnp.exp(f + 3)),
-        lambda f, y: stats.poisson.logpmf(y, np.exp(f + 3)),
-        1,
-        0.01,
-    ),
-    "Binomial": (
-        lambda f: dist.Binomial(100, logits=f),
-        lambda f, y: stats.binom.logpmf(y, 100, expit(f)),
-        1,
-        0.01,
-    ),
-    "wide Bernoulli": (
-        lambda f: dist.Bernoulli(logits=f),
-        lambda f, y: y * f - np.logaddexp(0, f),
-        100,
-        0.07,
-    ),
+    "narrow Laplace": (lambda f: dist.Laplace(f, 0.05), lambda f, y: stats.laplace.logpdf(y, f, 0.05), 1, 0.01),
+    "narrow Student": (lambda f: dist.StudentT(3.0, f, 0.1), lambda f, y: stats.t.logpdf(y, 3, f, 0.1), 1, 0.01),
+    "Poisson": (lambda f: dist.Poisson(jnp.exp(f + 3)), lambda f, y: stats.poisson.logpmf(y, np.exp(f + 3)), 1, 0.01),
+    "Binomial": (lambda f: dist.Binomial(100, logits=f), lambda f, y: stats.binom.logpmf(y, 100, expit(f)), 1, 0.01),
+    "wide Bernoulli": (lambda f: dist.Bernoulli(logits=f), lambda f, y: y * f - np.logaddexp(0, f), 100, 0.07),
 }
 
 
@@ -396,12 +365,7 @@ def test_what_the_panels_do_not_resolve_is_refused_and_counted():
     pbp = guides.AutoADF(linear_model)
     x, y = np.ones((2, 1)), np.array([1.0, 0.0])
     fit = pbp.run(
-        jax.random.key(0),
-        x,
-        y,
-        likelihood=lambda f: Wave(jnp.tanh(f), 1.0),
-        num_epochs=1,
-        progress_bar=False,
+        jax.random.key(0), x, y, likelihood=lambda f: Wave(jnp.tanh(f), 1.0), num_epochs=1, progress_bar=False
     )
     assert float(fit.refused[0]) == 0.5
     assert np.isfinite(fit.losses).all()
@@ -753,13 +717,7 @@ def test_masked_outputs_of_one_row(event):
         numpyro.sample("y", fn.to_event(1).mask(mask) if event else fn.mask(mask).to_event(1), obs=y)
 
     fit = guides.AutoADF(model).run(
-        jax.random.key(0),
-        np.ones(2),
-        y,
-        mask,
-        num_epochs=1,
-        init_means={"w": np.zeros(2)},
-        progress_bar=False,
+        jax.random.key(0), np.ones(2), y, mask, num_epochs=1, init_means={"w": np.zeros(2)}, progress_bar=False
     )
     mean, var = ((0.5, 25.0), (1 / 2, 1 / 2)) if event else ((1.0, 1.5), (1 / 3, 1 / 2))
     np.testing.assert_allclose(fit.state.weights["w"].mean, mean, rtol=1e-12)

@@ -535,14 +535,8 @@ REFUSED = {
     "factor": (one_weight(factor), "site 'y', a `factor` statement"),
     "param": (one_weight(with_param), "site 'sigma', a `param` site"),
     "discrete": (one_weight(discrete), "site 'k', which is discrete"),
-    "scaled by hand": (
-        scaled_by_hand,
-        "site 'tau', a HalfNormal from which the pred",
-    ),
-    "horseshoe by hand": (
-        horseshoe,
-        "site 'local', a HalfCauchy from which the pred",
-    ),
+    "scaled by hand": (scaled_by_hand, "site 'tau', a HalfNormal from which the pred"),
+    "horseshoe by hand": (horseshoe, "site 'local', a HalfCauchy from which the pred"),
     "random center": (one_weight(simple, moved), "site 'w', whose prior depends on 'center'"),
     "log scale": (one_weight(simple, log_scaled), "site 'w', whose prior depends on 'log_scale'"),
     "infinite variance": (one_weight(simple, heavy_tailed), "site 'w', whose prior has no finite variance"),

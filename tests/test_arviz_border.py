@@ -49,10 +49,7 @@ def idata():
     rng = np.random.default_rng(1)
     posterior = _arviz.dataset(
         {
-            "net/w".replace("/", "."): (
-                ("chain", "draw", "unit"),
-                rng.normal(size=(2, 5, 3)).astype("float32"),
-            ),
+            "net/w".replace("/", "."): (("chain", "draw", "unit"), rng.normal(size=(2, 5, 3)).astype("float32")),
             "sigma": (("chain", "draw"), rng.normal(size=(2, 5))),
         },
         {"unit": ["a", "b", "ü"], "absent": [1, 2]},
@@ -60,12 +57,7 @@ def idata():
     )
     stats = _arviz.dataset({"diverging": (("chain", "draw"), rng.random((2, 5)) > 0.5)})
     data = _arviz.dataset({"y": (("data",), np.arange(4))}, {"data": [10, 20, 30, 40]})
-    groups = {
-        "posterior": posterior,
-        "sample_stats": stats,
-        "prior": _arviz.dataset({}),
-        "observed_data": data,
-    }
+    groups = {"posterior": posterior, "sample_stats": stats, "prior": _arviz.dataset({}), "observed_data": data}
     return _arviz.inference_data(groups, {"seed": 3, "step": 0.5, "tempered": True, "package": "numpyro_bnn"})
 
 

@@ -798,12 +798,7 @@ ROWS = {
             TypeError,
             "Pass the `state` of an earlier run of this guide.",
         ),
-        (
-            "guides.AutoADF(plain).run(KEY, np.asarray(X).astype(object), Y)",
-            "args",
-            TypeError,
-            "x.astype(float)",
-        ),
+        ("guides.AutoADF(plain).run(KEY, np.asarray(X).astype(object), Y)", "args", TypeError, "x.astype(float)"),
         ('guides.AutoADF(plain).run(KEY, X, Y, progress_bar="no")', "progress_bar", TypeError, "Pass True or False."),
         ("guides.AutoADF(3)", "model", TypeError, "Pass a NumPyro model (a function)."),
         ("guides.AutoADF(plain).run(0, X, Y)", "rng_key", TypeError, "Pass a key, e.g. `jax.random.key(0)`."),

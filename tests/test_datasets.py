@@ -37,12 +37,7 @@ NEAL = {
     "xdata": (3000, 13000, 2, 2),
 }
 # name: (N, D, classes or 0)
-SKLEARN = {
-    "diabetes": (442, 10, 0),
-    "breast_cancer": (569, 30, 2),
-    "wine": (178, 13, 3),
-    "digits": (1797, 64, 10),
-}
+SKLEARN = {"diabetes": (442, 10, 0), "breast_cancer": (569, 30, 2), "wine": (178, 13, 3), "digits": (1797, 64, 10)}
 
 
 def published_splits(num_rows, num_splits):

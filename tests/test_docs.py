@@ -199,7 +199,9 @@ def test_figures_of_choosing_stand_on_the_pages_it_cites(section):
 
 # --------------------------------------------------------------------------------------------------- examples
 
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in ("shared", "loaders", "__init__"))
+EXAMPLES = sorted(
+    path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in ("shared", "loaders", "__init__")
+)
 ONE_FIGURE, ALL_FIGURES = 150_000, 1_500_000  # bytes
 
 

@@ -170,10 +170,7 @@ def test_regression(tmp_path):
     check_scores(rows)
     # Predicting the mean of the training targets has an error of 75.
     assert rows[1].rmse < 65
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "regression.nc",
-        "regression.png",
-    }
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"regression.nc", "regression.png"}
     saved = az.from_netcdf(tmp_path / "out" / "regression.nc")
     assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 20, "data": 88}
 
@@ -386,11 +383,7 @@ def test_sgld_step(tmp_path, monkeypatch):
         part: report[part] for part in ("steps", "run", "sizes", "memory")
     }
     assert {"bare SGD", "leafwise SGLD", "engine"} <= set(written["steps"]["wall_us"])
-    for part, ratio in (
-        ("steps", "engine / bare SGD"),
-        ("run", "MCMC(SGLD) / engine"),
-        ("sizes", "N=640 / N=64"),
-    ):
+    for part, ratio in (("steps", "engine / bare SGD"), ("run", "MCMC(SGLD) / engine"), ("sizes", "N=640 / N=64")):
         assert written[part]["wall_ratio"][ratio] > 0
         assert written[part]["processor_ratio"][ratio] > 0
     assert written["progress_bar"]
@@ -812,14 +805,7 @@ def test_uci_tables_name_the_best_and_count_the_splits():
     from examples.benchmarks.uci_table import tables
 
     def line(method, split, value):
-        scores = {
-            "rmse": 1.0,
-            "log_likelihood": value,
-            "coverage": 0.9,
-            "seconds": 3.0,
-            "seed": 0,
-            "effort": 1.0,
-        }
+        scores = {"rmse": 1.0, "log_likelihood": value, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0}
         scores |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
         return {"set": "yacht", "split": split, "method": method, "head": "homo", **scores}
 

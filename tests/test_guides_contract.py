@@ -115,11 +115,7 @@ def test_elbos_agree(fitted):
         return elbo.loss(key, fitted.params, model, fitted.guide, X, Y)
 
     def estimates(key):
-        return (
-            loss(Trace_ELBO(), key),
-            loss(TraceMeanField_ELBO(), key),
-            loss(RenyiELBO(num_particles=2), key),
-        )
+        return (loss(Trace_ELBO(), key), loss(TraceMeanField_ELBO(), key), loss(RenyiELBO(num_particles=2), key))
 
     one = jax.random.key(2)
     np.testing.assert_allclose(loss(TraceGraph_ELBO(), one), loss(Trace_ELBO(), one), rtol=1e-4)

@@ -84,10 +84,7 @@ def used_twice(x, y):
 
 def normalized(x, y):
     net = bnn.random_network(
-        "net",
-        nn.Sequential([nn.Dense(3), nn.BatchNorm(), nn.Activation("tanh"), nn.Dense(1)]),
-        (3,),
-        priors.Normal(),
+        "net", nn.Sequential([nn.Dense(3), nn.BatchNorm(), nn.Activation("tanh"), nn.Dense(1)]), (3,), priors.Normal()
     )
     observe(net(x)[..., 0], y)
 
@@ -208,8 +205,7 @@ def bound(z, rate=1e-4):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, id=m.__name__, marks=[] if m is centered else pytest.mark.slow) for m in MODELS],
+    "model", [pytest.param(m, id=m.__name__, marks=[] if m is centered else pytest.mark.slow) for m in MODELS]
 )
 def test_same_expectation(model):
     """Loss and every gradient component; failure rate 1e-4 per estimator and model."""
@@ -259,10 +255,7 @@ FUNCTIONS = {
     "sorted rows": (lambda h: jnp.sort(h, 0) ** 2, NONE),
     "lookup in every row": (lambda h: jnp.exp(h[jnp.arange(B), jnp.array([0, 2, 1, 1])]), WHOLE),
     "lookup of a row": (lambda h: h[jnp.array([0, 0, 1, 2])] * h, NONE),
-    "take along axis": (
-        lambda h: jnp.take_along_axis(jax.nn.log_softmax(h), jnp.ones((B, 1), int), 1),
-        WHOLE,
-    ),
+    "take along axis": (lambda h: jnp.take_along_axis(jax.nn.log_softmax(h), jnp.ones((B, 1), int), 1), WHOLE),
     "concatenated features": (lambda h: jnp.concatenate([h, jnp.tanh(h)], 1) ** 2, WHOLE),
     "concatenated rows": (lambda h: jnp.cumsum(jnp.concatenate([h**2, jnp.sin(h)], 0), 0), WHOLE),
     "concatenated rows, squared": (lambda h: jnp.concatenate([h, 2 * h], 0) ** 2, NONE),  # more than needed
@@ -271,10 +264,7 @@ FUNCTIONS = {
     "loop": (lambda h: lax.fori_loop(0, 3, lambda _, h: jnp.sin(h), h), NONE),
     "linear algebra": (lambda h: jnp.linalg.inv(h[:, :4] + 9 * jnp.eye(4)), NONE),
     "dot over vmap": (lambda h: jax.vmap(lambda row: jnp.vdot(row, jnp.sin(row)))(h), WHOLE),
-    "pooling within rows": (
-        lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2,
-        WHOLE,
-    ),
+    "pooling within rows": (lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2, WHOLE),
     "pooling over rows": (lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID"), NONE),
     "convolution over rows": (lambda h: jnp.tanh(jnp.convolve(h[:, 0], jnp.ones(2))), NONE),
 }

@@ -17,12 +17,7 @@ import pytest
 import scipy.stats
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
-from numpyro.infer.autoguide import (
-    AutoDelta,
-    AutoGuideList,
-    AutoMultivariateNormal,
-    AutoNormal,
-)
+from numpyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
 
 from numpyro_bnn._arviz import pareto_smoothed
 from numpyro_bnn.guides import evidence, summarize
@@ -311,12 +306,7 @@ FAULTS = {
         ValueError,
         "all of whose sites are Delta",
     ),
-    "no parameters": (
-        lambda: (AutoNormal(model), {}),
-        {},
-        ValueError,
-        "no value for w_auto_loc, w_auto_scale",
-    ),
+    "no parameters": (lambda: (AutoNormal(model), {}), {}, ValueError, "no value for w_auto_loc, w_auto_scale"),
     "parameters of a fit": (lambda: (AutoNormal(model), 3), {}, TypeError, "argument `params` got 3"),
     "no model": (lambda: (lambda x, y: None, {}), {}, TypeError, "argument `model` got None"),
     "latent site": (
@@ -325,12 +315,7 @@ FAULTS = {
         ValueError,
         r"without the latent sites \['extra'\]",
     ),
-    "draws": (
-        lambda: (AutoNormal(model), mean_field()),
-        {"num_samples": 1},
-        ValueError,
-        "`num_samples` got 1",
-    ),
+    "draws": (lambda: (AutoNormal(model), mean_field()), {"num_samples": 1}, ValueError, "`num_samples` got 1"),
     "chunk": (
         lambda: (AutoNormal(model), mean_field()),
         {"draws_per_chunk": 0},

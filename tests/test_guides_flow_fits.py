@@ -103,13 +103,7 @@ def divergence(model, guide, params, num_draws=20_000):
 # rounding, which differs between processors, changes a fit as much as its seed.
 WIDE = {"init_scale": 2.0, "init_loc_fn": init_to_value(values={"z": jnp.array([0.0, 0.5])})}
 FITS = {
-    "coupling, correlated Gaussian": (
-        correlated,
-        guides.AutoCoupling,
-        {"num_flows": 2},
-        (1000, 1e-2, 16),
-        0.01,
-    ),
+    "coupling, correlated Gaussian": (correlated, guides.AutoCoupling, {"num_flows": 2}, (1000, 1e-2, 16), 0.01),
     "full rank, correlated Gaussian": (
         correlated,
         lambda model: guides.AutoBlocks(model, {"*": guides.FullRank()}),
@@ -183,9 +177,7 @@ def test_neutra_refuses_what_depends_on_data():
 
 
 @pytest.mark.parametrize(
-    "blocks",
-    [pytest.param(None, marks=pytest.mark.slow), ("w", "sigma")],
-    ids=["all sites", "chosen"],
+    "blocks", [pytest.param(None, marks=pytest.mark.slow), ("w", "sigma")], ids=["all sites", "chosen"]
 )
 def test_neutra_density_is_that_of_the_model(blocks):
     """What NUTS sees behind the flow is the model's density at the mapped point times |det|."""

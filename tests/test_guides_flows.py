@@ -218,10 +218,7 @@ def test_halves_are_complementary(dim, mask):
 
 # -- families -----------------------------------------------------------------------------------------
 
-FAMILIES = {
-    "coupling": guides.Coupling(),
-    "coupling, random halves": guides.Coupling(5, (3, 4), "random"),
-}
+FAMILIES = {"coupling": guides.Coupling(), "coupling, random halves": guides.Coupling(5, (3, 4), "random")}
 
 
 def block_of(dim):

@@ -316,10 +316,7 @@ def conditioned(form, spread=SPREAD):
     """A guide with w = mean + scale u, and its parameters with u ~ N(LOC, spread^2)."""
     guide = CONDITIONED[form](condition_on_scales=True)
     params = first_params(guide)
-    given = {
-        "mean field": ("w_auto", {"scale": spread}),
-        "block": ("w_auto_w", {"scale_tril": np.diag(spread)}),
-    }
+    given = {"mean field": ("w_auto", {"scale": spread}), "block": ("w_auto_w", {"scale_tril": np.diag(spread)})}
     at, scale = given[form]
     chosen = {f"{at}_loc": jnp.asarray(LOC)} | {f"{at}_{n}": jnp.asarray(v) for n, v in scale.items()}
     assert chosen.keys() <= params.keys()
@@ -449,17 +446,11 @@ def huge():
 
 FULL = guides.FullRank()
 ERRORS = {
-    "pattern": (
-        lambda: guides.AutoBlocks(several, {"b*": FULL}),
-        "argument `blocks` got 'b\\*'. Known: a, s, z",
-    ),
+    "pattern": (lambda: guides.AutoBlocks(several, {"b*": FULL}), "argument `blocks` got 'b\\*'. Known: a, s, z"),
     "overlap": (lambda: guides.AutoBlocks(several, [("a", FULL), (("s", "a"), FULL)]), "site 'a' in"),
     "local": (lambda: guides.AutoBlocks(several, {"*": FULL}), "'z' inside the subsampled plate 'data'"),
     "init_scale": (lambda: guides.AutoMeanField(several, init_scale={"sigma": 0.1}), "Known: a, s, z"),
-    "array": (
-        lambda: guides.AutoMeanField(several, init_scale={"a": jnp.ones(3)}),
-        "unconstrained shape \\(2,\\)",
-    ),
+    "array": (lambda: guides.AutoMeanField(several, init_scale={"a": jnp.ones(3)}), "unconstrained shape \\(2,\\)"),
     "full rank": (lambda: guides.AutoStructured(huge), "LowRank"),
     "imputed": (lambda: guides.AutoMeanField(imputed), "'y_unobserved' of `obs_mask`"),
 }

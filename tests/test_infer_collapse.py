@@ -151,8 +151,7 @@ def locations(x, y=None, mask=True, power=1.0):
     """Locations with a location; several data sites, some masked and some scaled; signs in affine transforms."""
     mu = numpyro.sample("mu", dist.Normal(1.0, 2.0))
     a = numpyro.sample(
-        "a",
-        dist.TransformedDistribution(dist.Normal(0.0, jnp.ones(3)), dist.transforms.AffineTransform(mu, -0.5)),
+        "a", dist.TransformedDistribution(dist.Normal(0.0, jnp.ones(3)), dist.transforms.AffineTransform(mu, -0.5))
     )
     slope = numpyro.sample("slope", dist.Normal(mu - a[0], 1.5))
     mean = a[jnp.arange(x.shape[0]) % 3] + slope * x

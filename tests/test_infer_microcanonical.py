@@ -328,11 +328,7 @@ MEAN = np.linalg.solve(HESSIAN, INPUTS.T @ np.asarray(Y, np.float64) / 0.25)
 def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
     """The bias is measured: near 5 % of the variances here, of which the energy error tells nothing."""
     kernel = infer.MCLMC(
-        regression,
-        preconditioner="gradient_noise",
-        integrator="leapfrog",
-        energy_variance=1e-4,
-        steps_per_draw=25,
+        regression, preconditioner="gradient_noise", integrator="leapfrog", energy_variance=1e-4, steps_per_draw=25
     )
     mcmc = run(kernel, 60, 100, X, Y, batch_size=B, chains=8)
     about = kernel.describe(mcmc.last_state)

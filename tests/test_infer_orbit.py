@@ -51,8 +51,7 @@ MODELS = {
     "BN, centered": network_model(NORMED, priors.Hierarchical(SCALE, centered=True)),
     "BN, non-centered": network_model(NORMED, priors.Hierarchical(SCALE)),
     "LN, gamma precision, centered": network_model(
-        nn.MLP([3, 1], "tanh", norm=nn.LayerNorm(False, False)),
-        priors.GammaPrecision(3.0, 2.0, centered=True),
+        nn.MLP([3, 1], "tanh", norm=nn.LayerNorm(False, False)), priors.GammaPrecision(3.0, 2.0, centered=True)
     ),
     "ReLU, centered": network_model(RELU, priors.Hierarchical(SCALE, centered=True)),
     "ReLU, non-centered": network_model(RELU, priors.Hierarchical(SCALE)),
@@ -738,12 +737,7 @@ def test_scales_of_single_units_move_with_the_units(centered):
 
     (entry,) = plan(model, [symmetry.Permutation(axes)])
     end = "" if centered else "_base"
-    assert {axis[:2] for axis in entry.symmetry.unit_axes} == {
-        (f"w{end}", 1),
-        (f"v{end}", 0),
-        ("s", 0),
-        ("t", 0),
-    }
+    assert {axis[:2] for axis in entry.symmetry.unit_axes} == {(f"w{end}", 1), (f"v{end}", 0), ("s", 0), ("t", 0)}
     assert entry.method == "order"
 
 
@@ -1072,9 +1066,7 @@ def scale_given_weights(rng_key, gibbs_sites, hmc_sites):
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 @pytest.mark.parametrize(
-    "outside",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["moves in a block", "moves around Gibbs"],
+    "outside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["moves in a block", "moves around Gibbs"]
 )
 def test_with_gibbs(outside):
     """As a block of ``Gibbs`` and around it: the scale of the normalized layer has its prior either way."""
@@ -1128,12 +1120,7 @@ def test_an_inexact_symmetry_is_refused_or_corrected():
     norms = []
     for chosen in (infer.OrbitMoves(kernel, scale, exact=False), NUTS(normalized_with_epsilon)):
         mcmc = MCMC(
-            chosen,
-            num_warmup=200,
-            num_samples=1500,
-            num_chains=2,
-            chain_method="vectorized",
-            progress_bar=False,
+            chosen, num_warmup=200, num_samples=1500, num_chains=2, chain_method="vectorized", progress_bar=False
         )
         mcmc.run(random.key(3), *args)
         norms.append(np.linalg.norm(mcmc.get_samples(group_by_chain=True)["w"], axis=-1))
@@ -1163,14 +1150,8 @@ def test_the_cost_of_moves_does_not_depend_on_the_data():
     [
         (lambda: infer.OrbitMoves(lambda: None, []), "has `refresh`"),
         (lambda: run(infer.OrbitMoves(HMC(normed_model), ["w"])), "symmetry.find"),
-        (
-            lambda: run(infer.OrbitMoves(HMC(normed_model), [symmetry.Scale("net/Dense_0.kernl")])),
-            "Did you mean",
-        ),
-        (
-            lambda: run(infer.OrbitMoves(HMC(normed_model), [symmetry.Scale([("net/Dense_0.kernel", 5)])])),
-            "axes",
-        ),
+        (lambda: run(infer.OrbitMoves(HMC(normed_model), [symmetry.Scale("net/Dense_0.kernl")])), "Did you mean"),
+        (lambda: run(infer.OrbitMoves(HMC(normed_model), [symmetry.Scale([("net/Dense_0.kernel", 5)])])), "axes"),
         (lambda: symmetry.Scale([]), "at least one site"),
         (lambda: symmetry.JointScale([("w", 1)], "s"), "whole sites"),
         (lambda: symmetry.from_network("net", (3,)), "specification"),
@@ -1183,16 +1164,7 @@ def test_the_cost_of_moves_does_not_depend_on_the_data():
             "outside",
         ),
     ],
-    ids=[
-        "no kernel",
-        "no symmetry",
-        "unknown site",
-        "axis",
-        "empty",
-        "axes of a scale",
-        "no net",
-        "traced data",
-    ],
+    ids=["no kernel", "no symmetry", "unknown site", "axis", "empty", "axes of a scale", "no net", "traced data"],
 )
 def test_errors_teach(make, words):
     with pytest.raises((ValueError, TypeError), match=words):

@@ -311,8 +311,7 @@ def test_minibatch_gradients_average_to_the_full_gradient(model, x64):
     target, z = bind("test", model, jax.random.key(0), infer.SGLD(model)._init_strategy, args, {})
     z = jax.tree.map(lambda leaf: leaf + 0.3, z)
     values, slopes = zip(
-        *[jax.value_and_grad(target.potential(args, {}, batch))(z) for batch in blocks(target.plates)],
-        strict=True,
+        *[jax.value_and_grad(target.potential(args, {}, batch))(z) for batch in blocks(target.plates)], strict=True
     )
     assert len(values) == {"nested": 18, "parallel": 18}.get(model.__name__, 6)
     expected, slope = jax.value_and_grad(target.potential(args, {}, "full"))(z)
@@ -403,10 +402,7 @@ def location_scale(y, batch_size=None):
     ("kernel", "batch_size"),
     [
         (infer.MALA(location_scale, 0.02, steps_per_draw=40, warm_start=0.0), None),
-        (
-            infer.GHMC(location_scale, 0.05, num_steps=4, momentum_decay=0.5, steps_per_draw=8, warm_start=0.0),
-            None,
-        ),
+        (infer.GHMC(location_scale, 0.05, num_steps=4, momentum_decay=0.5, steps_per_draw=8, warm_start=0.0), None),
         (infer.GGMC(location_scale, 4e-3, num_steps=3, steps_per_draw=30, warm_start=0.0), 10),
     ],
     ids=["MALA", "GHMC", "GGMC"],

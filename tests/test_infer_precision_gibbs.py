@@ -118,8 +118,7 @@ def test_variances_and_scales(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*VARIANCES, *SCALES)],
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*VARIANCES, *SCALES)]
 )
 def test_a_scaled_prior_is_a_power_of_its_density(name):
     """Density of the value ** scale, times the likelihood of the normal sites, which have a scale of their own."""
@@ -315,10 +314,7 @@ def test_powers_are_found_however_written(power):
         (weighted(lambda v: handlers.mask(mask=v > 1.0)), "the mask of 'w' depends on it"),
         *((no_model(piece), "not proportional to one power") for piece in PIECES),
         (lambda: numpyro.sample("v", dist.Gamma(1.0, 1.0)), "no normal site depends on it"),
-        (
-            no_model(lambda v: v[0] * v[1] * jnp.ones(3), dist.HalfNormal(1.0).expand([2]).to_event(1)),
-            "one power",
-        ),
+        (no_model(lambda v: v[0] * v[1] * jnp.ones(3), dist.HalfNormal(1.0).expand([2]).to_event(1)), "one power"),
     ],
 )
 def test_reasons(model, reason):
@@ -357,10 +353,7 @@ def persistent(model, **options):
 @pytest.mark.parametrize(
     ("kernel", "num_warmup"),
     [
-        (
-            composite(small_network, step_size=0.25, num_steps=8, trajectory_length=None, adapt_step_size=False),
-            0,
-        ),
+        (composite(small_network, step_size=0.25, num_steps=8, trajectory_length=None, adapt_step_size=False), 0),
         # A momentum that persists between sweeps.
         (persistent(small_network, step_size=0.3, num_steps=4, momentum_decay=0.4, warm_start=0.0), 20),
     ],

@@ -27,12 +27,7 @@ from numpyro_bnn.program.reading import CONDITIONED
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
     mcmc = MCMC(
-        kernel,
-        num_warmup=warmup,
-        num_samples=draws,
-        num_chains=chains,
-        chain_method=method,
-        progress_bar=False,
+        kernel, num_warmup=warmup, num_samples=draws, num_chains=chains, chain_method=method, progress_bar=False
     )
     mcmc.run(random.key(0) if key is None else key, *args, extra_fields=fields)
     return mcmc
@@ -139,8 +134,7 @@ def reparametrized():
     config = {"s": TransformReparam()}
     with handlers.reparam(config=config):
         s = numpyro.sample(
-            "s",
-            dist.TransformedDistribution(dist.Exponential(1.0), dist.transforms.AffineTransform(0.0, 2.0)),
+            "s", dist.TransformedDistribution(dist.Exponential(1.0), dist.transforms.AffineTransform(0.0, 2.0))
         )
     numpyro.sample("y", dist.Normal(0.0, s), obs=1.0)
 
@@ -165,9 +159,7 @@ def test_potentials_of_replicas_differ_by_tempered_densities_of_sites(model, tem
     kernel = infer.ParallelTempering(hmc(model), 3, lowest=0.1, temper=temper)
     state = kernel.init(random.key(1), 0)
     held = kernel.refresh(
-        state._replace(base=state.base._replace(z={k: v[:1].repeat(3, 0) for k, v in state.base.z.items()})),
-        (),
-        {},
+        state._replace(base=state.base._replace(z={k: v[:1].repeat(3, 0) for k, v in state.base.z.items()})), (), {}
     )
     values = constrain_fn(model, (), {}, {k: v[0] for k, v in state.base.z.items()})
     sites = compute_log_probs(model, (), {}, values)
@@ -231,12 +223,7 @@ def test_crosses_between_modes():
 
     def positive(kernel):
         mcmc = MCMC(
-            kernel,
-            num_warmup=300,
-            num_samples=2000,
-            num_chains=2,
-            chain_method="vectorized",
-            progress_bar=False,
+            kernel, num_warmup=300, num_samples=2000, num_chains=2, chain_method="vectorized", progress_bar=False
         )
         mcmc.run(random.key(1), init_params=start)
         return (np.asarray(mcmc.get_samples(group_by_chain=True)["w"]) > 0).astype(float), mcmc

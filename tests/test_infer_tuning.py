@@ -18,13 +18,7 @@ from numpyro_bnn import infer
 from numpyro_bnn.infer.chain import AcceptanceTuner
 from numpyro_bnn.infer.mclmc import DECOHERENCE, EnergyTuner
 from numpyro_bnn.infer.preconditioning import resolve
-from numpyro_bnn.infer.tuning import (
-    Spread,
-    Stages,
-    autocorrelation_time,
-    gradient_noise,
-    largest_curvature,
-)
+from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time, gradient_noise, largest_curvature
 from numpyro_bnn.infer.warm_start import held_out_rows, learning_gradient
 
 
@@ -200,11 +194,7 @@ def test_the_autocorrelation_time_of_a_few_draws(size):
 
 def test_new_scales_make_the_spread_even_and_set_the_length():
     """Variances of whitened positions become equal; the length is their root sum of squares on the new scales."""
-    tuner, variances, old = (
-        energy_tuner(sets_scales=True),
-        np.array([0.01, 1.0, 25.0]),
-        np.array([2.0, 3.0, 1.0]),
-    )
+    tuner, variances, old = (energy_tuner(sets_scales=True), np.array([0.01, 1.0, 25.0]), np.array([2.0, 3.0, 1.0]))
     spread = Spread(jnp.zeros(3), jnp.asarray(variances * 1e6, jnp.float32), jnp.array(1e6))
     tuning = tuner.start(jnp.zeros(3), 1.0)._replace(spread=spread)
     engine = Engine(adaptation=jnp.asarray(old), memory=Memory(jnp.array(1.0)))

@@ -220,10 +220,7 @@ def test_around_gibbs_and_symmetry_moves_and_in_results():
     model = models.regression(nn.MLP([3, 1], "tanh"), priors.GammaPrecision(1.0, 3.0, centered=True))
     y = X[:, 0] ** 2
     inner = Gibbs(
-        [
-            (infer.PrecisionGibbs(model), infer.PrecisionGibbs(model).conjugate_sites(X, y)),
-            (NUTS(model), None),
-        ]
+        [(infer.PrecisionGibbs(model), infer.PrecisionGibbs(model).conjugate_sites(X, y)), (NUTS(model), None)]
     )
     units = {"net/Dense_0.kernel": -1, "net/Dense_0.bias": -1, "net/Dense_1.kernel": -2}
     kernel = infer.UnitMoves(

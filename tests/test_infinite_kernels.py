@@ -19,10 +19,7 @@ OUTPUTS = 32  # each an independent draw of the same process, given the hidden l
 # Width -> network and shape of its inputs: every kind of layer, and every way they may stand together.
 NETWORKS = {
     **{name: lambda h, name=name: (nn.MLP([h, h, OUTPUTS], name), (3,)) for name in ("relu", "erf", "gelu", "tanh")},
-    "steep": lambda h: (
-        nn.Sequential([nn.Dense(h), nn.Activation("leaky_relu", 0.4), nn.Dense(OUTPUTS)]),
-        (3,),
-    ),
+    "steep": lambda h: (nn.Sequential([nn.Dense(h), nn.Activation("leaky_relu", 0.4), nn.Dense(OUTPUTS)]), (3,)),
     "without bias": lambda h: (nn.Sequential([nn.Dense(h, False), "relu", nn.Dense(OUTPUTS, False)]), (3,)),
     "norm of units": lambda h: (nn.MLP([h, h, OUTPUTS], "erf", nn.LayerNorm()), (3,)),
     "norm without gain": lambda h: (nn.MLP([h, h, OUTPUTS], "relu", nn.LayerNorm(False, False)), (3,)),
@@ -52,11 +49,7 @@ NETWORKS = {
     ),
     "residual with shortcut": lambda h: (
         nn.Sequential(
-            [
-                nn.Residual(nn.Sequential([nn.Dense(h), "erf", nn.Dense(h)]), nn.Dense(h)),
-                "relu",
-                nn.Dense(OUTPUTS),
-            ]
+            [nn.Residual(nn.Sequential([nn.Dense(h), "erf", nn.Dense(h)]), nn.Dense(h)), "relu", nn.Dense(OUTPUTS)]
         ),
         (3,),
     ),
@@ -372,11 +365,7 @@ def test_scales_by_hidden_unit_count_by_their_mean_square():
 
 def test_only_the_variance_of_hidden_weights_matters():
     x, net = data((3,)), nn.MLP([8, 8, 1], "relu")
-    prior = {
-        "Dense_1.kernel": priors.Laplace(1.3),
-        "Dense_2.kernel": priors.ScaleMixture(0.5, 1.2, 0.3),
-        "*": PRIOR,
-    }
+    prior = {"Dense_1.kernel": priors.Laplace(1.3), "Dense_2.kernel": priors.ScaleMixture(0.5, 1.2, 0.3), "*": PRIOR}
     mixture = 8 * (0.5 * 1.2**2 + 0.5 * 0.3**2)  # without fan-in scaling: the width of the specification counts
     same = {"Dense_2.kernel": priors.Normal(mixture**0.5), "*": PRIOR}
     np.testing.assert_allclose(nngp(net, x, prior=prior), nngp(net, x, prior=same), rtol=1e-5)
@@ -398,19 +387,11 @@ DENSE = nn.MLP([8, 1], "relu")
         (DENSE, {"prior": priors.StudentT(df=2.0)}, "infinite variance"),
         (DENSE, {"prior": dist.Normal(1.0, 1.0)}, "mean other than 0"),
         (DENSE, {"block_size": 0}, "block_size"),
-        (
-            DENSE,
-            {"prior": {"Dense_0.bias": dist.Normal(0, np.arange(1.0, 9.0)), "*": PRIOR}},
-            "alike",
-        ),
+        (DENSE, {"prior": {"Dense_0.bias": dist.Normal(0, np.arange(1.0, 9.0)), "*": PRIOR}}, "alike"),
         (DENSE, {"prior": {"Dense_0.kernel": dist.Normal(0, np.arange(1.0, 9.0)), "*": PRIOR}}, "alike"),
         (nn.MLP([8, 1], "relu", nn.BatchNorm()), {}, "BatchNorm_0'.*LayerNorm"),
         (nn.Sequential([nn.Dense(8), "relu"]), {}, "End it with `nn.Dense`"),
-        (
-            nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]),
-            {},
-            "needs normal inputs.*without activation",
-        ),
+        (nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]), {}, "needs normal inputs.*without activation"),
         (nn.Sequential([nn.LayerNorm(), nn.Dense(1)]), {}, "use_scale=False"),
         (nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]), {}, "before the block"),
         (nn.Sequential([nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]), {}, "needs weights"),
@@ -424,10 +405,7 @@ def test_errors_teach(net, options, message):
 
 @pytest.mark.parametrize(
     ("net", "message"),
-    [
-        (nn.CNN([4], [1]), "Conv2d_0.*Layers with a limit: Dense"),
-        (nn.MaxPool(2), "outputs of shape"),
-    ],
+    [(nn.CNN([4], [1]), "Conv2d_0.*Layers with a limit: Dense"), (nn.MaxPool(2), "outputs of shape")],
 )
 def test_errors_teach_on_images(net, message):
     with pytest.raises(ValueError, match=message):

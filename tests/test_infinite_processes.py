@@ -10,14 +10,7 @@ from numpyro import handlers
 from scipy import stats
 
 from numpyro_bnn import _arviz, nn, priors, random_network, to_inference_data
-from numpyro_bnn.infinite import (
-    empirical_ntk,
-    gp_regression,
-    nngp,
-    ntk,
-    ntk_ensemble,
-    prior_fit,
-)
+from numpyro_bnn.infinite import empirical_ntk, gp_regression, nngp, ntk, ntk_ensemble, prior_fit
 from numpyro_bnn.infinite.regression import factorize, with_noise, zero_mean_log_density
 
 NET = nn.MLP([8, 8, 1], "erf")
@@ -353,11 +346,7 @@ def test_a_strong_prior_holds_the_scales_and_leaves_the_noise(data):
     ("net", "options", "message"),
     [
         (nn.MLP([4, 1], "relu"), {"log_sd": 0.0}, "log_sd"),
-        (
-            nn.Sequential([nn.LayerNorm(False, False), nn.Dense(4), "relu", nn.Dense(1)]),
-            {"ard": True},
-            "begins with",
-        ),
+        (nn.Sequential([nn.LayerNorm(False, False), nn.Dense(4), "relu", nn.Dense(1)]), {"ard": True}, "begins with"),
         (nn.MLP([4, 1], "relu", nn.BatchNorm()), {}, "LayerNorm"),
     ],
 )
@@ -374,14 +363,7 @@ def test_results_for_arviz(data):
     x, y = data
     gp = gp_regression(NET, x[:20], y[:20], noise_sd=0.3, prior=PRIOR)
     idata = to_inference_data(gp, predictions={"x": x[20:], "y": y[20:]}, num_samples=800)
-    names = {
-        "posterior",
-        "posterior_predictive",
-        "predictions",
-        "log_likelihood",
-        "observed_data",
-        "constant_data",
-    }
+    names = {"posterior", "posterior_predictive", "predictions", "log_likelihood", "observed_data", "constant_data"}
     assert names | {"predictions_constant_data"} == set(_arviz.group_names(idata))
     mean, covariance = gp.predict(x[20:])
     predicted = _arviz.group(idata, "predictions")

@@ -375,10 +375,7 @@ NAN = float("nan")
         (lambda: metrics.relative_logit_variance(np.zeros((1, 5, 3))), "at least two draws"),
         (lambda: metrics.relative_logit_variance(np.full((2, 5, 3), NAN)), "`logits` got 30 NaN"),
         (lambda: metrics.function_space(np.zeros((4, 5))), r"\(C, S, N, \.\.\.\), chains first"),
-        (
-            lambda: metrics.function_space(np.full((2, 5, 1), NAN)),
-            "function_space: argument `draws` got 10 NaN",
-        ),
+        (lambda: metrics.function_space(np.full((2, 5, 1), NAN)), "function_space: argument `draws` got 10 NaN"),
     ],
 )
 def test_errors_say_what_to_write(call, message):

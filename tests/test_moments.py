@@ -206,10 +206,7 @@ REFUSED = {
     "quotient": (lambda x: x[0] / x[1], "`div` at .* joins two"),
     "random choice": (lambda x: jnp.where(x[0] > 0, x[1], 0.0), "`select_n` at .* joins two"),
     "square of a matrix": (lambda x: x @ x.T, "`dot_general` at .* with itself"),
-    "reshaped or sliced alike": (
-        lambda x: x[:, :2] * jnp.tanh(x)[:, :2],
-        "`mul` at .* reshaped or sliced alike",
-    ),
+    "reshaped or sliced alike": (lambda x: x[:, :2] * jnp.tanh(x)[:, :2], "`mul` at .* reshaped or sliced alike"),
     "mean": (centered, "`sub` at .* reduction of itself"),
     "softmax": (jax.nn.softmax, "`sub` at .* reduction of itself"),
     "random index": (lambda x: jnp.arange(3)[x[0].astype(int)], "`.*` at "),

@@ -99,8 +99,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.core if name == "by hand" else pytest.mark.slow) for name in EXACT],
+    "name", [pytest.param(name, marks=pytest.mark.core if name == "by hand" else pytest.mark.slow) for name in EXACT]
 )
 def test_exact_cases_agree_with_simulation(name):
     """4 standard errors of a million draws: failure rate 6e-5 per figure, up to 108 (correlated) figures."""
@@ -130,10 +129,7 @@ LARGER = jnp.sin(jnp.arange(16.0)).reshape(1, 4, 4, 1)
 DEEP = {
     "dense 10, 10, 1": (lambda name: nn.MLP([10, 10, 1], name), X),
     "two residual blocks of 8": (blocks, X),
-    "convolution of a convolution": (
-        lambda name: nn.Sequential([nn.Conv2d(3, 3), name, nn.Conv2d(2, 3)]),
-        LARGER,
-    ),
+    "convolution of a convolution": (lambda name: nn.Sequential([nn.Conv2d(3, 3), name, nn.Conv2d(2, 3)]), LARGER),
     "convolution, maximum pooling": (
         lambda name: nn.Sequential([nn.Conv2d(3, 3), name, nn.MaxPool(2), nn.Flatten(), nn.Dense(2)]),
         LARGER,
@@ -159,9 +155,7 @@ def test_documented_gap_covers_every_network():
     "row",
     [
         pytest.param(
-            row,
-            marks=() if row[:2] == ["dense 10, 10, 1", "1"] else pytest.mark.slow,
-            id=f"{row[0]}, sd {row[1]}",
+            row, marks=() if row[:2] == ["dense 10, 10, 1", "1"] else pytest.mark.slow, id=f"{row[0]}, sd {row[1]}"
         )
         for row in TABLE
     ],

@@ -345,10 +345,7 @@ LINEAR = {
         (lambda x, w: x @ w, [X, W]),
         (lambda x, w: jnp.einsum("nd,dh->hn", x, w), [X, W]),
     ],
-    "conv_general_dilated": [
-        (lambda k: conv(IMAGE.mean, k), [KERNEL]),
-        (lambda x: conv(x, KERNEL.mean), [IMAGE]),
-    ],
+    "conv_general_dilated": [(lambda k: conv(IMAGE.mean, k), [KERNEL]), (lambda x: conv(x, KERNEL.mean), [IMAGE])],
     "reduce_sum": [(lambda x: x.sum(1), [X]), (lambda x: x.mean(0), [X])],
     "cumsum": [(lambda x: lax.cumsum(x, 1), [X])],
     "reduce_window_sum": [(window_sum, [IMAGE])],

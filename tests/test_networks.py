@@ -101,10 +101,7 @@ def test_log_density_is_that_of_the_model_written_by_hand(x64):
         (dist.Normal(0.0, 2.0), lambda fn: fn.scale == 2.0),
         (lambda name, shape: dist.Laplace(0.0, 3.0), lambda fn: fn.scale == 3.0),
         ({"Dense_0.kernel": dist.Cauchy(0.0, 4.0), "*": priors.Normal()}, lambda fn: fn.scale == 4.0),
-        (
-            {"Dense_0.kernel": dist.Normal(jnp.zeros((3, 1)), 5.0), "*": dist.Normal()},
-            lambda fn: fn.scale[0] == 5,
-        ),
+        ({"Dense_0.kernel": dist.Normal(jnp.zeros((3, 1)), 5.0), "*": dist.Normal()}, lambda fn: fn.scale[0] == 5),
     ],
     ids=["default", "distribution", "function", "dictionary", "part of the shape"],
 )
@@ -272,12 +269,7 @@ EQUINOX_MODULE = Equinox(jax.random.key(0))
 MODULES = {
     "flax": (
         lambda prior: random_flax_module("net", Linen(), prior, input_shape=(1, 6, 5, 2)),
-        {
-            "kernel": "Dense_0.kernel",
-            "conv": "Conv_0.kernel",
-            "bias": "Conv_0.bias",
-            "gain": "LayerNorm_0.scale",
-        },
+        {"kernel": "Dense_0.kernel", "conv": "Conv_0.kernel", "bias": "Conv_0.bias", "gain": "LayerNorm_0.scale"},
     ),
     "nnx": (
         lambda prior: random_nnx_module("net", NNX_MODULE, prior),
@@ -517,11 +509,7 @@ def in_plate():
 
 
 MISTAKES = {
-    "plate": (
-        in_plate,
-        ValueError,
-        "argument `name` got 'net' inside plate 'data'. Call it before the plate",
-    ),
+    "plate": (in_plate, ValueError, "argument `name` got 'net' inside plate 'data'. Call it before the plate"),
     "net": (lambda: random_network("net", Linen(), (D,)), TypeError, "use NumPyro's `random_flax_module`"),
     "name": (lambda: random_network(NET, NET, (D,)), TypeError, 'Pass a string, e.g. `"net"`'),
     "input_shape": (lambda: random_network("net", NET, D), TypeError, "`input_shape` got 3. Pass the shape"),

@@ -155,11 +155,7 @@ FLAX = {
     "Dense": (nn.Dense(4), linen.Dense(4), (3,)),
     "Conv SAME": (nn.Conv2d(4, 3), linen.Conv(4, (3, 3)), (7, 6, 2)),
     "Conv SAME strides": (nn.Conv2d(4, 3, 2), linen.Conv(4, (3, 3), (2, 2)), (7, 6, 2)),
-    "Conv VALID": (
-        nn.Conv2d(4, (3, 2), (2, 1), "VALID"),
-        linen.Conv(4, (3, 2), (2, 1), padding="VALID"),
-        (7, 6, 2),
-    ),
+    "Conv VALID": (nn.Conv2d(4, (3, 2), (2, 1), "VALID"), linen.Conv(4, (3, 2), (2, 1), padding="VALID"), (7, 6, 2)),
     "Conv padded": (nn.Conv2d(4, 5, 2, padding=1), linen.Conv(4, (5, 5), (2, 2), padding=1), (7, 6, 2)),
     "BatchNorm": (
         nn.BatchNorm(),
@@ -430,22 +426,15 @@ def test_names_tell_role_and_fan_in():
         ("net/Dense_0.bias", (8,)): ("bias", 1),
     }
     for (name, shape), expected in table.items():
-        assert (
-            nn.base.role(name, shape),
-            nn.base.fan_in(name, shape) if expected[0] == "kernel" else 1,
-        ) == (expected), name
+        assert (nn.base.role(name, shape), nn.base.fan_in(name, shape) if expected[0] == "kernel" else 1) == (
+            expected
+        ), name
     assert nn.base.input_axis("attention.query.kernel", (6, 4, 3)) == 0
-    assert (
-        nn.base.input_axis("conv.weight", (16, 2, 5, 5)),
-        nn.base.output_axis("conv.weight", (16, 2, 5, 5)),
-    ) == (
+    assert (nn.base.input_axis("conv.weight", (16, 2, 5, 5)), nn.base.output_axis("conv.weight", (16, 2, 5, 5))) == (
         1,
         0,
     )
-    assert (
-        nn.base.input_axis("c.kernel", (5, 5, 2, 16)),
-        nn.base.output_axis("c.kernel", (5, 5, 2, 16)),
-    ) == (2, 3)
+    assert (nn.base.input_axis("c.kernel", (5, 5, 2, 16)), nn.base.output_axis("c.kernel", (5, 5, 2, 16))) == (2, 3)
 
 
 # -- errors that teach ----------------------------------------------------------------------------------

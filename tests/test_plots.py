@@ -85,11 +85,7 @@ def fills(axis):
             edge = band.get_paths()[0].vertices
             x = np.unique(edge[:, 0])
             bounds = [edge[edge[:, 0] == at, 1] for at in x]
-            found[band.get_label()] = (
-                x,
-                np.array([b.min() for b in bounds]),
-                np.array([b.max() for b in bounds]),
-            )
+            found[band.get_label()] = (x, np.array([b.min() for b in bounds]), np.array([b.max() for b in bounds]))
     return found
 
 
@@ -304,10 +300,7 @@ def test_matplotlib_is_imported_in_functions_only():
         (lambda i: plots.predictive_band(i, "z"), "`x` got 'z'.*Known: x"),
         (lambda i: plots.predictive_band(i, np.zeros(3)), r"shape \(3,\).*each of 120 points"),
         (lambda i: plots.predictive_band(i, site="z"), "`site` got 'z'.*Known: y"),
-        (
-            lambda i: plots.predictive_band(i, group="prior"),
-            "`group` got 'prior'.*Known: predictions, posterior_",
-        ),
+        (lambda i: plots.predictive_band(i, group="prior"), "`group` got 'prior'.*Known: predictions, posterior_"),
         (lambda i: plots.predicted_vs_observed(i, target="z"), "`target` got 'z'.*Known: x, y"),
         (lambda i: plots.predicted_vs_observed(i, level=90), "`level` got 90"),
         (lambda i: plots.calibration(i, bins=0), "`bins` got 0"),

@@ -106,10 +106,7 @@ def test_reliability_of_a_label_with_a_mean():
 
 
 def test_ood_histograms_hold_the_scores_and_their_auroc(labeled):
-    foreign = {
-        "far": example_classes(300, spread=3.0, seed=1),
-        "near": example_classes(200, seed=2),
-    }
+    foreign = {"far": example_classes(300, spread=3.0, seed=1), "near": example_classes(200, seed=2)}
     axis = plots.ood_histograms(labeled, foreign, bins=20, name="seen")
     found = {"seen": labeled, **foreign}
     scores = {
@@ -222,10 +219,7 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
         (lambda f: plots.reliability_diagram(f["labeled"], bins=0), "`bins` got 0"),
         (lambda f: plots.reliability_diagram(f["weights"]), "`site` got nothing"),
         (lambda f: plots.ood_histograms(f["labeled"], f["labeled"], "entropi"), "Did you mean 'entropy'"),
-        (
-            lambda f: plots.ood_histograms(f["numbers"], f["numbers"], "entropy"),
-            "'y', which is not a class label",
-        ),
+        (lambda f: plots.ood_histograms(f["numbers"], f["numbers"], "entropy"), "'y', which is not a class label"),
         (lambda f: plots.ood_histograms(f["labeled"], {}), "`outside` got {}. Pass at least one"),
         (
             lambda f: plots.ood_histograms(f["labeled"], {"a": np.ones((2, 2))}),

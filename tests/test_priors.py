@@ -217,11 +217,7 @@ MARGINALS = {
         DENSE,
         scipy.stats.t(3, scale=0.05).cdf,
     ),
-    "GammaPrecision bias": (
-        priors.GammaPrecision(0.1, 3.0),
-        ("Dense_0.bias", (3,)),
-        scipy.stats.t(3, scale=0.1).cdf,
-    ),
+    "GammaPrecision bias": (priors.GammaPrecision(0.1, 3.0), ("Dense_0.bias", (3,)), scipy.stats.t(3, scale=0.1).cdf),
 }
 
 
@@ -558,11 +554,7 @@ MISTAKES = {
         ValueError,
         "priors.Normal: argument `scale` got -1.0. Pass a finite number above 0.",
     ),
-    "scale nan": (
-        lambda: priors.Laplace(float("nan")),
-        ValueError,
-        "priors.Laplace: argument `scale` got nan",
-    ),
+    "scale nan": (lambda: priors.Laplace(float("nan")), ValueError, "priors.Laplace: argument `scale` got nan"),
     "scale inf": (lambda: priors.Normal(float("inf")), ValueError, "`scale` got inf"),
     "scale text": (lambda: priors.Normal("1"), TypeError, "`scale` got '1'"),
     "bias_scale": (lambda: priors.ARD(bias_scale=0), ValueError, "priors.ARD: argument `bias_scale` got 0"),
@@ -576,29 +568,17 @@ MISTAKES = {
         "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`",
     ),
     "scale_prior interval": (lambda: priors.ARD(dist.Uniform(-1.0, 1.0)), ValueError, "`scale_prior`"),
-    "scale_prior batch": (
-        lambda: priors.ARD(dist.HalfNormal(jnp.ones(3))),
-        ValueError,
-        "scalar distribution",
-    ),
+    "scale_prior batch": (lambda: priors.ARD(dist.HalfNormal(jnp.ones(3))), ValueError, "scalar distribution"),
     "centered and integrated": (
         lambda: priors.GammaPrecision(centered=True, marginal=True),
         ValueError,
         "pass only one of them",
     ),
-    "alpha": (
-        lambda: priors.GammaPrecision(1.0, -2.0),
-        ValueError,
-        "priors.GammaPrecision: argument `alpha`",
-    ),
+    "alpha": (lambda: priors.GammaPrecision(1.0, -2.0), ValueError, "priors.GammaPrecision: argument `alpha`"),
     "unit": (lambda: priors.Horseshoe(unit="inputs"), ValueError, "Did you mean 'input'"),
     "slab": (lambda: priors.RegularizedHorseshoe(slab_df=0), ValueError, "`slab_df` got 0"),
     "covariance": (lambda: priors.GPFilters(covariance="matern"), ValueError, "Did you mean 'matern"),
-    "covariance name": (
-        lambda: filters.filter_covariance((2, 2), "rbff", 1.0),
-        ValueError,
-        "Did you mean 'rbf'",
-    ),
+    "covariance name": (lambda: filters.filter_covariance((2, 2), "rbff", 1.0), ValueError, "Did you mean 'rbf'"),
     "length_scale": (lambda: priors.GPFilters(length_scale=0.0), ValueError, "`length_scale` got 0.0"),
     "other": (lambda: priors.GPFilters(other="normal"), TypeError, "Pass a prior such as `priors.Normal()`"),
     "layout": (
@@ -608,11 +588,7 @@ MISTAKES = {
     ),
     "patterns": (lambda: priors.BySite(["*"]), TypeError, "priors.BySite: argument `patterns`"),
     "pattern class": (lambda: priors.BySite({"*": priors.Normal}), TypeError, "Pass an object such as"),
-    "default": (
-        lambda: priors.BySite({}, default=1.0),
-        TypeError,
-        "priors.BySite: argument `default` got 1.0",
-    ),
+    "default": (lambda: priors.BySite({}, default=1.0), TypeError, "priors.BySite: argument `default` got 1.0"),
     "no pattern": (
         lambda: priors.BySite({"Dense_0.*": priors.Normal()})("Dense_1.bias", (3,)),
         ValueError,

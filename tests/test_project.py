@@ -122,11 +122,7 @@ def test_imports_point_down_only():
         ("nn.a", "import numpyro_bnn", "nn may import no other room"),
         ("nn.a", "from ..priors import Normal", "nn may import no other room"),
         ("nn.a", "def f():\n    from numpyro_bnn.results import fit", "nn may import no other room"),
-        (
-            "nn.a",
-            "import importlib\nimportlib.import_module('numpyro_bnn.priors')",
-            "nn may import no other room",
-        ),
+        ("nn.a", "import importlib\nimportlib.import_module('numpyro_bnn.priors')", "nn may import no other room"),
         ("_checks", "from numpyro_bnn.nn import Dense", "_checks may import no other room"),
         ("results.export", "from arviz import summary", "only _arviz may import arviz"),
         ("results.export", "import xarray as xr", "only _arviz may import xarray"),
@@ -184,10 +180,7 @@ def test_circles_are_seen():
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from numpyro_bnn.nn.a import A"
     sources = {f"{NAME}.nn.a": ("from numpyro_bnn.nn.b import B", False), f"{NAME}.nn.b": (typed, False)}
     assert circle(imported_files(sources)) == [f"{NAME}.nn.a", f"{NAME}.nn.b"]
-    inside = {
-        f"{NAME}.nn.a": ("def f():\n    from . import b", False),
-        f"{NAME}.nn.b": ("import numpyro", False),
-    }
+    inside = {f"{NAME}.nn.a": ("def f():\n    from . import b", False), f"{NAME}.nn.b": ("import numpyro", False)}
     assert imported_files(inside) == {f"{NAME}.nn.a": {f"{NAME}.nn.b"}, f"{NAME}.nn.b": set()}
     assert circle(imported_files(inside)) == []
 
@@ -220,12 +213,7 @@ def test_import_is_quick_changes_nothing_global_and_needs_no_optional_package():
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     modules = [module for module in MODULES if module.split(".")[1:2] != ["plots"]]
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, *modules],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", PROBE, *modules], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"changed": [], "devices": 3}
@@ -234,10 +222,7 @@ def test_import_is_quick_changes_nothing_global_and_needs_no_optional_package():
 # ------------------------------------------------------------------------------------------- documentation
 
 # Exported name -> the exported name whose example shows it: types that users receive rather than build.
-EXAMPLE_ELSEWHERE = {
-    "networks.RandomNetwork": "networks.random_network",
-    "nn.ForwardContext": "nn.Layer",
-}
+EXAMPLE_ELSEWHERE = {"networks.RandomNetwork": "networks.random_network", "nn.ForwardContext": "nn.Layer"}
 
 
 def exports():
@@ -457,17 +442,7 @@ def test_wrong_blocks_are_seen(page, fault):
 
 # ------------------------------------------------------------------------------------------------ the tree
 
-TOP = {
-    "pyproject.toml",
-    "README.md",
-    NAME,
-    "tests",
-    "examples",
-    "docs",
-    "Makefile",
-    "LICENSE",
-    "CHANGELOG.md",
-}
+TOP = {"pyproject.toml", "README.md", NAME, "tests", "examples", "docs", "Makefile", "LICENSE", "CHANGELOG.md"}
 LOCK = re.compile(
     r"(\.lock|[-.]lock\.(json|ya?ml|toml)|pylock.*\.toml|requirements.*\.txt|constraints.*\.txt)$", re.I
 )

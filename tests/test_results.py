@@ -388,11 +388,7 @@ def test_classification_exports_probabilities(data):
 
 @pytest.mark.parametrize(
     ("outputs", "heteroscedastic"),
-    [
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.slow),
-        (4, True),
-    ],
+    [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow), (4, True)],
 )
 def test_regression_heads(data, outputs, heteroscedastic):
     targets = outputs // 2 if heteroscedastic else outputs

@@ -42,10 +42,7 @@ def posterior(x, y):
 def fit_of(width=1.0, guide=None):
     """A guide at the posterior, its standard deviations times ``width``, as a result of SVI."""
     mean, covariance = posterior(np.asarray(X, float), np.asarray(Y, float))
-    params = {
-        "auto_loc": jnp.asarray(mean),
-        "auto_scale_tril": width * jnp.linalg.cholesky(jnp.asarray(covariance)),
-    }
+    params = {"auto_loc": jnp.asarray(mean), "auto_scale_tril": width * jnp.linalg.cholesky(jnp.asarray(covariance))}
     return SVIRunResult(params, None, jnp.array([3.0, 2.0])), guide or AutoMultivariateNormal(model)
 
 
@@ -105,10 +102,7 @@ def test_log_density_is_that_of_mcmc():
     stats = _arviz.group(idata, "sample_stats")
     for i, lp in enumerate(stats["lp"].to_numpy()[0]):
         draw = {name: jnp.asarray(held[name].to_numpy()[0, i]) for name in ("sigma", "shares")}
-        u = {
-            "sigma": jnp.log(draw["sigma"]),
-            "shares": dist.biject_to(dist.constraints.simplex).inv(draw["shares"]),
-        }
+        u = {"sigma": jnp.log(draw["sigma"]), "shares": dist.biject_to(dist.constraints.simplex).inv(draw["shares"])}
         assert lp == pytest.approx(-float(potential_energy(positive, (X, Y), {}, u)), rel=1e-4)
         # In the weight, the Jacobians of model and guide cancel.
         scales = {n: dist.Normal(result.params[f"{n}_auto_loc"], result.params[f"{n}_auto_scale"]) for n in u}
@@ -178,12 +172,7 @@ def exact_loo():
 @pytest.fixture(scope="module")
 def chains():
     mcmc = MCMC(
-        NUTS(model),
-        num_warmup=200,
-        num_samples=300,
-        num_chains=2,
-        progress_bar=False,
-        chain_method="vectorized",
+        NUTS(model), num_warmup=200, num_samples=300, num_chains=2, progress_bar=False, chain_method="vectorized"
     )
     mcmc.run(jax.random.key(3), X, Y)
     return bnn.to_inference_data(mcmc, posterior_predictive=False)

@@ -56,9 +56,7 @@ SAMPLERS = {
     "BAOAB on epochs": build(Minibatch(minibatch_potential, Epochs(N, 3)), BAOAB(1.0), schedule=0.01),
     "thermostat": build(VARIATES, NoseHoover(1.0), schedule=0.01),
     "SVRG": build(
-        SVRG(minibatch_potential, full_potential, WithReplacement(N, 4), period=7),
-        Overdamped(),
-        schedule=0.01,
+        SVRG(minibatch_potential, full_potential, WithReplacement(N, 4), period=7), Overdamped(), schedule=0.01
     ),
     "MALA": build(Full(full_potential), MALA(), schedule=0.05),
     "HMC": build(Full(full_potential), HMC(4, momentum_decay=0.5), SCALES, schedule=0.05),
@@ -338,13 +336,7 @@ def test_divergence_freezes_the_chain_and_names_the_step():
 
 @pytest.mark.parametrize(
     "dynamics",
-    [
-        Overdamped(),
-        BAOAB(1.0),
-        pytest.param(NoseHoover(1.0), marks=pytest.mark.slow),
-        MALA(),
-        Microcanonical(1.0),
-    ],
+    [Overdamped(), BAOAB(1.0), pytest.param(NoseHoover(1.0), marks=pytest.mark.slow), MALA(), Microcanonical(1.0)],
     ids=lambda d: type(d).__name__,
 )
 def test_a_gradient_that_is_not_finite_is_seen(dynamics):

@@ -112,11 +112,7 @@ def kernel_of(h, rate, variance, spread):
         (BAOAB(1.5), 3.0, 0.5),
         *(
             pytest.param(*row, marks=slow)
-            for row in (
-                (BAOAB(1.5), 0.0, 1.0),
-                (BAOAB(1.5), 0.0, 0.5),
-                (BAOAB(1.5), 3.0, 1.0),
-            )
+            for row in ((BAOAB(1.5), 0.0, 1.0), (BAOAB(1.5), 0.0, 0.5), (BAOAB(1.5), 3.0, 1.0))
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, float) else type(value).__name__,

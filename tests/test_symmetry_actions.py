@@ -188,10 +188,7 @@ def test_wrong_parts_are_refused(make, message):
         (Scale([("w", 2)]), r"axis 2 of site 'w' of shape \(3, 4\)\. Count the axes"),
         (Scale([("b", -2)]), r"axis -2 of site 'b' of shape \(4,\)"),
         (Scale([("w", 0, 2)]), r"of shape \(3, 4\)\. Repeats must divide"),
-        (
-            Rescale([("w", 0)], [("v", 0)]),
-            r"units by site \{'w': 3, 'v': 4\}\. All sites must have the same number",
-        ),
+        (Rescale([("w", 0)], [("v", 0)]), r"units by site \{'w': 3, 'v': 4\}\. All sites must have the same number"),
         (SignFlip([("w", 1), "b"]), r"units by site \{'w': 4, 'b': 1\}"),
     ],
 )

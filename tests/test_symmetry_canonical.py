@@ -86,8 +86,7 @@ SLOW_NETS = {
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "row",
-    rows({name: SYMMETRIC_NETS[name] for name in DISTINCT}, "test_canonical_is_constant_on_orbits", SLOW_NETS),
+    "row", rows({name: SYMMETRIC_NETS[name] for name in DISTINCT}, "test_canonical_is_constant_on_orbits", SLOW_NETS)
 )
 def test_canonical_is_constant_on_orbits(row):
     """It is idempotent too, and the network computes what it did."""
@@ -290,10 +289,7 @@ def test_draws_of_a_file(sampled):
     symmetries = symmetry.from_network(net, (2,))
     stored = xr.Dataset(
         {
-            site.replace("/", "."): (
-                ("chain", "draw", *(f"{site}_{i}" for i in range(v.ndim - 2))),
-                np.asarray(v),
-            )
+            site.replace("/", "."): (("chain", "draw", *(f"{site}_{i}" for i in range(v.ndim - 2))), np.asarray(v))
             for site, v in draws.items()
         }
     )
@@ -306,20 +302,12 @@ def test_draws_of_a_file(sampled):
 
 # -- summaries -----------------------------------------------------------------------------------------
 
-NETS = (
-    "MLP relu",
-    "BatchNorm relu",
-    "LayerNorm tanh",
-    "CNN max",
-    "ResNet BatchNorm",
-    "BatchNorm, then LayerNorm",
-)
+NETS = ("MLP relu", "BatchNorm relu", "LayerNorm tanh", "CNN max", "ResNet BatchNorm", "BatchNorm, then LayerNorm")
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "name",
-    [name if number < 3 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(NETS)],
+    "name", [name if number < 3 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(NETS)]
 )
 def test_invariants_do_not_change_along_orbits(name):
     row = SYMMETRIC_NETS[name]
@@ -396,12 +384,7 @@ GOOD = {"net/w": np.ones((2, 3, 4)), "b": np.ones((2, 3, 4))}
         (GOOD, ["net/w"], TypeError, r"argument `symmetries` got net/w\. Pass symmetries"),
         (GOOD, [Scale("net/v")], ValueError, r"argument `symmetries` got 'net/v'\. Did you mean 'net/w'\?"),
         (GOOD, [Scale([("net/w", 1)])], ValueError, r"axis 1 of site 'net/w' of shape \(4,\)"),
-        (
-            {"w": np.ones(3)},
-            [Scale("w")],
-            ValueError,
-            r"argument `draws` got leading axes .*group_by_chain=True",
-        ),
+        ({"w": np.ones(3)}, [Scale("w")], ValueError, r"argument `draws` got leading axes .*group_by_chain=True"),
         (
             {"w": np.ones((2, 3)), "v": np.ones((3, 2))},
             [Scale(["w", "v"])],

@@ -160,15 +160,7 @@ def compare(x: np.ndarray, y: np.ndarray, layers: tuple[int, ...], rounds: int) 
 
 def table(report: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    heads = (
-        "data",
-        "runs at once",
-        "hidden layers",
-        "AutoADF",
-        "plain scan",
-        "AutoADF / plain",
-        "C code, one core",
-    )
+    heads = ("data", "runs at once", "hidden layers", "AutoADF", "plain scan", "AutoADF / plain", "C code, one core")
     rows = []
     for name in ("boston", "california"):
         found = report[name]

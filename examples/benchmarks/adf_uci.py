@@ -56,10 +56,7 @@ def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
     scores = jax.vmap(lambda params, x, y: score(pbp, params, x, y, width))(
         fit.params, data["x_test"], data["y_test"]
     )
-    rmse, log_likelihood = (
-        np.asarray(scores[0]) * data["scale"],
-        np.asarray(scores[1]) - np.log(data["scale"]),
-    )
+    rmse, log_likelihood = (np.asarray(scores[0]) * data["scale"], np.asarray(scores[1]) - np.log(data["scale"]))
     return {
         "set": name,
         "splits": num_splits,
@@ -125,11 +122,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    report: dict[str, Any] = {
-        "rows": [],
-        "options": options_of(args),
-        **environment([]),
-    }
+    report: dict[str, Any] = {"rows": [], "options": options_of(args), **environment([])}
     for name in args.sets:
         report["rows"].append(learn_set(name, args))
         print(table(report["rows"][-1:]).split("\n")[-1], flush=True)

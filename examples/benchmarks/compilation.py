@@ -28,10 +28,7 @@ from examples.shared import at_least, markdown, writable_file
 FEATURES = 8
 KERNELS = ("NUTS", "MCLMC")
 # Environment variables of JAX: keep every program, however small.
-CACHE = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 
 def seconds_of_runs(

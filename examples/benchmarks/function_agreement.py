@@ -112,13 +112,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['mixing'][name]:.{digits}f} ({row['mixing of NUTS'][name]:.{digits}f})"
             for name, digits in (("median R-hat", 2), ("median ESS", 0))
         ]
-        figures = (
-            "rms t, mean",
-            "rms t, log sd",
-            "expected rms t",
-            "distance of means in sds",
-            "ratio of sds",
-        )
+        figures = ("rms t, mean", "rms t, log sd", "expected rms t", "distance of means in sds", "ratio of sds")
         cells = [f"{row['agreement'][name]:.2f}" for name in figures]
         lines.append([f"{row['set']}, {row['net']}", row["method"], *cells, *both])
     return markdown(heads, lines)

@@ -50,13 +50,7 @@ def make_mlp(width: int) -> nn.Layer:
 
 
 def make_cnn(width: int) -> nn.Layer:
-    layers = [
-        nn.Conv2d(width, 5, padding="VALID"),
-        nn.Activation("relu"),
-        nn.MaxPool(2),
-        nn.Flatten(),
-        nn.Dense(10),
-    ]
+    layers = [nn.Conv2d(width, 5, padding="VALID"), nn.Activation("relu"), nn.MaxPool(2), nn.Flatten(), nn.Dense(10)]
     return nn.Sequential(layers)
 
 
@@ -176,12 +170,7 @@ def main(argv: list[str] | None = None) -> dict:
         steps.append(measure_steps(name, *nets[name], args.rounds, args.calls))
         ratios = "  ".join(f"{label} {value:.2f}" for label, value in steps[-1]["time_ratio"].items())
         print(f"time of a step, {name}: {ratios}")
-    report = {
-        "variance": variances,
-        "steps": steps,
-        **environment([]),
-        "options": options_of(args),
-    }
+    report = {"variance": variances, "steps": steps, **environment([]), "options": options_of(args)}
     write_report(args.output, report)
     return report
 

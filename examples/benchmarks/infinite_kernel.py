@@ -82,11 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    report: dict[str, Any] = {
-        "rows": compare(args),
-        "options": options_of(args),
-        **environment([]),
-    }
+    report: dict[str, Any] = {"rows": compare(args), "options": options_of(args), **environment([])}
     write_report(args.output, report)
     put_table(args.docs, "infinite_kernel", table(report["rows"]), report)
     return report

@@ -35,12 +35,7 @@ PUBLISHED = {
         "energy": (2.09, -1.38),
         "yacht": (1.58, -1.18),
     },
-    "DVI": {
-        "boston": (None, -2.41),
-        "concrete": (None, -3.06),
-        "energy": (None, -1.01),
-        "yacht": (None, -0.47),
-    },
+    "DVI": {"boston": (None, -2.41), "concrete": (None, -3.06), "energy": (None, -1.01), "yacht": (None, -0.47)},
 }
 # Column -> activation, and whether every input has its own scale.
 VARIANTS = {"relu": ("relu", False), "erf": ("erf", False), "erf-ard": ("erf", True)}
@@ -133,11 +128,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
     nuts_of(args.nuts)  # before the work starts
-    report: dict[str, Any] = {
-        "rows": [],
-        "options": options_of(args),
-        **environment([]),
-    }
+    report: dict[str, Any] = {"rows": [], "options": options_of(args), **environment([])}
     for name in args.sets:
         for variant in args.variants:
             row = learn_set(name, variant, args)

@@ -106,10 +106,7 @@ def sgld_calls(kernel: infer.OrbitMoves, state: OrbitState, data: tuple, args: a
         outer, start = with_inner(kernel, state, inner, call)
         draw = loop(lambda base, _, inner=inner, call=call: inner.sample(base, call, {}), start.base, args.draws)
         calls[f"SGLD step, B={batch}"] = draw, args.draws * args.steps_per_draw
-        calls[f"sweep + refresh, SGLD B={batch}"] = (
-            loop(refreshed(outer, call), start, args.sweeps),
-            args.sweeps,
-        )
+        calls[f"sweep + refresh, SGLD B={batch}"] = (loop(refreshed(outer, call), start, args.sweeps), args.sweeps)
     return calls
 
 

@@ -49,13 +49,7 @@ def make_data(num_data: int) -> tuple[jax.Array, jax.Array]:
 
 
 def start() -> dict[str, jax.Array]:
-    shapes = {
-        "kernel0": (FEATURES, WIDTH),
-        "bias0": (WIDTH,),
-        "kernel1": (WIDTH, 1),
-        "bias1": (1,),
-        "sigma": (),
-    }
+    shapes = {"kernel0": (FEATURES, WIDTH), "bias0": (WIDTH,), "kernel1": (WIDTH, 1), "bias1": (1,), "sigma": ()}
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
 
@@ -244,12 +238,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     network = {"features": FEATURES, "width": WIDTH, "batch": BATCH, "step_size": STEP_SIZE}
     bar = not ("CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ)  # NumPyro hides it there
-    return {
-        **environment(["blackjax"]),
-        "network": network,
-        "progress_bar": bar,
-        "options": options_of(args),
-    }
+    return {**environment(["blackjax"]), "network": network, "progress_bar": bar, "options": options_of(args)}
 
 
 def print_report(report: dict[str, Any]) -> None:

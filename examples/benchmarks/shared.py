@@ -145,11 +145,7 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    machine = {
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-    }
+    machine = {"platform": platform.platform(), "cores": os.cpu_count(), "device": jax.devices()[0].device_kind}
     return {"machine": machine, "versions": versions}
 
 

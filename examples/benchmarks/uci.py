@@ -111,11 +111,7 @@ def variational(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any
 
     import numpyro_bnn as bnn
 
-    model, call, steps = (
-        model_of(data, head),
-        (data.x_train, data.y_train),
-        max(10, round(args.effort * 10_000)),
-    )
+    model, call, steps = (model_of(data, head), (data.x_train, data.y_train), max(10, round(args.effort * 10_000)))
     found, start = {}, None
     for name in ("AutoMeanField", "AutoCoupling"):
         guide = bnn.guides.AutoMeanField(model)

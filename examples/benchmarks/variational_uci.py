@@ -24,12 +24,7 @@ from examples.shared import at_least, markdown, writable_file
 
 # Test log likelihoods and standard errors, one hidden layer of 50 units, 20 standard splits: the method of Graves
 # (2011) as printed by Hernandez-Lobato and Adams (2015), table 1.
-VI = {
-    "boston": (-2.903, 0.071),
-    "concrete": (-3.391, 0.017),
-    "energy": (-2.391, 0.029),
-    "yacht": (-3.439, 0.163),
-}
+VI = {"boston": (-2.903, 0.071), "concrete": (-3.391, 0.017), "energy": (-2.391, 0.029), "yacht": (-3.439, 0.163)}
 PUBLISHED = {name: {"VI": vi, "PBP": PBP[name][1]} for name, vi in VI.items()}
 METHODS = ("AutoMeanField", "AutoCoupling", "NUTS")
 
@@ -201,11 +196,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
-    report: dict[str, Any] = {
-        "rows": [],
-        "options": options_of(args),
-        **environment([]),
-    }
+    report: dict[str, Any] = {"rows": [], "options": options_of(args), **environment([])}
     for name in args.sets:
         report["rows"].append(learn_set(name, args))
         print("\n".join(table(report["rows"][-1:]).split("\n")[2:]), flush=True)

@@ -114,11 +114,7 @@ class _WithoutLinear(Messenger):
 
 
 def _integrate(
-    model: Callable,
-    structure: LinearStructure,
-    values: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
+    model: Callable, structure: LinearStructure, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
     """Declare the factor that replaces the data, and the sites that were integrated out."""
     with isolated():

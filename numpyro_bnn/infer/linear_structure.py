@@ -131,11 +131,7 @@ def _parts(linear: LinearModel, at: Mapping[str, jax.Array]) -> dict[tuple[str, 
 def _data(call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
-    what = {
-        "sd": "the scale",
-        "weight": "the scale or mask of the log density",
-        "value": "the observed value",
-    }
+    what = {"sd": "the scale", "weight": "the scale or mask of the log density", "value": "the observed value"}
     used = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
     below = tuple(name for kind, name in used if kind == "density" and name not in sites and used[kind, name])
     for name in (*sites, *below):

@@ -81,12 +81,7 @@ class OrbitMoves(Wrapper):
     """
 
     def __init__(
-        self,
-        kernel: MCMCKernel,
-        symmetries: Sequence[Symmetry],
-        *,
-        exact: bool = True,
-        tolerance: float = TOLERANCE,
+        self, kernel: MCMCKernel, symmetries: Sequence[Symmetry], *, exact: bool = True, tolerance: float = TOLERANCE
     ) -> None:
         super().__init__(kernel)
         self._symmetries = as_symmetries("infer.OrbitMoves", symmetries)

@@ -92,12 +92,7 @@ def warm_start_of(call: str, warm_start: Any, optimizer: Any) -> WarmStart:
 
 
 def optimize(
-    sampler: sgmcmc.Sampler,
-    state: sgmcmc.State,
-    optimizer: Any,
-    memory: Any,
-    start: jax.Array,
-    num_steps: int,
+    sampler: sgmcmc.Sampler, state: sgmcmc.State, optimizer: Any, memory: Any, start: jax.Array, num_steps: int
 ) -> tuple[sgmcmc.State, Any, jax.Array]:
     """Descend on the minibatch potential; ``start`` is the number of the first step and selects the minibatches.
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import jax
 from numpyro.distributions import biject_to
-from numpyro.infer.gibbs import (
-    GIBBS_SITES_KWARG,
-    CustomGibbs,
-    DiscreteGibbs,
-    Gibbs,
-    with_conditioning,
-)
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, CustomGibbs, DiscreteGibbs, Gibbs, with_conditioning
 from numpyro.infer.hmc import HMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import unconstrain_fn

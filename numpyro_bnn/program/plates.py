@@ -13,15 +13,7 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
 
-__all__ = [
-    "PARAMETERS",
-    "draw_indices",
-    "full_plates",
-    "full_trace",
-    "isolated",
-    "random_indices",
-    "unobserved",
-]
+__all__ = ["PARAMETERS", "draw_indices", "full_plates", "full_trace", "isolated", "random_indices", "unobserved"]
 
 # Kinds of sites that are no random variables: MCMC keeps their values as they start.
 PARAMETERS = ("param", "mutable")

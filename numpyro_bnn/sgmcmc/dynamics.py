@@ -183,10 +183,7 @@ class NoseHoover(_Underdamped):
 
 _OUTER = 0.1931833275037836
 # Fractions of a step: turns of the direction, and the drifts between them.
-INTEGRATORS = {
-    "leapfrog": ((0.5, 0.5), (1.0,)),
-    "mclachlan": ((_OUTER, 1 - 2 * _OUTER, _OUTER), (0.5, 0.5)),
-}
+INTEGRATORS = {"leapfrog": ((0.5, 0.5), (1.0,)), "mclachlan": ((_OUTER, 1 - 2 * _OUTER, _OUTER), (0.5, 0.5))}
 
 
 class Direction(NamedTuple):

@@ -13,14 +13,7 @@ from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
-from numpyro_bnn.symmetry.model_info import (
-    ModelInfo,
-    PriorProgram,
-    as_normal,
-    elementwise,
-    in_latent,
-    log_density,
-)
+from numpyro_bnn.symmetry.model_info import ModelInfo, PriorProgram, as_normal, elementwise, in_latent, log_density
 
 Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
 EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior", "scale prior", "order"})

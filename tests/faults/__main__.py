@@ -20,16 +20,7 @@ from typing import Any
 
 from planted import ROOT, Fault, read_faults
 
-COPIED = (
-    "numpyro_bnn",
-    "tests",
-    "examples",
-    "docs",
-    "pyproject.toml",
-    "README.md",
-    "CHANGELOG.md",
-    "Makefile",
-)
+COPIED = ("numpyro_bnn", "tests", "examples", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 SECONDS = 600  # the most that the tests of one fault may take
 
 
@@ -54,17 +45,7 @@ def outcome(folder: Path, fault: Fault, whole_files: bool) -> dict[str, Any]:
     path = folder / fault.file
     sound = path.read_text()
     tests = sorted({test.split("::")[0] for test in fault.tests}) if whole_files else list(fault.tests)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--no-header",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
     command += ["-m", "not slow"] if whole_files else []
     started = time.perf_counter()
     try:

@@ -77,8 +77,7 @@ FAMILIES_OF: dict[str, Sequence[str]] = {
     },
     **dict.fromkeys(ways.GUIDES, ("supports", "learned scales")),
     **dict.fromkeys(
-        ("AutoMeanField", "AutoCoupling", "AutoADF"),
-        ("supports", "learned scales", "handlers", "likelihoods"),
+        ("AutoMeanField", "AutoCoupling", "AutoADF"), ("supports", "learned scales", "handlers", "likelihoods")
     ),
 }
 # The cells of `make test`: every way and every support, and where the package was once wrong.

@@ -359,15 +359,9 @@ RANDOM_INSIDE = [of_line("block", hidden_site, mean_of_hidden, axes={"a": A_LINE
 HANDLERS = [
     of_line("no handler", real, real_density, rows=line_rows),
     of_line("scale of the model", handlers.scale(real, 2.5), lambda c: 2.5 * real_density(c)),
+    of_line("scale of the rows", line_model(wrap_rows=lambda: handlers.scale(scale=2.5)), line_density(power=2.5)),
     of_line(
-        "scale of the rows",
-        line_model(wrap_rows=lambda: handlers.scale(scale=2.5)),
-        line_density(power=2.5),
-    ),
-    of_line(
-        "scale of a prior",
-        line_model(wrap_prior=lambda: handlers.scale(scale=2.5)),
-        line_density(prior_power=2.5),
+        "scale of a prior", line_model(wrap_prior=lambda: handlers.scale(scale=2.5)), line_density(prior_power=2.5)
     ),
     *(
         of_line(
@@ -387,16 +381,10 @@ HANDLERS = [
         rows=lambda c: np.where(SOME, line_rows(c), np.nan),
     ),
     of_line(
-        "mask of a prior",
-        line_model(wrap_prior=lambda: handlers.mask(mask=False)),
-        line_density(prior_power=0.0),
+        "mask of a prior", line_model(wrap_prior=lambda: handlers.mask(mask=False)), line_density(prior_power=0.0)
     ),
     of_line(
-        "obs_mask",
-        partly_observed,
-        line_density(power=SOME),
-        completed=imputed,
-        args=(*ARGS, jnp.asarray(SOME)),
+        "obs_mask", partly_observed, line_density(power=SOME), completed=imputed, args=(*ARGS, jnp.asarray(SOME))
     ),
     of_line("condition", handlers.condition(real, {"b": 0.8}), fixed(), axes={"a": A_LINE}),
     # A substituted value is replaced by the sampler's, here as with NumPyro's own kernels.
@@ -409,10 +397,7 @@ HANDLERS = [
         completed=intervened,
     ),
     of_line(
-        "reparam",
-        handlers.reparam(real, {"b": LocScaleReparam(0.0)}),
-        lambda c: real_density(c),
-        sites=decentered,
+        "reparam", handlers.reparam(real, {"b": LocScaleReparam(0.0)}), lambda c: real_density(c), sites=decentered
     ),
     of_line("scope", handlers.scope(real, "part"), real_density, sites=scoped),
     of_line("factor", factored, lambda c: real_density(c) - 2.0 * (c["a"] - c["b"]) ** 2),
@@ -610,10 +595,7 @@ LIKELIHOODS = [
         SMALL_COUNTS,
     ),
     likelihood(
-        "negative binomial",
-        lambda f: dist.NegativeBinomial2(jnp.exp(f), 3.0),
-        negative_binomial,
-        SMALL_COUNTS,
+        "negative binomial", lambda f: dist.NegativeBinomial2(jnp.exp(f), 3.0), negative_binomial, SMALL_COUNTS
     ),
     likelihood(
         "Bernoulli",
@@ -634,10 +616,7 @@ LIKELIHOODS = [
         OF_TEN,
     ),
     likelihood(
-        "categorical",
-        lambda f: dist.Categorical(logits=jnp.stack([0 * f, f, -0.5 * f], -1)),
-        categorical,
-        CLASSES,
+        "categorical", lambda f: dist.Categorical(logits=jnp.stack([0 * f, f, -0.5 * f], -1)), categorical, CLASSES
     ),
     likelihood(
         "heteroscedastic",
@@ -780,12 +759,7 @@ def power(problem: Problem, factor: float) -> Problem:
     """The problem under `handlers.scale` of the whole model."""
     model, log_joint = handlers.scale(problem.model, factor), problem.log_joint
     return Problem(
-        f"{problem.name}, scaled",
-        model,
-        problem.args,
-        problem.axes,
-        lambda c: factor * log_joint(c),
-        problem.sites,
+        f"{problem.name}, scaled", model, problem.args, problem.axes, lambda c: factor * log_joint(c), problem.sites
     )
 
 
@@ -918,13 +892,7 @@ UNITS += [
     power(UNITS[6], 2.5),
     learned("ReLU, scale half-normal", RELU, dist.HalfNormal(1.0), half_normal, HALF, relu_likelihood, True),
     learned(
-        "ReLU, scale half-normal, non-centered",
-        RELU,
-        dist.HalfNormal(1.0),
-        half_normal,
-        HALF,
-        relu_likelihood,
-        False,
+        "ReLU, scale half-normal, non-centered", RELU, dist.HalfNormal(1.0), half_normal, HALF, relu_likelihood, False
     ),
     *(
         learned(
@@ -978,10 +946,7 @@ UNITS += [
     ),
 ]
 SCALES += [power(problem, 2.5) for problem in (SCALES[0], SCALES[3], SCALES[4])]
-SCALES += [
-    few_rows(SCALES[3], slope_rows),
-    few_rows(SCALES[4], lambda c: slope_rows(c, c["tau"][:, None] ** -0.5)),
-]
+SCALES += [few_rows(SCALES[3], slope_rows), few_rows(SCALES[4], lambda c: slope_rows(c, c["tau"][:, None] ** -0.5))]
 SCALES += [
     Problem(
         f"precision of {name}",

@@ -370,7 +370,4 @@ GUIDES: dict[str, Callable[[Problem], Figure]] = {
     "AutoCoupling": partial(evidence_of, partial(guides.AutoCoupling, num_flows=4, hidden=(8,))),
     "AutoADF": adf,
 }
-RESULTS: dict[str, Callable[[Problem], Figure]] = {
-    "density of our kernels": density,
-    "to_inference_data": exported,
-}
+RESULTS: dict[str, Callable[[Problem], Figure]] = {"density of our kernels": density, "to_inference_data": exported}
