@@ -4,6 +4,7 @@ import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,14 @@ from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_kind, check_number
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
-from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
+from numpyro_bnn.infer.preconditioning import NAMES, NoisePreconditioner, is_named, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
-from numpyro_bnn.infer.tuning import temperature_band
+from numpyro_bnn.infer.tuning import Noise, temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, warm_start_of
 from numpyro_bnn.program.compiled import run
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
+MOVEMENT = ("variance_covered", "mean_accept_prob")  # attributes of a run, one value per chain
 
 
 class SGMCMCKernel(MCMCKernel):
@@ -64,6 +66,7 @@ class SGMCMCKernel(MCMCKernel):
     exact = False
     target_accept_prob: float | None = None
     preconditioners: tuple[str, ...] = ()  # names in addition to those that all kernels accept
+    uses_minibatches = True
 
     def __init__(
         self,
@@ -144,13 +147,13 @@ class SGMCMCKernel(MCMCKernel):
             return sgmcmc.SVRG(potential, full, stream, period=max(1, plate.size // plate.batch_size))
         return sgmcmc.Minibatch(potential, stream)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """eps for the largest curvature and the largest gradient-noise variance (both preconditioned).
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
+        """eps for the largest curvature and the gradient noise (both preconditioned).
 
         Overdamped: to first order a coordinate of curvature lam and noise V has a variance too large by the fraction
         (eps / 4) (lam + V / T). Never more than a quarter of the stability limit, whatever the tolerance.
         """
-        tolerated = 4 * self._bias_tolerance / (curvature + noise / max(self._temperature, 1e-12))
+        tolerated = 4 * self._bias_tolerance / (curvature + noise.largest / max(self._temperature, 1e-12))
         return jnp.minimum(1 / curvature, tolerated)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
@@ -194,9 +197,22 @@ class SGMCMCKernel(MCMCKernel):
             tuner=tuner,
         )
 
+    def _learns_from_noise(self, target: Target) -> bool:
+        """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen."""
+        named = is_named(self._preconditioner, "gradient_noise")
+        noisy = target.subsampled and self.uses_minibatches
+        if named and not noisy:
+            instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'identity'."
+            raise argument_error(self._call, "preconditioner", "'gradient_noise'", instead)
+        # A kernel that lists the name has its own way to learn it.
+        unset = self._preconditioner is None and self._step_size is None and noisy
+        return (named and "gradient_noise" not in self.preconditioners) or unset
+
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
         """Assemble the engine for a potential ``evaluate(z, batch)``; this costs nothing at run time."""
         unravel, schedule = ravel_pytree(z)[1], self.schedule
+        noise, given = self.policy.noise, self._preconditioner
+        metric = resolve(self._call, given, z, target.num_data) if noise is None else noise.preconditioner
         stream = stream_of(target, self._minibatches)
 
         def potential(position: jax.Array, batch: Any) -> jax.Array:
@@ -208,7 +224,7 @@ class SGMCMCKernel(MCMCKernel):
         return sgmcmc.build(
             self.estimator(target, potential, full, stream),
             self.dynamics(full, base * schedule(0)),
-            resolve(self._call, self._preconditioner, z, target.num_data),
+            metric,
             schedule=lambda step: base * schedule(step),
             temperature=self._temperature,
         )
@@ -259,7 +275,12 @@ class SGMCMCKernel(MCMCKernel):
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
-        self._policy = policy = self.make_policy(target, num_warmup)
+        policy = self.make_policy(target, num_warmup)
+        if self._learns_from_noise(target):
+            size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
+            noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw)
+            policy = replace(policy, noise=noise)
+        self._policy = policy
         self._sample_fn = Chain(policy, model_args, model_kwargs).transition
 
         def start(given: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> SGMCMCState:
@@ -343,7 +364,11 @@ class SGMCMCKernel(MCMCKernel):
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a run."""
         size = int(state.engine.position.shape[-1])
         low, high = temperature_band(size, self._temperature)
+        covered = state.coverage.share(self._temperature) if self._covers(state) else None
+        movement = dict(zip(MOVEMENT, (covered, state.coverage.accept_prob), strict=True))
         return {
+            **{name: listed(value) for name, value in movement.items() if value is not None},
+            "frozen_chains": str(np.flatnonzero(self._frozen(state)).tolist()),
             "temperature_band_low": low,
             "temperature_band_high": high,
             "steps_per_draw": self._steps_per_draw,
@@ -364,6 +389,27 @@ class SGMCMCKernel(MCMCKernel):
             f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
             f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
         )
+
+    def _covers(self, state: SGMCMCState) -> bool:
+        """Whether the share of the variance is known; steps of MCLMC end where their minibatch's noise leads them."""
+        noisy = self.target.subsampled and "energy_variance" in self.default_fields
+        return self._temperature > 0 and bool(np.min(state.coverage.draws)) and not noisy
+
+    def movement_report(self, state: SGMCMCState) -> str | None:
+        """Which chains hardly moved, and what to change; ``None`` if all moved."""
+        chains = np.flatnonzero(self._frozen(state)).tolist()
+        if not chains:
+            return None
+        eps = float(np.max(jax.device_get(state.base_step_size)))
+        found = {name: value for name, value in self.describe(state).items() if name in MOVEMENT}
+        return (
+            f"{self._call}: chains {chains} hardly moved at step size {eps:.2g} ({found}). If they accept nothing, use"
+            " a smaller `step_size`; otherwise leave out `step_size` and `preconditioner`, take more steps or larger"
+            " minibatches, or allow more bias by `bias_tolerance`."
+        )
+
+    def _frozen(self, state: SGMCMCState) -> np.ndarray:
+        return state.coverage.frozen(self._temperature, self._steps_per_draw, self._covers(state))
 
 
 def listed(by_chain: jax.Array) -> str:

@@ -17,7 +17,7 @@ from numpyro_bnn.infer.base import SGMCMCKernel, listed
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time
+from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time
 
 EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
@@ -150,7 +150,7 @@ class MCLMC(SGMCMCKernel):
         fresh = sgmcmc.Microcanonical(self._length, self._integrator, fresh=target.subsampled)
         return replace(built, dynamics=fresh)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         """A first guess: a time step h has length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
         return jnp.sqrt(0.25 / curvature * size)
 

@@ -286,6 +286,10 @@ class ParallelTempering(MCMCKernel):
         """The report of the inner kernel."""
         return getattr(self._inner, "divergence_report", lambda _: None)(state.base)
 
+    def movement_report(self, state: Any) -> str | None:
+        """The report of the inner kernel."""
+        return getattr(self._inner, "movement_report", lambda _: None)(state.base)
+
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``swap_accept_prob``."""

@@ -188,6 +188,10 @@ class Wrapper(MCMCKernel):
         """The report of the inner kernel."""
         return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
 
+    def movement_report(self, state: Any) -> str | None:
+        """The report of the inner kernel."""
+        return getattr(self._kernel, "movement_report", lambda _: None)(state.base)
+
 
 def _bounded_by_others(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Latent sites whose support depends on other latent sites."""

@@ -104,9 +104,9 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
     """Settings that kernels of :mod:`numpyro_bnn.infer` report, with a warning if a chain diverged."""
     if not hasattr(mcmc.sampler, "describe"):
         return {}
-    report = mcmc.sampler.divergence_report(mcmc.last_state)
-    if report:
-        warnings.warn(report, stacklevel=4)
+    for kind in ("divergence_report", "movement_report"):
+        if report := getattr(mcmc.sampler, kind)(mcmc.last_state):
+            warnings.warn(report, stacklevel=4)
     return mcmc.sampler.describe(mcmc.last_state)
 
 

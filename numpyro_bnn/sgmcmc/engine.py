@@ -52,6 +52,7 @@ class Statistics(NamedTuple):
     :param accept_prob: mean acceptance probability; None without a Metropolis test.
     :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
     :param energy_variance: mean of the squared energy error of a step, divided by P; None if not reported.
+    :param position: mean position (P,), and ``gradient``: mean gradient (P,), where the temperature is taken.
     """
 
     num_steps: Array
@@ -59,7 +60,9 @@ class Statistics(NamedTuple):
     configurational_temperature: Array
     accept_prob: Array | None
     num_gradients: Array
-    energy_variance: Array | None = None
+    energy_variance: Array | None
+    position: Array
+    gradient: Array
 
 
 class State(NamedTuple):
@@ -136,6 +139,8 @@ class Sampler:
             accept_prob=zero if self.dynamics.exact else None,
             num_gradients=jnp.int32(0),
             energy_variance=zero if self.dynamics.reports_energy else None,
+            position=jnp.zeros_like(position),
+            gradient=jnp.zeros_like(position),
         )
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
@@ -278,12 +283,13 @@ class Sampler:
         weight = 1.0 / count.astype(virial.dtype)
         momentum = self.dynamics.momentum(move.memory)
         kinetic = None if momentum is None else squared_norm(momentum) / size
-        seen = (kinetic, virial / size, move.accept_prob)
-        kinetic, virial, accept = jax.tree.map(lambda m, x: m + weight * (x - m), statistics[1:4], seen)
+        seen = (kinetic, virial / size, move.accept_prob, move.evaluation.position, move.evaluation.gradient)
+        old = (*statistics[1:4], statistics.position, statistics.gradient)
+        kinetic, virial, accept, *means = jax.tree.map(lambda m, x: m + weight * (x - m), old, seen)
         energy = statistics.energy_variance
         if move.energy_error is not None and energy is not None:
             energy = energy + weight * (jnp.square(move.energy_error) / size - energy)
-        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent, energy)
+        return Statistics(count, kinetic, virial, accept, statistics.num_gradients + spent, energy, *means)
 
 
 def build(
