@@ -18,7 +18,7 @@ from numpyro_bnn import infer
 from numpyro_bnn.infer.chain import AcceptanceTuner
 from numpyro_bnn.infer.mclmc import DECOHERENCE, EnergyTuner
 from numpyro_bnn.infer.preconditioning import resolve
-from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time, gradient_noise, largest_curvature
+from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, gradient_noise, largest_curvature
 from numpyro_bnn.infer.warm_start import held_out_rows, learning_gradient
 
 
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 def test_chosen_step_sizes_of_sgld_have_the_bias_they_state(curvature, noise):
     """The stationary variance of its linear recursion, to first order in the tolerance."""
     kernel = infer.SGLD(lambda: None, bias_tolerance=0.01, temperature=2.0)
-    eps = float(kernel.choose_step_size(jnp.array(curvature), jnp.array(noise), 1))
+    eps = float(kernel.choose_step_size(jnp.array(curvature), Noise(noise, noise, 0.0), 1))
     variance = (2.0 * eps + eps**2 * noise / 4) / (1 - (1 - eps * curvature / 2) ** 2)
     assert variance * curvature / 2.0 - 1 == pytest.approx(0.01, rel=0.02)
 
@@ -63,7 +63,7 @@ def test_chosen_step_sizes_of_sghmc_have_the_bias_they_state(decay):
     """
     curvature, noise, temperature = 1.0, 500.0, 2.0
     kernel = infer.SGHMC(lambda: None, momentum_decay=decay, bias_tolerance=0.01, temperature=temperature)
-    h = float(kernel.choose_step_size(jnp.array(curvature), jnp.array(noise), 1)) ** 0.5
+    h = float(kernel.choose_step_size(jnp.array(curvature), Noise(noise, noise, 0.0), 1)) ** 0.5
     drift = np.array([[1, h / 2], [0, 1]])
     refresh, kick = np.diag([1, 1 - decay]), np.array([[1, 0], [-h * curvature, 1]])
     source = (1 - (1 - decay) ** 2) * temperature * np.diag([0, 1.0])
