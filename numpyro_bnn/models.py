@@ -35,10 +35,7 @@ _LEAST_SD = 1e-6
 
 
 def regression(
-    net: Layer,
-    prior: Any = None,
-    noise: dist.Distribution | float | None = None,
-    heteroscedastic: bool = False,
+    net: Layer, prior: Any = None, noise: dist.Distribution | float | None = None, heteroscedastic: bool = False
 ) -> Model:
     """Regression with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 

@@ -96,12 +96,7 @@ class ParallelTempering(MCMCKernel):
     sample_field = "z"
 
     def __init__(
-        self,
-        kernel: MCMCKernel,
-        num_replicas: int = 8,
-        *,
-        lowest: float = 0.01,
-        temper: str = "likelihood",
+        self, kernel: MCMCKernel, num_replicas: int = 8, *, lowest: float = 0.01, temper: str = "likelihood"
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))

@@ -29,13 +29,7 @@ class Kernels(NamedTuple):
 
 
 def nngp(
-    net: Layer,
-    x1: Any,
-    x2: Any = None,
-    *,
-    prior: Any = None,
-    scales: Scales = None,
-    block_size: int | None = None,
+    net: Layer, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: int | None = None
 ) -> Any:
     r"""Prior covariance of the outputs of a network as its hidden layers get infinitely wide (the NNGP kernel).
 
@@ -74,13 +68,7 @@ def nngp(
 
 
 def ntk(
-    net: Layer,
-    x1: Any,
-    x2: Any = None,
-    *,
-    prior: Any = None,
-    scales: Scales = None,
-    block_size: int | None = None,
+    net: Layer, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: int | None = None
 ) -> Any:
     r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely wide network.
 

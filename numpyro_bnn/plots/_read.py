@@ -49,12 +49,7 @@ class Drawn(NamedTuple):
 
 
 def predicted(
-    call: str,
-    idata: Any,
-    site: str | None,
-    group: str | None,
-    scored: bool = False,
-    target: str | None = None,
+    call: str, idata: Any, site: str | None, group: str | None, scored: bool = False, target: str | None = None
 ) -> Drawn:
     """Draws of the site, from ``predictions`` if present (and, if ``scored``, with targets), else of the data."""
     name = _site_name(call, idata, site)

@@ -10,15 +10,7 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
-from numpyro_bnn.symmetry.groups import (
-    JointRescale,
-    JointScale,
-    Multiplicative,
-    Permutation,
-    Rescale,
-    Scale,
-    Shift,
-)
+from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Multiplicative, Permutation, Rescale, Scale, Shift
 
 # Site -> (n, *shape) in float64, with n draws of all chains.
 Points = dict[str, np.ndarray]
