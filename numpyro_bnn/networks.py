@@ -117,9 +117,6 @@ def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
     return fn.expand(batch_shape).to_event()
 
 
-# -- batch statistics between a pass over the training data and a prediction ----------------------------
-
-
 class record_statistics(Messenger):
     """Context that records the batch statistics of every call of a :class:`RandomNetwork` in ``.calls``.
 

@@ -9,16 +9,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_choice,
-    check_count,
-    check_finite,
-    check_labels,
-    check_number,
-    check_rank,
-    check_same_length,
-)
+from numpyro_bnn import _checks
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.datasets.dataset import Dataset
 
 _FOLDER_VARIABLE = "NUMPYRO_BNN_DATA"
@@ -63,7 +55,7 @@ def load_sklearn(name: str, test_fraction: float = 0.2, seed: int = 0) -> Datase
     >>> data.x_train.shape, data.x_test.shape, data.feature_names[:3]
     ((398, 10), (44, 10), ('age', 'sex', 'bmi'))
     """
-    check_choice("load_sklearn", "name", name, _SKLEARN)
+    _checks.check_choice("load_sklearn", "name", name, _SKLEARN)
     try:
         from sklearn import datasets as sklearn_datasets
     except ImportError as error:
@@ -101,13 +93,13 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
     ...     load_uci("yacht", split=0, folder=folder)
     Dataset('yacht', x_train=(3, 6), y_train=(3,) float64, x_test=(1, 6), y_test=(1,) float64)
     """
-    check_choice("load_uci", "name", name, _UCI)
+    _checks.check_choice("load_uci", "name", name, _UCI)
     path = _data_file("load_uci", folder, _UCI[name], _UCI.values())
     arrays = _read_npz("load_uci", path, ("X", "y", "train_idx", "test_idx"))
     x, y = _table("load_uci", path.name, arrays["X"], arrays["y"])
     _check_splits(path.name, arrays["train_idx"], arrays["test_idx"], len(x))
     last = len(arrays["train_idx"]) - 1
-    if check_count("load_uci", "split", split, minimum=0) > last:
+    if _checks.check_count("load_uci", "split", split, minimum=0) > last:
         raise argument_error("load_uci", "split", split, f"Pass an integer from 0 to {last}.")
     train, test = arrays["train_idx"][split], arrays["test_idx"][split]
     return Dataset(x[train], y[train], x[test], y[test], name, _columns(x))
@@ -169,7 +161,7 @@ def load_neal(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     ...     load_neal("rdata", folder)
     Dataset('rdata', x_train=(3, 1), y_train=(3,) float64, x_test=(1, 1), y_test=(1,) float64)
     """
-    check_choice("load_neal", "name", name, _NEAL_SETS)
+    _checks.check_choice("load_neal", "name", name, _NEAL_SETS)
     path = _data_file("load_neal", folder, _NEAL, [_NEAL])
     keys = (f"{name}_X", f"{name}_y", f"{name}_n_train")
     inputs, targets, count = _read_npz("load_neal", path, keys).values()
@@ -203,7 +195,7 @@ def load_images(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     ...     load_images("kmnist", folder)
     Dataset('kmnist', x_train=(0, 28, 28, 1), y_train=(0,) int32, x_test=(2, 28, 28, 1), y_test=(2,) int32)
     """
-    check_choice("load_images", "name", name, _IMAGES)
+    _checks.check_choice("load_images", "name", name, _IMAGES)
     file, parts = _IMAGES[name]
     path = _data_file("load_images", folder, file, [known for known, _ in _IMAGES.values()])
     arrays = _read_npz("load_images", path, [f"{axis}_{part}" for part in parts for axis in "xy"])
@@ -219,8 +211,8 @@ def _random_split(
     call: str, name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], test_fraction: Any, seed: Any
 ) -> Dataset:
     """Split the rows at random (not stratified); the same seed gives the same split on every machine."""
-    seed = check_count(call, "seed", seed, minimum=0)
-    check_number(call, "test_fraction", test_fraction, strict=True, below=1.0)
+    seed = _checks.check_count(call, "seed", seed, minimum=0)
+    _checks.check_number(call, "test_fraction", test_fraction, strict=True, below=1.0)
     num_test = round(len(x) * float(test_fraction))
     if not 0 < num_test < len(x):
         instead = f"It leaves {num_test} of {len(x)} rows for testing: keep at least one row on either side."
@@ -233,10 +225,10 @@ def _random_split(
 def _check_splits(file: str, train: np.ndarray, test: np.ndarray, num_rows: int) -> None:
     """Every split must be a disjoint cover of the rows: a wrong index would leak test rows into training."""
     for key, index in (("train_idx", train), ("test_idx", test)):
-        check_rank("load_uci", f"{file}[{key}]", index, 2, "(splits, rows)")
+        _checks.check_rank("load_uci", f"{file}[{key}]", index, 2, "(splits, rows)")
         if not np.issubdtype(index.dtype, np.integer):
             raise argument_error("load_uci", f"{file}[{key}]", f"dtype {index.dtype}", "Store integer row numbers.")
-    check_same_length("load_uci", train_idx=train, test_idx=test)
+    _checks.check_same_length("load_uci", train_idx=train, test_idx=test)
     rows = np.sort(np.concatenate([train, test], axis=1), axis=1)
     if rows.shape[1] != num_rows or not (rows == np.arange(num_rows)).all():
         got = f"{file}, whose splits are not disjoint covers of its {num_rows} rows"
@@ -278,7 +270,7 @@ def _read_npz(call: str, path: Path, names: Iterable[str]) -> dict[str, np.ndarr
         raise argument_error(call, "folder", got, "Replace it with an intact npz file.") from error
     for name, array in arrays.items():
         if np.issubdtype(array.dtype, np.inexact):
-            check_finite(call, f"{path.name}[{name}]", array)
+            _checks.check_finite(call, f"{path.name}[{name}]", array)
     return arrays
 
 
@@ -294,21 +286,21 @@ def _table(
     for key, array in (("X", x), ("y", y)):
         if array.dtype.kind not in "iuf":
             raise argument_error(call, f"{file}[{key}]", f"dtype {array.dtype}", "Store numbers.")
-    check_rank(call, f"{file}[X]", x, 2, "(N, D)")
-    check_rank(call, f"{file}[y]", y, 1, "(N,)")
-    check_same_length(call, X=x, y=y)
+    _checks.check_rank(call, f"{file}[X]", x, 2, "(N, D)")
+    _checks.check_rank(call, f"{file}[y]", y, 1, "(N,)")
+    _checks.check_same_length(call, X=x, y=y)
     return x.astype(np.float64), y.astype(np.int32 if classes else np.float64)
 
 
 def _images(path: Path, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Check one part; bytes become float32 (N, H, W, 1) in [0, 1] and int32 labels."""
     call, file = "load_images", path.name
-    check_rank(call, f"{file}[x]", images, 3, "(N, H, W)")
-    check_rank(call, f"{file}[y]", labels, 1, "(N,)")
-    check_same_length(call, x=images, y=labels)
+    _checks.check_rank(call, f"{file}[x]", images, 3, "(N, H, W)")
+    _checks.check_rank(call, f"{file}[y]", labels, 1, "(N,)")
+    _checks.check_same_length(call, x=images, y=labels)
     if images.dtype != np.uint8:
         raise argument_error(call, f"{file}[x]", f"dtype {images.dtype}", "Store pixels as uint8 from 0 to 255.")
     if images.size == 0:
         raise argument_error(call, f"{file}[x]", f"shape {images.shape}", "Store at least one image.")
-    check_labels(call, f"{file}[y]", labels, _IMAGE_CLASSES)
+    _checks.check_labels(call, f"{file}[y]", labels, _IMAGE_CLASSES)
     return (images.astype(np.float32) / np.float32(255))[..., None], labels.astype(np.int32)

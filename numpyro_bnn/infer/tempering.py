@@ -285,9 +285,6 @@ class ParallelTempering(MCMCKernel):
         return {"swap_accept_prob": ("neighbors", [f"{r}-{r + 1}" for r in range(1, self._num_replicas)])}
 
 
-# ------------------------------------------------------------------------------------------------ tempered models
-
-
 def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
     return temper == "joint" or (site["is_observed"] and site["name"] not in held)
 
@@ -318,9 +315,6 @@ class _Tempered:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scaled = _scaled(self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {}))
         return weight_jacobians(scaled, 1.0)(*args, **kwargs)
-
-
-# ------------------------------------------------------------------------------------------------------ exchanges
 
 
 def exchange(

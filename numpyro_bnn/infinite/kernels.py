@@ -106,14 +106,7 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
 
 
 def both_kernels(
-    call: str,
-    net: Layer,
-    x1: Any,
-    x2: Any = None,
-    prior: Any = None,
-    scales: Scales = None,
-    block_size: int | None = None,
-    want_ntk: bool = True,
+    call: str, net: Layer, x1: Any, x2: Any, prior: Any, scales: Scales, block_size: Any = None, want_ntk: bool = True
 ) -> Kernels:
     """Check a call, and compute the kernels."""
     x1 = _inputs(call, "x1", x1)
@@ -129,13 +122,7 @@ def both_kernels(
 
 
 def kernels(
-    net: Layer,
-    sites: Mapping[str, SiteMoments],
-    normal: frozenset[str],
-    x1: Any,
-    x2: Any,
-    want_ntk: bool,
-    block_size: int | None = None,
+    net: Layer, sites: Mapping, normal: frozenset[str], x1: Any, x2: Any, want_ntk: bool, block_size: Any = None
 ) -> Kernels:
     """Kernels for given moments of the parameters."""
     dtype = jnp.result_type(x1, float) if x2 is None else jnp.result_type(x1, x2, float)
@@ -213,9 +200,6 @@ def _inputs(call: str, argument: str, value: Any) -> Any:
     return value if hasattr(value, "dtype") else np.asarray(value)
 
 
-# -- one network of finite width ---------------------------------------------------------------------------
-
-
 def empirical_ntk(
     net: Layer,
     params: Params,
@@ -284,11 +268,7 @@ def empirical_ntk(
 @partial(jax.jit, static_argnums=0)
 def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
     """Derivatives of every output, (B, K, *shape) for each parameter."""
-
-    def outputs(params: Params, row: jax.Array) -> jax.Array:
-        return net.apply(params, row).reshape(-1)
-
-    return jax.vmap(lambda row: jax.jacrev(outputs)(dict(params), row))(x)
+    return jax.vmap(lambda row: jax.jacrev(lambda at: net.apply(at, row).reshape(-1))(dict(params)))(x)
 
 
 @partial(jax.jit, static_argnums=2)

@@ -175,10 +175,7 @@ class MaxPool(_Pool):
 
 
 def _tiles(x: jax.Array, window: Pair) -> jax.Array:
-    """Non-overlapping windows, as axes: (N, H, h, W, w, C).
-
-    The gradient of their maximum is elementwise; that of a general window doubles the step time of a small network.
-    """
+    """Windows as axes, (N, H, h, W, w, C): the gradient of their maximum is elementwise, which halves a step."""
     batch, height, width, channels = x.shape
     rows, columns = height // window[0], width // window[1]
     whole = x[:, : rows * window[0], : columns * window[1]]
@@ -187,11 +184,7 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
 
 @jax.custom_jvp
 def _largest(tiles: jax.Array) -> jax.Array:
-    """Maximum over the windows that `_tiles` cuts; the gradient of each goes to its first largest value.
-
-    JAX's own gradient looks for the values that equal the maximum. XLA may compute the two in different loops with
-    different rounding; then no value equals it, and the gradient is NaN.
-    """
+    """Maximum over windows; JAX's own gradient is NaN if XLA rounds the maximum differently in another loop."""
     return tiles.max(axis=(2, 4))
 
 
