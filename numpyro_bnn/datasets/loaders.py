@@ -169,8 +169,7 @@ def load_neal(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     if count.shape != () or count.dtype.kind not in "iu" or not 0 < int(count) < len(x):
         argument, instead = f"{path.name}[{keys[2]}]", f"Store a number between 1 and {len(x) - 1}."
         raise argument_error("load_neal", argument, count.tolist(), instead)
-    cut = int(count)
-    return Dataset(x[:cut], y[:cut], x[cut:], y[cut:], name, _columns(x))
+    return Dataset(x[:count], y[:count], x[count:], y[count:], name, _columns(x))
 
 
 def load_images(name: str, folder: str | os.PathLike | None = None) -> Dataset:
@@ -200,11 +199,9 @@ def load_images(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     path = _data_file("load_images", folder, file, [known for known, _ in _IMAGES.values()])
     arrays = _read_npz("load_images", path, [f"{axis}_{part}" for part in parts for axis in "xy"])
     x_test, y_test = _images(path, arrays["x_test"], arrays["y_test"])
-    if "train" in parts:
-        x_train, y_train = _images(path, arrays["x_train"], arrays["y_train"])
-    else:
-        x_train, y_train = x_test[:0], y_test[:0]
-    return Dataset(x_train, y_train, x_test, y_test, name)
+    none = (x_test[:0], y_test[:0])
+    train = _images(path, arrays["x_train"], arrays["y_train"]) if "train" in parts else none
+    return Dataset(*train, x_test, y_test, name)
 
 
 def _random_split(

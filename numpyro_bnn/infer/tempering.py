@@ -111,9 +111,7 @@ class ParallelTempering(MCMCKernel):
         check_choice(call, "temper", temper, TEMPERED)
         self._kernel = kernel
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
-        self._num_replicas = num_replicas
-        self._lowest = lowest
-        self._temper = temper
+        self._num_replicas, self._lowest, self._temper = num_replicas, lowest, temper
         self._num_warmup = 0
         self._sample_fn: Callable | None = None
 
@@ -268,12 +266,8 @@ class ParallelTempering(MCMCKernel):
     def describe(self, state: TemperingState) -> dict[str, Any]:
         """Attributes of a run: those of the inner kernel, the number of replicas and what is tempered."""
         inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(state.base)
-        return {
-            **inner,
-            "inner_kernel": type(self._kernel).__name__,
-            "num_replicas": self._num_replicas,
-            "temper": self._temper,
-        }
+        own = {"inner_kernel": type(self._kernel).__name__, "num_replicas": self._num_replicas}
+        return {**inner, **own, "temper": self._temper}
 
     def divergence_report(self, state: TemperingState) -> str | None:
         """The report of the inner kernel."""

@@ -243,15 +243,18 @@ def empirical_ntk(
             check_finite(call, argument, value)
     shape = np.shape(x1)[1:]
     found = prior_moments(call, net, shape, prior, scales)
-    _check_params(call, net, params, shape)
+    if contains(net, BatchNorm):
+        instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
+        raise argument_error(call, "net", "a network with `BatchNorm`", instead)
+    expected, got = net.param_shapes(shape), {name: np.shape(value) for name, value in params.items()}
+    if got != expected:
+        raise argument_error(call, "params", got, f"Pass one array for each parameter: {expected}.")
     variances = {name: jnp.asarray(found.sites[name].variance) for name in params}
     weights = {name: variances[name] / weight_fan_in(name, np.shape(params[name])) for name in params}
     outputs = int(np.prod(net.output_shape(shape)))
-    size = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
-    if block_size is not None:
-        size = check_count(call, "block_size", block_size)
-    first = np.asarray(x1)
-    second = first if x2 is None else np.asarray(x2)
+    fits = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
+    size = fits if block_size is None else check_count(call, "block_size", block_size)
+    first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
     pairs = (outputs, outputs) if full else ()
     result = np.empty((len(first), len(second), *pairs), jnp.result_type(*params.values(), float))
     for i in range(0, len(first), size):
@@ -275,18 +278,9 @@ def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
 def _contracted(one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool) -> jax.Array:
     """Sum over parameters, and average over outputs unless all pairs of them are requested."""
     total: Any = 0.0
+    formula = "akp,blp->abkl" if full else "akp,bkp->ab"
     for name, left in one.items():
         shape = (*left.shape[:2], -1)
-        formula = "akp,blp->abkl" if full else "akp,bkp->ab"
         parts = left.reshape(shape), other[name].reshape((other[name].shape[0], *shape[1:]))
         total += jnp.einsum(formula, *parts, precision="highest")
     return total if full else total / next(iter(one.values())).shape[1]
-
-
-def _check_params(call: str, net: Layer, params: Params, shape: tuple[int, ...]) -> None:
-    if contains(net, BatchNorm):
-        instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
-        raise argument_error(call, "net", "a network with `BatchNorm`", instead)
-    expected, got = net.param_shapes(shape), {name: np.shape(value) for name, value in params.items()}
-    if got != expected:
-        raise argument_error(call, "params", got, f"Pass one array for each parameter: {expected}.")

@@ -121,10 +121,9 @@ class _Pool(Layer):
 
     def __post_init__(self) -> None:
         call = f"nn.{type(self).__name__}"
-        if self.window is not None:
-            object.__setattr__(self, "window", _pair(call, "window", self.window))
-        if self.strides is not None:
-            object.__setattr__(self, "strides", _pair(call, "strides", self.strides))
+        for name in ("window", "strides"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _pair(call, name, value))
         check_choice(call, "padding", self.padding, ("SAME", "VALID"))
 
     def _geometry(self, spatial: Shape) -> tuple[Pair, Pair]:
@@ -218,8 +217,7 @@ class AvgPool(_Pool):
         total = self._reduce(images, 0.0, lax.add)
         # One count per window, the same for every image and channel.
         count = self._reduce(jnp.ones((1, *images.shape[1:3], 1), images.dtype), 0.0, lax.add)
-        y = total / count
-        return y.reshape(x.shape[:-3] + y.shape[1:])
+        return (total / count).reshape(x.shape[:-3] + total.shape[1:])
 
 
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:

@@ -42,9 +42,8 @@ def read(
 
 
 def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
-    for name in (site, site.replace("/", ".")):
-        if name in draws:
-            return name
+    if found := [name for name in (site, site.replace("/", ".")) if name in draws]:
+        return found[0]
     raise unknown_name(call, "symmetries", site, draws)
 
 
