@@ -342,11 +342,10 @@ class SGMCMCKernel(ArgumentKernel):
         :raises ValueError: for a kernel without warm start.
         """
         if not self.policy.warm_start_length:
-            instead = "Use a warm start and a warm-up: the end points of the warm start are the members."
+            instead = "Use a warm start: the points where it ends are the members."
             raise argument_error("to_inference_data", "members", "a run without warm start", instead)
-        many = state.i.ndim > 0
-        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], state.z) if many else state.z)[1]
-        positions = state.optimizer.position if many else state.optimizer.position[None]
+        first, positions = state.z, jnp.atleast_2d(state.optimizer.position)
+        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], first) if state.i.ndim else first)[1]
         return jax.vmap(self.postprocess_fn(model_args, model_kwargs))(jax.vmap(unravel)(positions))
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
