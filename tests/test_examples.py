@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("shared.py", "uci_table.py", "__main__.py")
+    if path.name not in ("shared.py", "loaders.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
     "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
