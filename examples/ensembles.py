@@ -23,7 +23,7 @@ from examples import loaders
 from examples.shared import at_least, writable_folder
 
 SETS = ("energy", "concrete")
-METHODS = ("deep ensemble", "MCLMC", "NUTS")
+COLORS = {"deep ensemble": "#D55E00", "MCLMC": "#0072B2", "NUTS": "#000000"}
 
 
 class Scores(NamedTuple):
@@ -222,23 +222,22 @@ def draw_figure(fits: dict[str, Any], data: Any, folder: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    order = np.argsort(data.y_test, kind="stable")
-    rows = order[np.unique(np.linspace(0, len(order) - 1, 12).round().astype(int))]
-    figure, axis = plt.subplots(figsize=(6.8, 2.8), layout="constrained")
-    predicted = {name: idata["predictions"]["y_mean"].to_numpy()[..., rows] for name, idata in fits.items()}
-    shifts = iter(np.linspace(-0.4, 0.4, sum(map(len, predicted.values()))))
-    for number, (name, members) in enumerate(predicted.items()):
-        for member, draws in enumerate(members):
-            low, middle, high = np.quantile(draws, [0.05, 0.5, 0.95], axis=0)
-            at = np.arange(len(rows)) + next(shifts)
-            axis.vlines(at, low, high, color=f"C{number}", linewidth=0.7)
-            axis.plot(at, middle, "o", markersize=2, color=f"C{number}", label="_" if member else name)
-    at = np.arange(len(rows))
-    axis.hlines(data.y_test[rows], at - 0.45, at + 0.45, color="0.6", zorder=0, label="target")
-    axis.set(xlabel="test rows, in the order of their targets", ylabel="predicted function, by member", xticks=[])
-    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, frameon=False, fontsize="small")
+    shown = np.argsort(data.y_test)[:: max(1, len(data.y_test) // 12)][:12]
     path = folder / f"ensembles_{data.name.split()[0]}.png"
-    figure.savefig(path, dpi=200)
+    settings = {"font.size": 8, "legend.fontsize": 7, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(settings):
+        figure, axis = plt.subplots(figsize=(7.0, 3.2), layout="constrained")
+        for place, (method, idata) in enumerate(fits.items()):
+            function = idata["predictions"]["y_mean"].to_numpy()[..., shown]
+            at = np.arange(len(shown)) + 0.28 * (place - 1) + np.linspace(-0.1, 0.1, len(function))[:, None]
+            low, high = np.quantile(function, (0.05, 0.95), axis=1)
+            axis.vlines(at.ravel(), low.ravel(), high.ravel(), color=COLORS[method], linewidth=0.7)
+            axis.plot(at.ravel(), function.mean(1).ravel(), ".", color=COLORS[method], markersize=3, label=method)
+        axis.plot(np.arange(len(shown)), data.y_test[shown], "_", color="#888888", markersize=22, zorder=0)
+        axis.set(xlabel="test rows, in the order of their targets (gray)", ylabel="predicted function, by member")
+        axis.set_xticks([])
+        axis.legend(frameon=False)
+        figure.savefig(path, dpi=200)
     plt.close(figure)
     return path
 

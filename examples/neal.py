@@ -239,7 +239,7 @@ def cdata(args: argparse.Namespace) -> dict[str, Any]:
             f"   {mixing['r_hat'][i]:.3f} {mixing['n_eff'][i]:5.0f}"
         )
     print("smallest relevant / largest irrelevant median, by chain: " + " ".join(f"{r:.1f}" for r in ratios))
-    draw_scales(fit.mcmc, args.output / "neal_cdata.png")
+    draw_scales(scales, args.output / "neal_cdata.png")
     return fit.report
 
 
@@ -265,22 +265,17 @@ def draw_surface(mean: np.ndarray, sd: np.ndarray, data: Any, path: Path) -> Non
     save_figure(figure, path)
 
 
-def draw_scales(mcmc: Any, path: Path) -> None:
+def draw_scales(scales: np.ndarray, path: Path) -> None:
     """Posterior intervals of the scale of each input, with the chains side by side."""
-    import numpyro_bnn as bnn
-
-    idata = bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)
-    figure, (axis,) = new_figure(1, (5.6, 3.0))
-    scales = idata["posterior"][f"{KERNEL}_precision".replace("/", ".")].to_numpy() ** -0.5  # (C, S, D)
-    places = np.arange(scales.shape[2])
-    for chain, values in enumerate(scales):
-        low, middle, high = np.quantile(values, [0.05, 0.5, 0.95], axis=0)
-        at = places + 0.15 * (chain - (len(scales) - 1) / 2)
-        axis.hlines(at, low, high, color=f"C{chain}")
-        axis.plot(middle, at, "o", markersize=3, color=f"C{chain}", label=f"chain {chain}")
-    axis.set_yticks(places, [f"input {i + 1}, {'relevant' if i < 2 else 'irrelevant'}" for i in places])
-    axis.set(xscale="log", ylim=(len(places) - 0.5, -0.5), xlabel="scale, median and 90 % interval")
-    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, frameon=False, fontsize="small")
+    figure, (axis,) = new_figure(1, (5.6, 3.8))
+    for chain, draws in enumerate(scales):
+        low, middle, high = np.quantile(draws, (0.05, 0.5, 0.95), axis=0)
+        place = np.arange(draws.shape[1]) + 0.5 * ((chain + 0.5) / len(scales) - 0.5)
+        axis.errorbar(place, middle, [middle - low, high - middle], fmt="o", label=f"chain {chain + 1}")
+    names = [f"input {i + 1}\n{'relevant' if i < 2 else 'irrelevant'}" for i in range(scales.shape[-1])]
+    axis.set_xticks(range(len(names)), names)
+    axis.set(yscale="log", ylabel="scale of the weights", title="median and 90 % interval, by chain")
+    axis.legend()
     save_figure(figure, path)
 
 

@@ -11,17 +11,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.primitives import _PYRO_STACK
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_count,
-    check_finite,
-    check_flag,
-    check_kind,
-    check_labels,
-    check_number,
-    check_rank,
-    check_same_length,
-)
+from numpyro_bnn import _checks
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.priors.base import as_prior, is_positive
@@ -59,13 +50,13 @@ def regression(
     ['sigma', 'y']
     """
     call = "models.regression"
-    check_flag(call, "heteroscedastic", heteroscedastic)
+    _checks.check_flag(call, "heteroscedastic", heteroscedastic)
     if heteroscedastic and noise is not None:
         instead = "With `heteroscedastic=True` the network predicts the noise: leave it out."
         raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
     _check_noise(call, noise)
-    check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    _checks.check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
     as_prior(prior or {}, call)
     return partial(_regression, net=net, prior=prior, noise=noise, heteroscedastic=heteroscedastic)
 
@@ -110,8 +101,8 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
     >>> trace["y"]["value"].shape
     (7,)
     """
-    num_classes = check_count("models.classification", "num_classes", num_classes, minimum=2)
-    check_kind("models.classification", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
+    num_classes = _checks.check_count("models.classification", "num_classes", num_classes, minimum=2)
+    _checks.check_kind("models.classification", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
     as_prior(prior or {}, "models.classification")
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
@@ -121,9 +112,9 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
     _check_inputs(call, x, batch_size)
     _outputs(call, net, x, num_classes)
     if y is not None:
-        check_rank(call, "y", y, 1, "(N,)")
-        check_same_length(call, x=x, y=y)
-        check_labels(call, "y", y, num_classes)
+        _checks.check_rank(call, "y", y, 1, "(N,)")
+        _checks.check_same_length(call, x=x, y=y)
+        _checks.check_labels(call, "y", y, num_classes)
         y = jnp.asarray(y, dtype=int)
     f = random_network("net", net, jnp.shape(x)[1:], prior)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
@@ -136,18 +127,18 @@ def _check_noise(call: str, noise: Any) -> None:
     if random and not is_positive(noise.support):
         raise argument_error(call, "noise", noise, "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.")
     for value in [] if random or isinstance(noise, jax.core.Tracer) else np.ravel(np.asarray(noise, dtype=object)):
-        check_number(call, "noise", value, strict=True)
+        _checks.check_number(call, "noise", value, strict=True)
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     if np.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
         raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
-    check_finite(call, "x", x)
+    _checks.check_finite(call, "x", x)
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
-    if not whole and batch_size is not None and check_count(call, "batch_size", batch_size) > size:
+    if not whole and batch_size is not None and _checks.check_count(call, "batch_size", batch_size) > size:
         raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
 
 
@@ -162,7 +153,7 @@ def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
 
 
 def _real_targets(call: str, x: Any, y: Any, targets: int) -> jax.Array:
-    check_rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
-    check_same_length(call, x=x, y=y)
-    check_finite(call, "y", y)
+    _checks.check_rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
+    _checks.check_same_length(call, x=x, y=y)
+    _checks.check_finite(call, "y", y)
     return jnp.asarray(y, dtype=float)

@@ -74,10 +74,8 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
     ((3, 8), (5,))
     """
     if not isinstance(net, Layer):
-        instead = (
-            "Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules use NumPyro's"
-            " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
-        )
+        others = "use NumPyro's `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
+        instead = f"Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules {others}"
         raise argument_error("random_network", "net", net, instead, TypeError)
     if not isinstance(name, str) or not name:
         raise argument_error("random_network", "name", repr(name), 'Pass a string, e.g. `"net"`.', TypeError)
@@ -115,9 +113,6 @@ def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
         instead = f"The parameter has shape {shape}: give it a distribution of that shape, or a scalar one."
         raise argument_error("random_network", "prior", got, instead)
     return fn.expand(batch_shape).to_event()
-
-
-# -- batch statistics between a pass over the training data and a prediction ----------------------------
 
 
 class record_statistics(Messenger):

@@ -1056,7 +1056,7 @@ ROWS = {
             'infer.SGLD(plain, preconditioner="rms")',
             "preconditioner",
             ValueError,
-            "Known: identity, rmsprop, warm_start.",
+            "Known: identity, rmsprop, warm_start, gradient_noise.",
         ),
         (
             'infer.SGLD(plain, preconditioner="warm_start", warm_start=0)',
@@ -1090,7 +1090,7 @@ ROWS = {
             'infer.PSGLD(plain, preconditioner="x")',
             "preconditioner",
             ValueError,
-            "Known: identity, rmsprop, warm_start.",
+            "Known: identity, rmsprop, warm_start, gradient_noise.",
         ),
         ("infer.PSGLD(3)", "model", TypeError, "Pass a NumPyro model (a function)."),
         (

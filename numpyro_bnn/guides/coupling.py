@@ -72,9 +72,7 @@ class AutoCoupling(AutoBlocks):
         **options: Any,
     ) -> None:
         family = Coupling(num_flows, hidden, mask, bound, seed)
-        if blocks is None:
-            blocks = ["*"]
-        chosen = [blocks] if isinstance(blocks, str | tuple) else blocks
+        chosen = ["*"] if blocks is None else [blocks] if isinstance(blocks, str | tuple) else blocks
         super().__init__(model, [(patterns, family) for patterns in chosen], **options)
 
     # -- the guide as a transport of N(0, I), as NeuTraReparam requires it ---------------------------------

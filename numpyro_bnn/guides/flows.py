@@ -226,9 +226,6 @@ class Coupling(Family):
         return dist.TransformedDistribution(base, [*flow, last])
 
 
-# -- flowjax, an optional package that nothing else imports --------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Flowjax(Family):
     r"""Any unconditional flow or distribution of flowjax, e.g. a spline flow, as the family of a block.

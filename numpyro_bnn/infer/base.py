@@ -4,6 +4,7 @@ import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from numpyro_bnn._checks import argument_error, check_choice, check_count, check
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
-from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
+from numpyro_bnn.infer.preconditioning import NAMES, NoisePreconditioner, is_named, learns_from_noise, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
-from numpyro_bnn.infer.tuning import temperature_band
+from numpyro_bnn.infer.tuning import Noise, temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, warm_start_of
 from numpyro_bnn.program.compiled import run
 
@@ -44,8 +45,10 @@ class SGMCMCKernel(ArgumentKernel):
     :param temperature: T of the density :math:`p(\\theta, D)^{1/T}` of constrained values; 1 is the Bayes posterior.
     :param gradient: ``"minibatch"``, ``"control_variates"`` (center at the end of the warm start) or ``"svrg"``.
     :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
-    :param preconditioner: ``None``, ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its
-        squared gradients), a number, an array (P,) or (P, P), a dictionary of these by site, or an
+    :param preconditioner: ``"gradient_noise"`` (learned in warm-up, so that the noise of minibatches has one size in
+        all directions; the default with minibatches if the step size is chosen), ``"identity"`` (the default
+        otherwise), ``"rmsprop"`` (adapted in warm-up, then frozen), ``"warm_start"`` (from its squared gradients), a
+        number, an array (P,) or (P, P), a dictionary of these by site, or an
         :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
     :param warm_start: fraction of the warm-up spent on optimization, in [0, 1), 0 for none; or a
         :class:`~numpyro_bnn.infer.WarmStart` with more options.
@@ -64,6 +67,7 @@ class SGMCMCKernel(ArgumentKernel):
     exact = False
     target_accept_prob: float | None = None
     preconditioners: tuple[str, ...] = ()  # names in addition to those that all kernels accept
+    uses_minibatches = True
 
     def __init__(
         self,
@@ -144,13 +148,13 @@ class SGMCMCKernel(ArgumentKernel):
             return sgmcmc.SVRG(potential, full, stream, period=max(1, plate.size // plate.batch_size))
         return sgmcmc.Minibatch(potential, stream)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """eps for the largest curvature and the largest gradient-noise variance (both preconditioned).
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
+        """eps for the largest curvature and the gradient noise (both preconditioned).
 
         Overdamped: to first order a coordinate of curvature lam and noise V has a variance too large by the fraction
         (eps / 4) (lam + V / T). Never more than a quarter of the stability limit, whatever the tolerance.
         """
-        tolerated = 4 * self._bias_tolerance / (curvature + noise / max(self._temperature, 1e-12))
+        tolerated = 4 * self._bias_tolerance / (curvature + noise.largest / max(self._temperature, 1e-12))
         return jnp.minimum(1 / curvature, tolerated)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
@@ -197,6 +201,8 @@ class SGMCMCKernel(ArgumentKernel):
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
         """Assemble the engine for a potential ``evaluate(z, batch)``; this costs nothing at run time."""
         unravel, schedule = ravel_pytree(z)[1], self.schedule
+        noise, given = self.policy.noise, self._preconditioner
+        metric = resolve(self._call, given, z, target.num_data) if noise is None else noise.preconditioner
         stream = stream_of(target, self._minibatches)
 
         def potential(position: jax.Array, batch: Any) -> jax.Array:
@@ -208,7 +214,7 @@ class SGMCMCKernel(ArgumentKernel):
         return sgmcmc.build(
             self.estimator(target, potential, full, stream),
             self.dynamics(full, base * schedule(0)),
-            resolve(self._call, self._preconditioner, z, target.num_data),
+            metric,
             schedule=lambda step: base * schedule(step),
             temperature=self._temperature,
         )
@@ -259,7 +265,12 @@ class SGMCMCKernel(ArgumentKernel):
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
-        self._policy = policy = self.make_policy(target, num_warmup)
+        policy = self.make_policy(target, num_warmup)
+        noisy = target.subsampled and self.uses_minibatches
+        if learns_from_noise(self._call, self._preconditioner, self.preconditioners, noisy, self._step_size):
+            size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
+            policy = replace(policy, noise=NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw))
+        self._policy = policy
         self._sample_fn = Chain(policy, model_args, model_kwargs).transition
 
         def start(given: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> SGMCMCState:
@@ -289,8 +300,7 @@ class SGMCMCKernel(ArgumentKernel):
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         """Text for the progress bar, ``{steps} steps of size {step_size}``.
 
-        ``MCMC`` asks after every transition. Waiting for the device each time would leave it idle in between, so the
-        old text is returned until the state is ready or a tenth of a second has passed.
+        ``MCMC`` asks after every transition: not to wait for the device, the old text is returned for a while.
         """
         now = time.monotonic()
         ready = getattr(state.step_size, "is_ready", lambda: True)()
@@ -332,18 +342,21 @@ class SGMCMCKernel(ArgumentKernel):
         :raises ValueError: for a kernel without warm start.
         """
         if not self.policy.warm_start_length:
-            instead = "Use a warm start and a warm-up: the end points of the warm start are the members."
+            instead = "Use a warm start: the points where it ends are the members."
             raise argument_error("to_inference_data", "members", "a run without warm start", instead)
-        many = state.i.ndim > 0
-        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], state.z) if many else state.z)[1]
-        positions = state.optimizer.position if many else state.optimizer.position[None]
+        first, positions = state.z, jnp.atleast_2d(state.optimizer.position)
+        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], first) if state.i.ndim else first)[1]
         return jax.vmap(self.postprocess_fn(model_args, model_kwargs))(jax.vmap(unravel)(positions))
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a run."""
         size = int(state.engine.position.shape[-1])
         low, high = temperature_band(size, self._temperature)
+        covered = state.coverage.share(self._temperature) if self._covers(state) else None
+        movement = {"variance_covered": covered, "mean_accept_prob": state.coverage.accept_prob}
         return {
+            **{name: listed(value) for name, value in movement.items() if value is not None},
+            "frozen_chains": str(np.flatnonzero(self._frozen(state)).tolist()),
             "temperature_band_low": low,
             "temperature_band_high": high,
             "steps_per_draw": self._steps_per_draw,
@@ -355,15 +368,31 @@ class SGMCMCKernel(ArgumentKernel):
         }
 
     def divergence_report(self, state: SGMCMCState) -> str | None:
-        """Which chains diverged, at which step, and what to change; ``None`` if none did."""
+        """Which chains diverged, at which step, or hardly moved, and what to change; ``None`` if none did."""
         firsts, eps = jax.device_get((state.engine.first_divergence, state.base_step_size))
         chains = [f"chain {chain} at step {first}" for chain, first in enumerate(np.ravel(firsts)) if first >= 0]
-        if not chains:
-            return None
-        return (
-            f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
-            f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
-        )
+        still = [int(chain) for chain in np.flatnonzero(self._frozen(state)) if np.ravel(firsts)[chain] < 0]
+        reports = []
+        if chains:
+            reports.append(
+                f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
+                f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
+            )
+        if still:
+            reports.append(
+                f"{self._call}: chains {still} hardly moved (step size at most {np.max(eps):.2g}). If they accept"
+                " nothing, use a smaller `step_size`; otherwise leave out `step_size` and `preconditioner`, take more"
+                " steps or larger minibatches, or allow more bias by `bias_tolerance`."
+            )
+        return " ".join(reports) or None
+
+    def _covers(self, state: SGMCMCState) -> bool:
+        """Whether the share of the variance is known; steps of MCLMC end where their minibatch's noise leads them."""
+        noisy = self.target.subsampled and "energy_variance" in self.default_fields
+        return self._temperature > 0 and bool(np.min(state.coverage.draws)) and not noisy
+
+    def _frozen(self, state: SGMCMCState) -> np.ndarray:
+        return state.coverage.frozen(self._temperature, self._steps_per_draw, self._covers(state))
 
 
 def listed(by_chain: jax.Array) -> str:

@@ -11,8 +11,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn.infer.preconditioning import NoisePreconditioner
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import gradient_noise, largest_curvature
+from numpyro_bnn.infer.tuning import Coverage, Noise, gradient_noise, largest_curvature
 from numpyro_bnn.infer.warm_start import Member, WarmStart, held_out_score, learning_gradient, optimize
 
 
@@ -35,6 +36,8 @@ class SGMCMCState(NamedTuple):
     :param engine: state of the engine (position, momentum, preconditioner, step number).
     :param optimizer: state of the warm start; empty without one.
     :param tuning: quantities accumulated in warm-up; empty for most kernels.
+    :param moment: gradients collected in warm-up for their preconditioner; empty without it.
+    :param coverage: means over the draws since warm-up.
     :param rng_key: the key from which, with the step number, all random numbers of the chain are made.
     """
 
@@ -54,6 +57,8 @@ class SGMCMCState(NamedTuple):
     engine: sgmcmc.State
     optimizer: Any
     tuning: Any
+    moment: Any
+    coverage: Coverage
     rng_key: jax.Array
 
 
@@ -109,6 +114,7 @@ class Policy:
     :param sampler: ``sampler(z, base_step_size, evaluate)`` puts the engine together.
     :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``.
     :param tuner: what else is adapted.
+    :param noise: how the preconditioner is learned from gradient noise; ``None`` for another one.
     """
 
     target: Target
@@ -122,11 +128,12 @@ class Policy:
     chooses_step_size: bool
     steers_step_size: bool
     schedule: Callable[[Any], Any]
-    choose_step_size: Callable[[jax.Array, jax.Array, int], jax.Array]
+    choose_step_size: Callable[[jax.Array, Noise, int], jax.Array]
     stable_step_size: Callable[[jax.Array, jax.Array], jax.Array]
     sampler: Callable[..., sgmcmc.Sampler]
     run: Callable[[sgmcmc.Sampler, sgmcmc.State, jax.Array], sgmcmc.State]
     tuner: Tuner
+    noise: NoisePreconditioner | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +163,8 @@ class Chain:
             engine=engine,
             optimizer=policy.warm_start.start(position) if policy.warm_start_length else (),
             tuning=policy.tuner.start(position, base),
+            moment=() if policy.noise is None else policy.noise.start(position),
+            coverage=Coverage.empty(engine.statistics),
             rng_key=rng_key,
         )
 
@@ -168,6 +177,10 @@ class Chain:
             state = lax.cond(i < warm, self._optimize, lambda s: self._sample(s, i), state)
         else:
             state = self._sample(state, i)
+        noise = self.policy.noise
+        if noise is not None:
+            due = (i >= noise.begin) & (i < noise.end)
+            state = lax.cond(due, lambda s: self._collect_gradients(s, noise, i), lambda s: s, state)
         position = jnp.where(state.diverging, jnp.nan, state.engine.position)
         return state._replace(z=ravel_pytree(state.z)[1](position), i=i + 1)
 
@@ -183,27 +196,42 @@ class Chain:
     def _evaluate(self) -> Callable:
         return self.policy.target.evaluator(self.args, self.kwargs)
 
+    @property
+    def _traveling(self) -> int:
+        """Transitions on the way to the typical set; with even gradient noise their steps are the longest."""
+        length = self.policy.num_warmup - self.policy.warm_start_length
+        return length // 2 if self.policy.noise is None else 3 * length // 4
+
     # -- sampling ----------------------------------------------------------------------------------------
 
     def _sample(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         # Measured when sampling starts, then ever more rarely on the way to the typical set, and once at the end.
         policy = self.policy
         warm, total = policy.warm_start_length, policy.num_warmup
-        half = (warm + total) // 2
+        half = warm + self._traveling
         times = {warm, half, total} | {warm + 2**k for k in range(20) if warm + 2**k < half}
         due = jnp.any(i == jnp.array(sorted(times)))
         state = lax.cond(due, lambda s: self._measure(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
         engine = policy.run(sampler, sgmcmc.engine.reset_statistics(state.engine), i)
-        return policy.tuner.adapt(state, self._collect(state, engine, sampler), sampler, i)
+        return policy.tuner.adapt(state, self._collect(state, engine, sampler, i), sampler, i)
 
-    def _collect(self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler) -> SGMCMCState:
+    def _collect(
+        self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler, i: jax.Array
+    ) -> SGMCMCState:
         return state._replace(
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
             num_gradients=state.num_gradients + engine.statistics.num_gradients,
             engine=engine,
+            coverage=state.coverage.add(engine.statistics, i >= self.policy.num_warmup),
             **_statistics(engine),
         )
+
+    def _collect_gradients(self, state: SGMCMCState, noise: NoisePreconditioner, i: jax.Array) -> SGMCMCState:
+        sampler = self._sampler(state.z, state.base_step_size)
+        moment = noise.collect(state.moment, sampler, state.engine, i)
+        spent = noise.count * sampler.gradient.evaluations
+        return state._replace(moment=moment, num_gradients=state.num_gradients + spent)
 
     def _measure(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
         """Measure the gradient noise at the position, choose the step size if none is given, and renew caches.
@@ -214,18 +242,22 @@ class Chain:
         policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
         warm = policy.warm_start_length
         # Control variates are centered at the end of the warm start and stay there.
+        if policy.noise is not None:
+            adaptation = policy.noise.adapted(state.moment)
+            adaptation = jnp.where(i <= policy.num_warmup, adaptation, state.engine.adaptation)
+            state = state._replace(engine=state.engine._replace(adaptation=adaptation))
         engine = policy.tuner.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
         noise = gradient_noise(sampler, engine)
         state = state._replace(engine=engine, gradient_noise=noise.mean)
         if not policy.chooses_step_size:
             return state
         curvature = largest_curvature(sampler, engine)
-        chosen = policy.choose_step_size(curvature, noise.largest, engine.position.size)
+        chosen = policy.choose_step_size(curvature, noise, engine.position.size)
         if policy.steers_step_size:
             chosen = jnp.where(i <= warm, chosen, state.base_step_size)
         elif policy.num_warmup:
             stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative))
-            chosen = jnp.where(i < (warm + policy.num_warmup) // 2, stable, chosen)
+            chosen = jnp.where(i < warm + self._traveling, stable, chosen)
         return state._replace(base_step_size=chosen.astype(state.base_step_size.dtype))
 
     # -- the warm start ----------------------------------------------------------------------------------
@@ -233,6 +265,9 @@ class Chain:
     def _optimize(self, state: SGMCMCState) -> SGMCMCState:
         policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
         target, warm, unravel = policy.target, policy.warm_start, ravel_pytree(state.z)[1]
+        if isinstance(sampler.gradient, sgmcmc.ControlVariates):  # their center is far away
+            plain = sgmcmc.Minibatch(sampler.gradient.potential_fn, sampler.gradient.stream)
+            sampler = replace(sampler, gradient=plain)
         if warm.held_out:
             gradient = learning_gradient(target, warm.held_out, unravel, self.args, self.kwargs)
             sampler = replace(sampler, gradient=gradient)

@@ -17,7 +17,7 @@ from numpyro_bnn.infer.base import SGMCMCKernel, listed
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Spread, Stages, autocorrelation_time, implied_bias
+from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, implied_bias
 
 EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
 LARGEST = 8.0  # largest energy error of a step that is taken, in standard deviations of the last target
@@ -139,7 +139,7 @@ class MCLMC(SGMCMCKernel):
         dynamics = sgmcmc.Microcanonical(self._length, self._integrator, target.subsampled)
         return replace(built, dynamics=replace(dynamics, max_energy_error=self.max_energy_error(size)))
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         """A first guess: a time step h has length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
         return jnp.sqrt(0.25 / curvature * size)
 

@@ -11,12 +11,14 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.momentum import check_momentum_decay, friction_of
 from numpyro_bnn.infer.target import Target
+from numpyro_bnn.infer.tuning import Noise
 
 
 class _AllDataKernel(SGMCMCKernel):
     """Base class of Metropolis-adjusted kernels whose gradients use all the data."""
 
     exact = True
+    uses_minibatches = False
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -29,7 +31,7 @@ class _AllDataKernel(SGMCMCKernel):
     ) -> sgmcmc.interfaces.Gradient:
         return sgmcmc.Full(full)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         return 1 / curvature
 
 
@@ -160,5 +162,5 @@ class GGMC(SGMCMCKernel):
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.GGMC(full_potential, self._num_steps, friction_of(self._momentum_decay, step_size))
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        return jnp.minimum(1 / curvature, self._temperature / jnp.maximum(noise, 1e-30))
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
+        return jnp.minimum(1 / curvature, self._temperature / jnp.maximum(noise.largest, 1e-30))

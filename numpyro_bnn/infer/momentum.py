@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infer.base import SGMCMCKernel
+from numpyro_bnn.infer.tuning import Noise
 
 THERMOSTAT_STEPS = 20
 
@@ -36,11 +37,11 @@ class _WithMomentum(SGMCMCKernel):
         super()._check_arguments()
         check_momentum_decay(self._call, self._momentum_decay)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of variance V adds h^2 V per step
         to the variance of the momenta, of which a refresh renews the fraction 1 - a^2.
         """
-        heat = self._renewed * self._temperature * self._bias_tolerance / jnp.maximum(noise, 1e-30)
+        heat = self._renewed * self._temperature * self._bias_tolerance / jnp.maximum(noise.largest, 1e-30)
         return jnp.minimum(1 / curvature, heat)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
@@ -109,6 +110,13 @@ class SGNHT(_WithMomentum):
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 
-    def choose_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
-        """eps = h^2: half the stability limit, with gradient noise adding at most T / 10 per step to the momenta."""
-        return jnp.minimum(1 / curvature, 0.1 * self._temperature / jnp.maximum(noise, 1e-30))
+    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
+        """eps = h^2: half the stability limit; gradient noise adds at most T / 5 per step to the momenta.
+
+        The thermostat removes the mean V of the noise over directions: with A h = -log(1 - momentum_decay), one of
+        noise V + D has the temperature T (1 + h^2 D / (2 A h T + h^2 V)).
+        """
+        tiny, heat = 1e-30, -2 * math.log1p(-self._momentum_decay) * self._bias_tolerance * self._temperature
+        uneven = heat / jnp.maximum(noise.largest - (1 + self._bias_tolerance) * noise.mean, tiny)
+        even = 0.2 * self._temperature / jnp.maximum(noise.mean, tiny)
+        return jnp.minimum(1 / curvature, jnp.minimum(even, uneven))

@@ -1,20 +1,124 @@
-"""Turn the ``preconditioner=`` that a user passes into a part of the engine."""
+"""Turn the ``preconditioner=`` that a user passes into a part of the engine; the one learned from gradient noise."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp
+from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp, Sampler, State
 from numpyro_bnn.sgmcmc.interfaces import Preconditioner
-from numpyro_bnn.sgmcmc.preconditioners import Blocks, Identity
+from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
-NAMES = ("identity", "rmsprop", "warm_start")
+NAMES = ("identity", "rmsprop", "warm_start", "gradient_noise")
 # Diagonals that start at ones and are set later, by the warm start or by kernels that know these names.
 LEARNED = ("warm_start", "variance", "gradient_noise")
+
+
+DENSE_LIMIT = 1000  # largest number of parameters with a dense preconditioner of the gradient noise
+PER_DIRECTION = 10  # gradients collected for each direction, if no more than the steps of the warm-up
+PER_COORDINATE = 128  # gradients collected if only their variances by coordinate are needed
+RECENT = 2  # exponent with which past gradients are forgotten: weights (s / t)^(RECENT - 1) at transition t
+LEAST, MOST = 1e-5, 0.5  # limits of the weight of the diagonal
+
+
+class SecondMoment(NamedTuple):
+    """Mean of g g' (P, P), or of g^2 (P,), over recent gradients, and the number of gradients it is worth."""
+
+    mean: jax.Array
+    worth: jax.Array
+
+
+@dataclass(frozen=True)
+class NoisePreconditioner:
+    r"""G = E[g g']^{-1} of minibatch gradients, which makes curvature plus noise equal to 1 in all directions.
+
+    At a stationary point the noise of covariance V dominates; averaged over the posterior, E[g g'] = H + V with H the
+    mean Hessian. The excess of a variance, (eps / 4) G (H + V), is then the same in all directions, so one step size
+    fits all. As V is close to (N / B) H for a likelihood that fits, it also relaxes them in the same time.
+
+    Up to ``DENSE_LIMIT`` parameters G is dense. The sample of n gradients is shrunk to its diagonal with the weight
+    (P / n)^3 / 100, small as soon as n exceeds P: the relative error of the sample is then equal in all directions,
+    however different they are, and much of the posterior may lie in directions with very little noise.
+
+    :param dense: whether G is dense or diagonal.
+    :param begin: first transition that collects gradients, ``end``: the first that does not.
+    :param count: gradients collected after each of these, at new minibatches.
+
+    Reference: Ahn, Korattikara & Welling (2012), for gradient noise as a preconditioner.
+    """
+
+    dense: bool
+    begin: int
+    end: int
+    count: int
+
+    @classmethod
+    def plan(cls, size: int, begin: int, end: int, most: int) -> "NoisePreconditioner":
+        """What to collect in some transitions, each of at most ``most`` gradients, for ``size`` parameters."""
+        dense = size <= DENSE_LIMIT
+        needed = PER_DIRECTION * size if dense else PER_COORDINATE
+        return cls(dense, begin, end, min(most, -(-needed // max(end - begin, 1))))
+
+    @property
+    def preconditioner(self) -> Preconditioner:
+        """The part of the engine, whose state :meth:`adapted` sets."""
+        return Factor() if self.dense else Diagonal(1.0)
+
+    def start(self, position: jax.Array) -> SecondMoment:
+        """Nothing collected."""
+        shape = position.shape * (2 if self.dense else 1)
+        return SecondMoment(jnp.zeros(shape, position.dtype), jnp.zeros((), position.dtype))
+
+    def collect(self, moment: SecondMoment, sampler: Sampler, engine: State, i: jax.Array) -> SecondMoment:
+        """Add gradients at the position of a chain after transition ``i``."""
+
+        def one(number: jax.Array) -> jax.Array:
+            batch = sampler.gradient.stream.draw(engine.seeds.probe, -2 - i * self.count - number)
+            return sampler.gradient(engine.estimator, engine.position, batch)[1]
+
+        gradients = jax.lax.map(one, jax.lax.iota(jnp.int32, self.count))
+        fresh = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
+        weight = jnp.minimum(1.0, RECENT / (i - self.begin + 1)).astype(fresh.dtype)
+        weight = jnp.where(moment.worth > 0, weight, 1.0)
+        old = jnp.where(moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0)
+        mean = moment.mean + weight * (fresh / self.count - moment.mean)
+        new = SecondMoment(mean, 1 / (old + weight**2 / self.count))
+        broken = ~jnp.all(jnp.isfinite(fresh))
+        return jax.tree.map(lambda a, b: jnp.where(broken, a, b), moment, new)
+
+    def adapted(self, moment: SecondMoment) -> jax.Array:
+        """The state of the preconditioner: L lower triangular with G = L L', or the root of a diagonal G."""
+        mean, worth = moment
+        squares = jnp.diagonal(mean) if self.dense else mean
+        floor = jnp.maximum(1e-10 * jnp.mean(squares), jnp.finfo(mean.dtype).tiny)
+        scale = jnp.where(worth > 0, jnp.sqrt(jnp.maximum(squares, floor)), 1.0)
+        if not self.dense:
+            return 1 / scale
+        size = scale.size
+        weight = jnp.clip(0.01 * (size / jnp.maximum(worth, 1)) ** 3, LEAST, MOST)
+        correlation = (1 - weight) * mean / jnp.outer(scale, scale) + weight * jnp.eye(size, dtype=mean.dtype)
+        correlation = jnp.where(worth > 0, correlation, jnp.eye(size, dtype=mean.dtype))
+        # From the last coordinate to the first, so that the inverse of an upper triangle is, transposed, lower.
+        root = jnp.linalg.cholesky(correlation[::-1, ::-1])
+        inverse = solve_triangular(root, jnp.eye(size, dtype=mean.dtype), lower=True)
+        return inverse[::-1, ::-1].T / scale[:, None]
+
+
+def learns_from_noise(call: str, given: Any, own: tuple[str, ...], noisy: bool, step_size: Any) -> bool:
+    """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen.
+
+    :param own: names of preconditioners that the kernel learns in its own way.
+    """
+    named = is_named(given, "gradient_noise")
+    if named and not noisy:
+        instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'identity'."
+        raise argument_error(call, "preconditioner", "'gradient_noise'", instead)
+    return (named and "gradient_noise" not in own) or (given is None and step_size is None and noisy)
 
 
 def is_named(spec: Any, name: str) -> bool:

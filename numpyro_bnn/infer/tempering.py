@@ -112,9 +112,7 @@ class ParallelTempering(ArgumentKernel):
         check_choice(call, "temper", temper, TEMPERED)
         self._kernel = kernel
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
-        self._num_replicas = num_replicas
-        self._lowest = lowest
-        self._temper = temper
+        self._num_replicas, self._lowest, self._temper = num_replicas, lowest, temper
         self._num_warmup = 0
         self._sample_fn: Callable | None = None
 
@@ -269,12 +267,8 @@ class ParallelTempering(ArgumentKernel):
     def describe(self, state: TemperingState) -> dict[str, Any]:
         """Attributes of a run: those of the inner kernel, the number of replicas and what is tempered."""
         inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(state.base)
-        return {
-            **inner,
-            "inner_kernel": type(self._kernel).__name__,
-            "num_replicas": self._num_replicas,
-            "temper": self._temper,
-        }
+        own = {"inner_kernel": type(self._kernel).__name__, "num_replicas": self._num_replicas}
+        return {**inner, **own, "temper": self._temper}
 
     def divergence_report(self, state: TemperingState) -> str | None:
         """The report of the inner kernel."""
@@ -284,9 +278,6 @@ class ParallelTempering(ArgumentKernel):
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``swap_accept_prob``."""
         return {"swap_accept_prob": ("neighbors", [f"{r}-{r + 1}" for r in range(1, self._num_replicas)])}
-
-
-# ------------------------------------------------------------------------------------------------ tempered models
 
 
 def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
@@ -319,9 +310,6 @@ class _Tempered:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scaled = _scaled(self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {}))
         return weight_jacobians(scaled, 1.0)(*args, **kwargs)
-
-
-# ------------------------------------------------------------------------------------------------------ exchanges
 
 
 def exchange(

@@ -1,5 +1,6 @@
-"""Measurements in warm-up: curvature, gradient noise, acceptance, spread, autocorrelation."""
+"""Measurements: curvature, gradient noise, acceptance, spread, autocorrelation; how far a chain moved."""
 
+import math
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ from jax import lax
 
 from numpyro_bnn._checks import check_count, check_number
 from numpyro_bnn.sgmcmc import Sampler, State
+from numpyro_bnn.sgmcmc.engine import Statistics
 from numpyro_bnn.sgmcmc.streams import FullData
 
 POWER_STEPS = 24
-NOISE_BATCHES = 16
+NOISE_BATCHES = 128
+MOST_RELATIVE = 16.0
 
 
 # -- step sizes from curvature and noise -----------------------------------------------------------------
@@ -52,9 +55,10 @@ def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
 class Noise(NamedTuple):
     """Size of the noise of the preconditioned gradient estimate.
 
-    :param largest: variance along its noisiest direction.
+    :param largest: variance along its noisiest direction, of which it is an upper bound in expectation.
     :param mean: variance, mean over coordinates.
-    :param relative: variance, summed over coordinates, divided by the squared length of the gradient itself.
+    :param relative: variance, summed over coordinates, divided by the squared length of the gradient itself; at most
+        16, as gradients that are all noise do not tell more.
     """
 
     largest: jax.Array
@@ -77,11 +81,39 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
         return Noise(zero, zero, zero)
     gradients = lax.map(one, lax.iota(jnp.int32, NOISE_BATCHES))
     mean = jnp.mean(gradients, axis=0)
-    centered = gradients - mean
-    # The small Gram matrix has the nonzero eigenvalues of the sample covariance.
-    eigenvalues = jnp.linalg.eigvalsh(centered @ centered.T) / (NOISE_BATCHES - 1)
-    total, tiny = jnp.sum(eigenvalues), jnp.finfo(mean.dtype).tiny
-    return Noise(eigenvalues[-1], total / mean.size, total / jnp.maximum(jnp.vdot(mean, mean), tiny))
+    total = jnp.sum(jnp.square(gradients - mean)) / (NOISE_BATCHES - 1)
+    relative = total / jnp.maximum(jnp.vdot(mean, mean), total / MOST_RELATIVE)
+    relative = jnp.where(total > 0, relative, 0.0)
+    return Noise(total * largest_share(gradients, total), total / mean.size, relative)
+
+
+def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
+    r"""Largest eigenvalue of the covariance C of independent vectors (K, P), as a share of its trace ``total``.
+
+    The eigenvalues of the sample covariance of few vectors are far too large, about P / K times if all are equal. The
+    traces of powers of C have unbiased estimates: with K / 2 scaled differences z of mean zero and A = z z',
+
+    .. math:: \mathrm{tr}\,C^p = E[\mathrm{tr}(U^{p - 1} A)] / \binom{K / 2}{p}
+
+    where U is the part of A above its diagonal. The sixth root of tr C^6 is at least the largest eigenvalue, and
+    at most P^(1/6) times it.
+
+    Reference: Kong & Valiant (2017), algorithm 1.
+
+    >>> vectors = jax.random.normal(jax.random.key(0), (64, 1000))
+    >>> float(largest_share(vectors, jnp.array(1000.0))) < 0.01
+    True
+    """
+    tiny = jnp.finfo(gradients.dtype).tiny
+    scale = jnp.sqrt(0.5 / jnp.maximum(total, tiny))  # powers of C itself would overflow
+    differences = scale * (gradients[::2] - gradients[1::2])
+    number = differences.shape[0]
+    gram = differences @ differences.T
+    above = jnp.triu(gram, 1)
+    second = jnp.vdot(above, gram) / math.comb(number, 2)
+    square = above @ above
+    sixth = jnp.vdot(square @ square @ above, gram) / math.comb(number, 6)
+    return jnp.maximum(jnp.maximum(sixth, 0.0) ** (1 / 6), second)
 
 
 def temperature_band(num_parameters: int, temperature: float = 1.0, level: float = 0.95) -> tuple[float, float]:
@@ -111,6 +143,58 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
     z, spread = NormalDist().inv_cdf(0.5 + level / 2), 2 / (9 * num_parameters)
     low, high = (temperature * (1 - spread + sign * z * spread**0.5) ** 3 for sign in (-1, 1))
     return max(low, 0.0), high
+
+
+# -- how far a chain moved ---------------------------------------------------------------------------------
+
+# A chain of at least so many steps is frozen below these shares of the posterior variance, or of acceptance.
+ENOUGH_STEPS, LEAST_COVERED, LEAST_ACCEPTED = 1000, 0.02, 0.01
+
+
+class Coverage(NamedTuple):
+    """Means over the draws that are kept, for the share of the posterior variance that they cover.
+
+    :param draws: number of them.
+    :param virial: theta' grad U / P, ``position``: theta (P,), ``gradient``: grad U (P,), means over their steps.
+    :param accept_prob: acceptance probability; ``None`` where nothing is rejected.
+    """
+
+    draws: jax.Array
+    virial: jax.Array
+    position: jax.Array
+    gradient: jax.Array
+    accept_prob: jax.Array | None
+
+    @classmethod
+    def empty(cls, blank: Statistics) -> "Coverage":
+        """No draws; ``blank`` are the statistics at the start of a chain."""
+        temperature, position, gradient = blank.configurational_temperature, blank.position, blank.gradient
+        return cls(jnp.int32(0), temperature, position, gradient, blank.accept_prob)
+
+    def add(self, seen: Statistics, kept: jax.Array) -> "Coverage":
+        """Add the means of a draw, if it is kept."""
+        draws = self.draws + jnp.where(kept, 1, 0)
+        weight = jnp.where(kept, 1 / jnp.maximum(draws, 1), 0).astype(self.virial.dtype)
+        means = (seen.configurational_temperature, seen.position, seen.gradient, seen.accept_prob)
+        return Coverage(draws, *jax.tree.map(lambda a, b: a + weight * (b - a), self[1:], means))
+
+    def share(self, temperature: float) -> jax.Array:
+        """Covariance of theta and grad U, summed over coordinates, divided by P T."""
+        size = self.position.shape[-1]
+        return (self.virial - jnp.sum(self.position * self.gradient, -1) / size) / temperature
+
+    def frozen(self, temperature: float, steps_per_draw: int, known: bool) -> np.ndarray:
+        """Chains (C,) that hardly moved in enough steps: they cover, or accept, almost nothing.
+
+        :param known: whether the covariance of theta and grad U is that of the target.
+        """
+        seen = jax.device_get(self)
+        still = np.zeros(np.size(seen.draws), bool)
+        if known:
+            still |= np.abs(np.ravel(seen.share(temperature))) < LEAST_COVERED
+        if seen.accept_prob is not None:
+            still |= np.ravel(seen.accept_prob) < LEAST_ACCEPTED
+        return still & (np.ravel(seen.draws) * steps_per_draw >= ENOUGH_STEPS)
 
 
 # -- microcanonical kernels ------------------------------------------------------------------------------

@@ -43,9 +43,6 @@ def dual(layer: Activation, closed: bool = True) -> Dual:
     )
 
 
-# -- quadrature ------------------------------------------------------------------------------------------
-
-
 def nodes(number: int = NODES) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights for an expectation under N(0, 1)."""
     x = np.linspace(-REACH, REACH, number)
@@ -104,9 +101,6 @@ def root(variance: jax.Array) -> jax.Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1)), 0)
 
 
-# -- functions of a correlation that stay differentiable at its ends -------------------------------------
-
-
 @jax.custom_jvp
 def _arcsine(c: jax.Array) -> jax.Array:
     return jnp.arcsin(c)
@@ -137,9 +131,6 @@ def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
     """k / scale within [-1, 1], set to an end within rounding error of it, as equal inputs require."""
     c = k / jnp.where(scale > 0, scale, 1)
     return c + lax.stop_gradient(jnp.where(jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps, jnp.sign(c) - c, 0))
-
-
-# -- closed forms ----------------------------------------------------------------------------------------
 
 
 def _piecewise_linear(slope: float) -> Dual:

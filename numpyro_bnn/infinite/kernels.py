@@ -106,14 +106,7 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
 
 
 def both_kernels(
-    call: str,
-    net: Layer,
-    x1: Any,
-    x2: Any = None,
-    prior: Any = None,
-    scales: Scales = None,
-    block_size: int | None = None,
-    want_ntk: bool = True,
+    call: str, net: Layer, x1: Any, x2: Any, prior: Any, scales: Scales, block_size: Any = None, want_ntk: bool = True
 ) -> Kernels:
     """Check a call, and compute the kernels."""
     x1 = _inputs(call, "x1", x1)
@@ -129,13 +122,7 @@ def both_kernels(
 
 
 def kernels(
-    net: Layer,
-    sites: Mapping[str, SiteMoments],
-    normal: frozenset[str],
-    x1: Any,
-    x2: Any,
-    want_ntk: bool,
-    block_size: int | None = None,
+    net: Layer, sites: Mapping, normal: frozenset[str], x1: Any, x2: Any, want_ntk: bool, block_size: Any = None
 ) -> Kernels:
     """Kernels for given moments of the parameters."""
     dtype = jnp.result_type(x1, float) if x2 is None else jnp.result_type(x1, x2, float)
@@ -213,9 +200,6 @@ def _inputs(call: str, argument: str, value: Any) -> Any:
     return value if hasattr(value, "dtype") else np.asarray(value)
 
 
-# -- one network of finite width ---------------------------------------------------------------------------
-
-
 def empirical_ntk(
     net: Layer,
     params: Params,
@@ -259,15 +243,18 @@ def empirical_ntk(
             check_finite(call, argument, value)
     shape = np.shape(x1)[1:]
     found = prior_moments(call, net, shape, prior, scales)
-    _check_params(call, net, params, shape)
+    if contains(net, BatchNorm):
+        instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
+        raise argument_error(call, "net", "a network with `BatchNorm`", instead)
+    expected, got = net.param_shapes(shape), {name: np.shape(value) for name, value in params.items()}
+    if got != expected:
+        raise argument_error(call, "params", got, f"Pass one array for each parameter: {expected}.")
     variances = {name: jnp.asarray(found.sites[name].variance) for name in params}
     weights = {name: variances[name] / weight_fan_in(name, np.shape(params[name])) for name in params}
     outputs = int(np.prod(net.output_shape(shape)))
-    size = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
-    if block_size is not None:
-        size = check_count(call, "block_size", block_size)
-    first = np.asarray(x1)
-    second = first if x2 is None else np.asarray(x2)
+    fits = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
+    size = fits if block_size is None else check_count(call, "block_size", block_size)
+    first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
     pairs = (outputs, outputs) if full else ()
     result = np.empty((len(first), len(second), *pairs), jnp.result_type(*params.values(), float))
     for i in range(0, len(first), size):
@@ -284,29 +271,16 @@ def empirical_ntk(
 @partial(jax.jit, static_argnums=0)
 def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
     """Derivatives of every output, (B, K, *shape) for each parameter."""
-
-    def outputs(params: Params, row: jax.Array) -> jax.Array:
-        return net.apply(params, row).reshape(-1)
-
-    return jax.vmap(lambda row: jax.jacrev(outputs)(dict(params), row))(x)
+    return jax.vmap(lambda row: jax.jacrev(lambda at: net.apply(at, row).reshape(-1))(dict(params)))(x)
 
 
 @partial(jax.jit, static_argnums=2)
 def _contracted(one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool) -> jax.Array:
     """Sum over parameters, and average over outputs unless all pairs of them are requested."""
     total: Any = 0.0
+    formula = "akp,blp->abkl" if full else "akp,bkp->ab"
     for name, left in one.items():
         shape = (*left.shape[:2], -1)
-        formula = "akp,blp->abkl" if full else "akp,bkp->ab"
         parts = left.reshape(shape), other[name].reshape((other[name].shape[0], *shape[1:]))
         total += jnp.einsum(formula, *parts, precision="highest")
     return total if full else total / next(iter(one.values())).shape[1]
-
-
-def _check_params(call: str, net: Layer, params: Params, shape: tuple[int, ...]) -> None:
-    if contains(net, BatchNorm):
-        instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
-        raise argument_error(call, "net", "a network with `BatchNorm`", instead)
-    expected, got = net.param_shapes(shape), {name: np.shape(value) for name, value in params.items()}
-    if got != expected:
-        raise argument_error(call, "params", got, f"Pass one array for each parameter: {expected}.")

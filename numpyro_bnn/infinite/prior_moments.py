@@ -109,13 +109,10 @@ def _known_not(value: Any, holds: Callable[[np.ndarray], Any]) -> bool:
 
 
 def _reduced(value: Any, shape: Shape) -> Any:
-    """A scalar where all elements are equal, (..., 1) where a kernel's differ by input only, else all of them.
-
-    Values that JAX traces are assumed not to differ by unit, as in every family of :mod:`~numpyro_bnn.priors`.
-    """
+    """A scalar where all elements are equal, (..., 1) where a kernel's differ by input only, else all of them."""
     if np.ndim(value) == 0:
         return jnp.asarray(value)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer):  # assumed not to differ by unit, as in every family of ours
         full = jnp.broadcast_to(value, shape)
         return jnp.mean(full, axis=-1, keepdims=True) if len(shape) > 1 else jnp.mean(full)
     array = np.broadcast_to(np.asarray(value), shape)

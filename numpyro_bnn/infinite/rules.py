@@ -97,12 +97,7 @@ RULES: dict[type[Layer], Rule] = {}
 
 def rule(kind: type[Layer]) -> Callable[[Rule], Rule]:
     """Register the rule of a kind of layer."""
-
-    def register(fn: Rule) -> Rule:
-        RULES[kind] = fn
-        return fn
-
-    return register
+    return lambda fn: RULES.setdefault(kind, fn)
 
 
 def propagate(layer: Layer, context: Context, state: State) -> State:
@@ -255,9 +250,7 @@ def sequential(layer: nn.Sequential, context: Context, state: State) -> State:
 @rule(nn.Residual)
 def residual(layer: nn.Residual, context: Context, state: State) -> State:
     """Branches with separate weights are independent: covariances add, and so do products of their means."""
-    a: State = state
-    if layer.shortcut is not None:
-        a = propagate(layer.shortcut, context.child("shortcut"), state)
+    a = state if layer.shortcut is None else propagate(layer.shortcut, context.child("shortcut"), state)
     b = propagate(layer.body, context.child("body"), state)
     if isinstance(a, Inputs) and isinstance(b, Inputs):
         return Inputs(a.x1 + b.x1, a.x2 + b.x2)

@@ -154,9 +154,8 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     array, target = draws_and_targets("interval_coverage", draws, y)
     check_number("interval_coverage", "level", level, strict=True, below=1.0)
     if len(array) < 2:
-        raise argument_error(
-            "interval_coverage", "draws", "one draw", "An interval needs two draws, better hundreds."
-        )
+        instead = "An interval needs two draws, better hundreds."
+        raise argument_error("interval_coverage", "draws", "one draw", instead)
     tail = (1 - level) / 2
     low, high = np.quantile(array, [tail, 1 - tail], axis=0, method="weibull")
     inside = (low <= target) & (target <= high)

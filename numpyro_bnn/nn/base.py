@@ -185,9 +185,6 @@ def _checked_shape(input_shape: Shape) -> Shape:
     return shape
 
 
-# -- the role of a parameter, read from its name ---------------------------------------------------------
-
-
 def role(name: str, shape: Shape) -> Role:
     """Role of a parameter, read from its name and shape in the conventions of Flax, NNX and Equinox.
 
@@ -201,9 +198,7 @@ def role(name: str, shape: Shape) -> Role:
     leaf = _leaf(name)
     if leaf == "scale" or (leaf == "weight" and len(shape) < 2):
         return "scale"
-    if leaf == "bias" or len(shape) < 2:
-        return "bias"
-    return "kernel"
+    return "bias" if leaf == "bias" or len(shape) < 2 else "kernel"
 
 
 def input_axis(name: str, shape: Shape) -> int:

@@ -121,10 +121,9 @@ class _Pool(Layer):
 
     def __post_init__(self) -> None:
         call = f"nn.{type(self).__name__}"
-        if self.window is not None:
-            object.__setattr__(self, "window", _pair(call, "window", self.window))
-        if self.strides is not None:
-            object.__setattr__(self, "strides", _pair(call, "strides", self.strides))
+        for name in ("window", "strides"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _pair(call, name, value))
         check_choice(call, "padding", self.padding, ("SAME", "VALID"))
 
     def _geometry(self, spatial: Shape) -> tuple[Pair, Pair]:
@@ -175,10 +174,7 @@ class MaxPool(_Pool):
 
 
 def _tiles(x: jax.Array, window: Pair) -> jax.Array:
-    """Non-overlapping windows, as axes: (N, H, h, W, w, C).
-
-    The gradient of their maximum is elementwise; that of a general window doubles the step time of a small network.
-    """
+    """Windows as axes, (N, H, h, W, w, C): the gradient of their maximum is elementwise, which halves a step."""
     batch, height, width, channels = x.shape
     rows, columns = height // window[0], width // window[1]
     whole = x[:, : rows * window[0], : columns * window[1]]
@@ -187,11 +183,7 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
 
 @jax.custom_jvp
 def _largest(tiles: jax.Array) -> jax.Array:
-    """Maximum over the windows that `_tiles` cuts; the gradient of each goes to its first largest value.
-
-    JAX's own gradient looks for the values that equal the maximum. XLA may compute the two in different loops with
-    different rounding; then no value equals it, and the gradient is NaN.
-    """
+    """Maximum over windows; JAX's own gradient is NaN if XLA rounds the maximum differently in another loop."""
     return tiles.max(axis=(2, 4))
 
 
@@ -225,8 +217,7 @@ class AvgPool(_Pool):
         total = self._reduce(images, 0.0, lax.add)
         # One count per window, the same for every image and channel.
         count = self._reduce(jnp.ones((1, *images.shape[1:3], 1), images.dtype), 0.0, lax.add)
-        y = total / count
-        return y.reshape(x.shape[:-3] + y.shape[1:])
+        return (total / count).reshape(x.shape[:-3] + total.shape[1:])
 
 
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:

@@ -100,9 +100,7 @@ class Activation(Layer):
         return x, shape
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        if self.name == "leaky_relu":
-            return ACTIVATIONS[self.name](x, self.negative_slope)
-        return ACTIVATIONS[self.name](x)
+        return ACTIVATIONS[self.name](x, *([self.negative_slope] if self.name == "leaky_relu" else []))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,7 @@ from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 
 
 def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Power of two near the size of ``x`` along ``axes``, a constant for differentiation.
-
-    Dividing by it first is exact and keeps squares within range for any scale of the weights. The normalization does
-    not depend on the unit, so its derivative through the unit is zero.
-    """
+    """Power of two near the size of ``x``: dividing by it is exact, keeps squares in range, needs no gradient."""
     largest = lax.stop_gradient(jnp.max(jnp.abs(x), axis=axes, keepdims=True))
     _, exponent = jnp.frexp(largest)
     return jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1)

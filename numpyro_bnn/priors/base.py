@@ -123,11 +123,7 @@ def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
 
 
 class _NonCenter(handlers.reparam):
-    """Reparameterization that names its sites correctly inside open scopes.
-
-    NumPyro's module functions open their scope inside the model. The name that arrives here already has the prefix,
-    and the ``<name>_base`` site, sampled while that scope is active, would get it a second time.
-    """
+    """Reparameterization inside open scopes, which would prefix the name of the ``<name>_base`` site twice."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] != "sample":

@@ -103,7 +103,7 @@ class GPFilters(Prior):
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         if len(shape) != 4:
-            return self._other(name, shape)
+            return self.bias(name, shape)
         if not inputs_first(name):
             instead = "It takes Flax kernels (h, w, in, out), not Equinox ones."
             raise argument_error("priors.GPFilters", "name", repr(name), instead)
@@ -118,14 +118,10 @@ class GPFilters(Prior):
         return family(unit, transform)
 
     def bias(self, name: str, shape: Shape) -> dist.Distribution:
-        return self._other(name, shape)
-
-    def gain(self, name: str, shape: Shape) -> dist.Distribution:
-        return self._other(name, shape)
-
-    def _other(self, name: str, shape: Shape) -> dist.Distribution:
         common = {key: getattr(self, key) for key in ("fan_in_scaling", "bias_scale", "gain_scale")}
         return (self.other or Normal(**common))(name, shape)
+
+    gain = bias
 
 
 def _value(site: str, prior: float | dist.Distribution) -> jax.Array | float:

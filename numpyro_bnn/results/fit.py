@@ -121,11 +121,10 @@ def _members(mcmc: MCMC) -> dict[str, np.ndarray]:
 
 
 def _described(mcmc: MCMC) -> dict[str, Any]:
-    """Settings that kernels of :mod:`numpyro_bnn.infer` report, with a warning if a chain diverged."""
+    """Settings that kernels of :mod:`numpyro_bnn.infer` report; warns of chains at fault."""
     if not hasattr(mcmc.sampler, "describe"):
         return {}
-    report = mcmc.sampler.divergence_report(mcmc.last_state)
-    if report:
+    if report := mcmc.sampler.divergence_report(mcmc.last_state):
         warnings.warn(report, stacklevel=4)
     return mcmc.sampler.describe(mcmc.last_state)
 

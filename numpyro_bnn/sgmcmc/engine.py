@@ -54,6 +54,7 @@ class Statistics(NamedTuple):
     :param energy_variance: mean of the squared energy error of a step that was taken, divided by P; None if not
         reported.
     :param num_refused: number of steps that were refused; None if none can be. They do not enter the means.
+    :param position: mean position (P,), and ``gradient``: mean gradient (P,), where the temperature is taken.
     """
 
     num_steps: Array
@@ -61,8 +62,10 @@ class Statistics(NamedTuple):
     configurational_temperature: Array
     accept_prob: Array | None
     num_gradients: Array
-    energy_variance: Array | None = None
-    num_refused: Array | None = None
+    energy_variance: Array | None
+    num_refused: Array | None
+    position: Array
+    gradient: Array
 
 
 class State(NamedTuple):
@@ -140,6 +143,8 @@ class Sampler:
             num_gradients=jnp.int32(0),
             energy_variance=zero if self.dynamics.reports_energy else None,
             num_refused=jnp.int32(0) if self.dynamics.refuses else None,
+            position=jnp.zeros_like(position),
+            gradient=jnp.zeros_like(position),
         )
         warmup = jnp.asarray(num_warmup, jnp.int32)
         return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
@@ -293,11 +298,13 @@ class Sampler:
 
         momentum, energy = self.dynamics.momentum(move.memory), statistics.energy_variance
         kinetic = None if momentum is None else squared_norm(momentum) / size
-        seen = (kinetic, virial / size, move.accept_prob)
-        kinetic, virial, accept = jax.tree.map(mean, statistics[1:4], seen)
+        seen = (kinetic, virial / size, move.accept_prob, move.evaluation.position, move.evaluation.gradient)
+        old = (*statistics[1:4], statistics.position, statistics.gradient)
+        kinetic, virial, accept, *means = jax.tree.map(mean, old, seen)
         if move.energy_error is not None and energy is not None:
             energy = mean(energy, jnp.square(move.energy_error) / size)
-        return Statistics(steps, kinetic, virial, accept, statistics.num_gradients + spent, energy, num_refused)
+        spent = statistics.num_gradients + spent
+        return Statistics(steps, kinetic, virial, accept, spent, energy, num_refused, *means)
 
 
 def build(

@@ -179,9 +179,6 @@ def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tup
     return jax.value_and_grad(potential_fn)(position, jax.tree.map(shared, batch))
 
 
-# ------------------------------------------------------------------------- work that needs the minibatch alone
-
-
 def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Callable, Callable]:
     """Split ``potential_fn(position, batch)`` into ``finish(position, prepare(batch))``, from an example of both.
 

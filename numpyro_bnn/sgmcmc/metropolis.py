@@ -212,13 +212,11 @@ class GGMC(Dynamics):
     def rows(self) -> int:
         return 2 * self.num_steps
 
+    evaluations = rows
+
     @property
     def batches(self) -> int:
         return self.num_steps
-
-    @property
-    def evaluations(self) -> int:
-        return 2 * self.num_steps
 
     def check(self, gradient: Gradient) -> None:
         if not (gradient.markov and gradient.stream.independent):

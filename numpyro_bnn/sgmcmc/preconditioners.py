@@ -69,7 +69,24 @@ class Diagonal(Preconditioner):
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Preconditioner):
+class Factor(Preconditioner):
+    """A dense G = L L' whose state is L, lower triangular; the identity, until the state is replaced."""
+
+    def init(self, position: Array) -> Array:
+        return jnp.eye(position.shape[0], dtype=position.dtype)
+
+    def root(self, state: Array, v: Array) -> Array:
+        return state @ v
+
+    def transpose(self, state: Array, v: Array) -> Array:
+        return v @ state
+
+    def whiten(self, state: Array, v: Array) -> Array:
+        return solve_triangular(state, v, lower=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Factor):
     """A fixed dense G = matrix, with L its lower Cholesky factor.
 
     :param matrix: symmetric positive definite (P, P).
@@ -102,15 +119,6 @@ class Dense(Preconditioner):
             instead = f"Pass one row per coordinate, {position.shape}."
             raise argument_error("sgmcmc.Dense", "matrix", f"shape {matrix.shape}", instead)
         return jnp.linalg.cholesky(matrix)
-
-    def root(self, state: Array, v: Array) -> Array:
-        return state @ v
-
-    def transpose(self, state: Array, v: Array) -> Array:
-        return v @ state
-
-    def whiten(self, state: Array, v: Array) -> Array:
-        return solve_triangular(state, v, lower=True)
 
 
 @dataclass(frozen=True)

@@ -90,18 +90,12 @@ def _target(call: str, reference: Mapping[str, Any], symmetries: Sequence[Symmet
 
 
 class _Group(NamedTuple):
-    """Units whose order and signs are decided together.
-
-    :ivar order: the permutation of the units, or ``None``.
-    :ivar unit_flips: signs of single units.
-    :ivar layer_flips: signs of all units at once.
-    :ivar axes: the sites by which units are compared: those with a single axis that runs over the units.
-    """
+    """Units whose order and signs are decided together."""
 
     order: Permutation | None
-    unit_flips: tuple[SignFlip, ...]
-    layer_flips: tuple[SignFlip, ...]
-    axes: tuple[UnitAxis, ...]
+    unit_flips: tuple[SignFlip, ...]  # of single units
+    layer_flips: tuple[SignFlip, ...]  # of all units at once
+    axes: tuple[UnitAxis, ...]  # of the sites by which units are compared, over which no other axis runs
 
     @property
     def members(self) -> tuple[Symmetry, ...]:
@@ -149,10 +143,8 @@ def _sweep(groups: Sequence[_Group], points: Points, sweeps: int, fixed: Points 
 
 def _match(group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis]) -> tuple[Points, bool]:
     """Find the signs and order of every draw that fit the target best; return whether any changed."""
-    n = len(points[axes[0].site])
-    elements = []
-    for start in range(0, n, CHUNK):
-        elements += _best(group, points, target, axes, slice(start, start + CHUNK))
+    chunks = [slice(start, start + CHUNK) for start in range(0, len(points[axes[0].site]), CHUNK)]
+    elements = [element for chunk in chunks for element in _best(group, points, target, axes, chunk)]
     changed = False
     for number, member in enumerate(group.members):
         g = np.stack([element[number] for element in elements])
@@ -173,12 +165,8 @@ def _best(
     found: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
     for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
         layered = [_signed(*pair, group.layer_flips, layer_signs) for pair in zip(scores, axes, strict=True)]
-        totals = np.stack(
-            [
-                sum(_signed(*pair, group.unit_flips, signs) for pair in zip(layered, axes, strict=True))
-                for signs in unit_choices
-            ]
-        )
+        pairs = list(zip(layered, axes, strict=True))
+        totals = np.stack([sum(_signed(*p, group.unit_flips, signs) for p in pairs) for signs in unit_choices])
         tables, which = totals.max(0), totals.argmax(0)
         for i, table in enumerate(tables):
             units = np.arange(len(table))

@@ -42,9 +42,8 @@ def read(
 
 
 def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
-    for name in (site, site.replace("/", ".")):
-        if name in draws:
-            return name
+    if found := [name for name in (site, site.replace("/", ".")) if name in draws]:
+        return found[0]
     raise unknown_name(call, "symmetries", site, draws)
 
 
@@ -91,10 +90,7 @@ def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
 
 
 def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitAxis]]:
-    """A symmetry with sites whose norm no other symmetry changes, and those sites.
-
-    Rescaling a layer changes the incoming weights of the next; residual blocks write to the stream they read.
-    """
+    """A symmetry with sites whose norm no other symmetry changes (rescaling changes the next layer), and those."""
     for s in waiting:
         touched = {site for other in waiting if other is not s for site in other.sites}
         touched |= {axis.site for axis, power in s.powers if power < 0}

@@ -121,10 +121,7 @@ def _plain(latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set
 
 
 def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
-    """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw, and by formula.
-
-    A prior is evaluated at the draw of the guide, even if the model is given another value.
-    """
+    """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw, and by formula."""
     found: dict[Any, jax.Array] = {}
     for name, site in trace.items():
         if not _is_sample(site):
@@ -134,7 +131,7 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
         elif name not in latent:
             instead = "Give it a site in the guide, or sum it out."
             raise argument_error(call, "model", f"the latent site {name!r}, which the guide lacks", instead)
-        else:
+        else:  # at the draw of the guide, even if the model is given another value
             found["sampled", name] = _log_prob(site, latent[name]["value"]).sum() - _log_prob(latent[name]).sum()
             exact = _divergence(latent[name], site)
             if exact is not None:
