@@ -1,6 +1,7 @@
 """``to_inference_data``: any inference result as one ArviZ object with one layout."""
 
 import platform
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -12,9 +13,11 @@ from numpyro.infer import MCMC
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn.infinite import GPRegression
+from numpyro_bnn.metrics.health import HealthWarning, health
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text
+from numpyro_bnn.results.health import WithMembers, members_of
 from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL, Arguments
 
@@ -102,7 +105,7 @@ def to_inference_data(
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
-        return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
+        return _reported(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
@@ -114,10 +117,28 @@ def to_inference_data(
     new = None if predictions is None else replay.for_prediction(fit.arguments, predictions, exporter.observed)
     given = set(predictions or {})
     _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
+    found = None
+    if posterior_predictive and not members and (starts := members_of(result, fit)):
+        found = exporter.map_draws = WithMembers(starts)
     groups = exporter.training_groups(train_key, *chosen)
+    exporter.map_draws = replay.map_draws
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
-    return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
+    about = _about({**fit.attrs, **(found.explained(groups) if found else {})}, rng_key, attrs)
+    return _reported(groups, about)
+
+
+def _reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+    """The result with its health report, and a warning of what is off."""
+    idata = _arviz.inference_data(groups, about)
+    report = health(idata)
+    idata.attrs["health"] = report.to_json()
+    if off := report.warnings:
+        listed = "".join(f"\n- {finding}" for finding in off)
+        warnings.warn(
+            f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{listed}", HealthWarning, stacklevel=3
+        )
+    return idata
 
 
 def _check_outline(

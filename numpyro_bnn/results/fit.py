@@ -1,15 +1,17 @@
 """What is exported from an inference result: draws, statistics, the model and its arguments."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.svi import SVIRunResult
 
 from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn.metrics.health_evidence import elbo_rise
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn.program.plates import full_plates
@@ -101,13 +103,14 @@ def _members(mcmc: MCMC) -> dict[str, np.ndarray]:
 
 
 def _described(mcmc: MCMC) -> dict[str, Any]:
-    """Settings that kernels of :mod:`numpyro_bnn.infer` report, with a warning if a chain diverged."""
-    if not hasattr(mcmc.sampler, "describe"):
-        return {}
-    report = mcmc.sampler.divergence_report(mcmc.last_state)
-    if report:
-        warnings.warn(report, stacklevel=4)
-    return mcmc.sampler.describe(mcmc.last_state)
+    """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth of the trees of NUTS."""
+    kernel = mcmc.sampler
+    described: dict[str, Any] = getattr(kernel, "describe", lambda _: {})(mcmc.last_state)
+    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
+        kernel = inner
+    if isinstance(kernel, NUTS):
+        described["max_tree_depth"] = int(np.max(kernel._max_tree_depth))
+    return described
 
 
 def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -115,7 +118,7 @@ def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for label, value in fields.items():
         if not isinstance(value, np.ndarray):
             continue  # a tree of values, e.g. a gradient, is not a statistic of a draw
-        name = SAMPLE_STATS.get(label, label.replace("/", "."))
+        name = SAMPLE_STATS.get(label.removeprefix("base."), label.replace("/", "."))  # `base`: within a wrapper
         stats[name] = -value if name == "lp" else value
         if name == "n_steps":
             stats["tree_depth"] = np.floor(np.log2(value)).astype(int) + 1
@@ -144,12 +147,16 @@ def from_guide(
     arguments = bind(guide.model, args, kwargs)
     state = getattr(result, "state", None)
     params = {**result.params, **(getattr(state, "mutable_state", None) or {})}
-    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples}
+    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples, "independent_draws": True}
     losses = np.asarray(getattr(result, "losses", []))
     if losses.ndim == 1 and losses.size:
         settings |= {"num_steps": losses.size, "final_loss": float(losses[-1])}
+        if isinstance(result, SVIRunResult) and losses.size >= 100:
+            settings["elbo_rise"] = elbo_rise(losses)
         if (last_key := getattr(state, "rng_key", None)) is not None:
             settings["last_rng_key"] = key_text(last_key)
+    if np.size(refused := getattr(result, "refused", ())):
+        settings["refused_updates"] = float(np.max(np.asarray(refused)[..., -1]))
     stats: dict[str, np.ndarray] = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
 
