@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from numpyro_bnn import _arviz
 from numpyro_bnn.metrics._inputs import Floats
 
-COLUMNS, ROWS, INPUT_ROWS = 24, 500, 10_000  # at most so many values of the function, and rows, are looked at
+COLUMNS, ROWS, INPUT_ROWS = 16, 500, 10_000  # at most so many values of the function, and rows, are looked at
 DRAWS = 100  # draws of which a mean is taken
 
 
@@ -155,7 +155,7 @@ def explained_by_site(means: Mapping[str, np.ndarray], observed: Mapping[str, np
         rows = spread(len(y), ROWS)
         rows = rows[np.isfinite(y[rows]).reshape(len(rows), -1).all(axis=1)]
         if len(rows) > 1:
-            some = draws[:, spread(draws.shape[1], DRAWS)][:, :, rows]
+            some = draws[:, spread(draws.shape[1], DRAWS)[:, None], rows]
             found[site] = explained(some.mean(axis=1, dtype=np.float64), y[rows], classes)
     return found
 
