@@ -71,9 +71,7 @@ class Evidence:
 
     def means(self, group: str) -> dict[str, np.ndarray]:
         """Draws of the mean of each observed site, or of its class probabilities, by variable."""
-        held = self.arrays(group)
-        named = [f"{site}_{suffix}" for site in held for suffix in ("mean", "probs")]
-        return {name: held[name] for name in named if name in held}
+        return {n: v for n, v in self.arrays(group).items() if n.endswith(("_mean", "_probs")) and v.ndim > 2}
 
     @cached_property
     def has_network(self) -> bool:
