@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+LONGEST = 300  # characters of a value in a message
+
 
 def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError) -> Exception:
     """Build (the caller raises it) an error that teaches: call, argument, what came, what to write instead.
@@ -24,8 +26,10 @@ def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[
 
 def _shown(value: Any) -> str:
     """A value for a message: arrays by shape and dtype, anything else by ``repr``."""
-    whole = np.ndim(value) == 0 if hasattr(value, "dtype") else True
-    return repr(value) if whole else f"an array of shape {value.shape} and dtype {value.dtype}"
+    if hasattr(value, "dtype") and np.ndim(value):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    return f"a {type(value).__name__}" if len(text) > LONGEST else text
 
 
 def check_kind(call: str, argument: str, value: Any, kind: Any, instead: str) -> None:

@@ -16,11 +16,7 @@ __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
 
 def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
-    """The distribution inside ``to_event``, ``expand`` and, if ``masked``, ``mask``.
-
-    >>> type(unwrapped(dist.Normal(0.0, 1.0).expand([3]).to_event(1))).__name__
-    'Normal'
-    """
+    """The distribution inside ``to_event``, ``expand`` and, if ``masked``, ``mask``."""
     around = (dist.Independent, dist.ExpandedDistribution) + ((dist.MaskedDistribution,) if masked else ())
     while isinstance(fn, around):
         fn = fn.base_dist
@@ -33,12 +29,7 @@ def is_factor(fn: dist.Distribution) -> bool:
 
 
 def unmasked_elements(fn: dist.Distribution) -> jax.Array:
-    """Which elements of a value, shaped like ``fn.shape()``, count in its log density: those that no mask leaves out.
-
-    >>> fn = dist.Normal(jnp.zeros((2, 3)), 1.0).to_event(1).mask(jnp.array([True, False]))
-    >>> unmasked_elements(fn).tolist()
-    [[True, True, True], [False, False, False]]
-    """
+    """Which elements of a value, shaped like ``fn.shape()``, count in its log density: those without a mask."""
     found = jnp.ones(fn.shape(), bool)
     while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
         if isinstance(fn, dist.MaskedDistribution):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 # Operations after which an index is still an index.
@@ -32,13 +33,7 @@ def dependence(fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: 
 
 
 def program_dependence(closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]) -> dict[Any, set]:
-    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``.
-
-    >>> import jax.numpy as jnp
-    >>> read = jax.make_jaxpr(lambda a: {"t": 2 * a["y"]}, return_shape=True)
-    >>> program_dependence(*read({"x": 1.0, "y": 1.0}), {"x": 1.0, "y": 1.0})
-    {'t': {'y'}}
-    """
+    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``."""
     owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
     outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
     found: dict[Any, set] = {name: set() for name in shapes}
@@ -55,11 +50,9 @@ def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
         return [set() if isinstance(v, Literal) else sources.get(v, set()) for v in variables]
 
     for equation in jaxpr.eqns:
-        used, inner = read(equation.invars), _subprogram(equation)
-        if inner is not None and equation.primitive.name in CALLS:
-            outputs = _sources(inner, used)
-        else:
-            outputs = [set().union(*used)] * len(equation.outvars)
+        used, inner = read(equation.invars), called(equation)
+        mixed = [set().union(*used)] * len(equation.outvars)
+        outputs = mixed if inner is None else _sources(inner, used)
         sources.update(zip(equation.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
@@ -71,17 +64,17 @@ def _subprogram(equation: Any) -> Any:
     return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
 
 
+def called(equation: Any) -> Any:
+    """The jaxpr that an equation calls once, else ``None``."""
+    return _subprogram(equation) if equation.primitive.name in CALLS else None
+
+
 def needed_equations(
     jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
     """The equations that compute the ``wanted`` variables of a jaxpr, in order, and which of their outputs are used.
 
     Variables in ``known`` have known values, and so do literals.
-
-    >>> import jax.numpy as jnp
-    >>> jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x)))(1.0).jaxpr
-    >>> [(equation.primitive.name, used) for equation, used in needed_equations(jaxpr, jaxpr.outvars[1:])]
-    [('cos', [True])]
     """
     needed = {var for var in wanted if not isinstance(var, Literal) and var not in known}
     kept = []
@@ -111,20 +104,27 @@ def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
 
 
-def pruned(fn: Callable, *arguments: Any) -> Callable:
-    """The program of ``fn``, a pure function, with only the equations that its outputs need, for such arguments.
+def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
+    """A program, without equations that it does not need, in which given values replace some that it names.
 
-    A compiler would drop the others too; without them there is less to trace and lower wherever the program is used.
+    :param names: keys of the given values, by their names (``checkpoint_name``) in the program.
+    :return: a function of a dictionary of values, and of the inputs of ``closed``, to a list.
 
-    >>> import jax, jax.numpy as jnp
-    >>> half = pruned(lambda x: (x.sum(), jnp.linalg.inv(x))[0], jnp.ones((2, 2)))
-    >>> float(half(jnp.ones((2, 2)))), "lu" in str(jax.make_jaxpr(half)(jnp.ones((2, 2))))
-    (4.0, False)
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> closed = jax.make_jaxpr(lambda x: 2.0 * checkpoint_name(x + 1.0, "y"))(3.0)
+    >>> [float(named_inputs(closed, names)({"it": 5.0}, 3.0)[0]) for names in ({}, {"y": "it"})]
+    [8.0, 10.0]
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    run = jaxpr_as_fun(needed_part(closed))
-    tree = jax.tree.structure(shapes)
-    return lambda *values: jax.tree.unflatten(tree, run(*jax.tree.leaves(values)))
+    cut = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in names]
+    places = [(names[eqn.params["name"]], eqn.outvars[0]) for eqn in cut]
+    kept = [eqn for eqn in closed.jaxpr.eqns if eqn not in cut]
+    jaxpr = closed.jaxpr.replace(eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars])
+    run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
+
+    def call(values: Mapping[str, Any], *inputs: Any) -> list:
+        return run(*(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs)
+
+    return call
 
 
 def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:

@@ -1,4 +1,4 @@
-"""Judging fits: bounds against exact evidences, honest errors, k-hat; inclusive KL.
+"""Judging fits: bounds against exact evidences, honest errors, k-hat.
 
 Conjugate linear regression has a Gaussian posterior with precision P, for which everything is known: log p(D), the
 optimum of mean field (the posterior mean, variances 1 / P_ii) and its distance from the posterior,
@@ -16,7 +16,7 @@ import optax
 import pytest
 import scipy.stats
 from numpyro import handlers
-from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
+from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import (
     AutoDelta,
     AutoGuideList,
@@ -25,7 +25,7 @@ from numpyro.infer.autoguide import (
 )
 
 from numpyro_bnn._arviz import pareto_smoothed
-from numpyro_bnn.guides import TraceInclusiveKL_ELBO, evidence, summarize
+from numpyro_bnn.guides import evidence, summarize
 
 SIGMA, N, D = 0.5, 30, 3
 X = jax.random.normal(jax.random.key(0), (N, D)) + 1.0
@@ -356,167 +356,3 @@ def test_errors(key, fault):
 def test_inside_jit_is_refused(guide, key):
     with pytest.raises(TypeError, match="values traced by `jit`"):
         jax.jit(lambda y: evidence(guide, mean_field(), X, y, rng_key=key).elbo)(Y)
-
-
-# --------------------------------------------------------------------------------------------------- inclusive KL
-
-RHO = 0.9
-
-
-def correlated():
-    numpyro.sample("z", dist.MultivariateNormal(jnp.zeros(2), jnp.array([[1.0, RHO], [RHO, 1.0]])))
-
-
-def fitted_variance(loss, steps, rate):
-    optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
-    svi = SVI(correlated, AutoNormal(correlated), optimizer, loss)
-    return svi.run(jax.random.key(0), steps, progress_bar=False).params["z_auto_scale"] ** 2
-
-
-@pytest.mark.slow
-def test_mean_field_matches_marginals_inclusively_and_conditionals_exclusively():
-    """KL(p || q) has its optimum at variance 1, KL(q || p) at 1 - rho^2 = 0.19.
-
-    Self-normalization with 200 particles biases the gradient by a term of order 1/S times the variance of the
-    weights, a few per cent here.
-    """
-    inclusive = fitted_variance(TraceInclusiveKL_ELBO(num_particles=200), 1500, 0.03)
-    exclusive = fitted_variance(Trace_ELBO(num_particles=10), 1500, 0.03)
-    np.testing.assert_allclose(inclusive, 1.0, rtol=0.1)
-    np.testing.assert_allclose(exclusive, 1 - RHO**2, rtol=0.1)
-
-
-def test_gradient_of_the_inclusive_divergence():
-    """At q = N(m, s^2): d/dm = m / s^2 and d/ds = (s^2 - 1 - m^2) / s^3 for each marginal N(0, 1)."""
-    loc, scale = jnp.array([0.3, -0.2]), jnp.array([1.2, 1.5])
-    guide, loss = AutoNormal(correlated), TraceInclusiveKL_ELBO(num_particles=2000)
-    handlers.seed(guide, 0)()
-
-    def gradient(key):
-        value = lambda p: loss.loss(key, p, correlated, guide)  # noqa: E731
-        return jax.grad(value)({"z_auto_loc": loc, "z_auto_scale": scale})
-
-    drawn = jax.jit(jax.vmap(gradient))(jax.random.split(jax.random.key(3), 200))
-    expected = {
-        "z_auto_loc": loc / scale**2,
-        "z_auto_scale": (scale**2 - 1.0 - loc**2) / scale**3,
-    }
-    for name, exact in expected.items():
-        error = drawn[name].std(axis=0) / np.sqrt(200)
-        # Self-normalization: a bias of order 1/S beside the error.
-        assert np.all(np.abs(drawn[name].mean(axis=0) - exact) < 4 * error + 10 / 2000)
-
-
-def test_parameters_of_the_model_follow_the_weighted_gradient(key):
-    """At the exact posterior all weights are equal: the gradient of the bound is E[z | y] - m, (y - m) / 2.
-
-    Of 4000 particles with variance 1/2, within 5 standard errors.
-    """
-
-    def model(y):
-        z = numpyro.sample("z", dist.Normal(numpyro.param("m", 0.0), 1.0))
-        numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
-    def guide(y):
-        numpyro.sample("z", dist.Normal(0.5 * (y + 0.4), 0.5**0.5))
-
-    elbo = TraceInclusiveKL_ELBO(num_particles=4000)
-    gradient = jax.grad(lambda m: -elbo.loss(key, {"m": m}, model, guide, 2.0))(0.4)
-    assert abs(gradient - 0.8) < 5 * (0.5 / 4000) ** 0.5
-
-
-def test_rows_of_a_minibatch_have_bounds_of_their_own():
-    """E of N / B sum_b log mean_s w_sb, three of six equal rows, two particles: six times one integral.
-
-    q is the prior and w = N(1; z, 1), so that E log((w_1 + w_2) / 2) is a sum over quadrature nodes.
-    """
-    y = jnp.ones(6)
-
-    def model():
-        with numpyro.plate("data", 6, subsample_size=3) as i:
-            numpyro.sample("y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=y[i])
-
-    def guide():
-        with numpyro.plate("data", 6, subsample_size=3):
-            numpyro.sample("z", dist.Normal(0.0, 1.0))
-
-    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
-    density = scipy.stats.norm.pdf(1.0, nodes, 1.0)
-    means = np.log(0.5 * (density[:, None] + density[None]))
-    exact = 6 * (weights @ means @ weights) / weights.sum() ** 2
-    elbo = TraceInclusiveKL_ELBO(num_particles=2)
-    bounds = -np.asarray(
-        jax.jit(jax.vmap(lambda key: elbo.loss(key, {}, model, guide)))(jax.random.split(jax.random.key(0), 4000))
-    )
-    assert abs(bounds.mean() - exact) < 5 * bounds.std() / 4000**0.5
-
-
-def test_value_is_the_importance_weighted_bound(key):
-    """-log mean w, of the same distribution as the RenyiELBO of NumPyro at alpha = 0."""
-    guide = AutoNormal(model)
-    handlers.seed(guide, 0)(X, Y)
-    keys = jax.random.split(key, 3000)
-
-    def mean(loss):
-        values = jax.jit(jax.vmap(lambda key: loss.loss(key, mean_field(), model, guide, X, Y)))(keys)
-        return float(values.mean()), float(values.std() / np.sqrt(len(keys)))
-
-    (ours, ours_se), (theirs, theirs_se) = mean(TraceInclusiveKL_ELBO(5)), mean(RenyiELBO(0.0, 5))
-    assert abs(ours - theirs) < 4 * np.hypot(ours_se, theirs_se)
-    # The bounds of NumPyro's other orders, in their order: ELBO < alpha = 1/2 < alpha = 0 < log p(D).
-    half, half_se = mean(RenyiELBO(0.5, 5))
-    exclusive, exclusive_se = mean(Trace_ELBO(5))
-    assert theirs - 4 * theirs_se > -LOG_Z
-    assert theirs + 4 * np.hypot(theirs_se, half_se) < half
-    assert half + 4 * np.hypot(half_se, exclusive_se) < exclusive
-
-
-@pytest.mark.slow
-def test_renyi_elbo_trains_a_guide():
-    """NumPyro's own objective between the two: its variances lie between those of the divergences."""
-    variance = fitted_variance(RenyiELBO(alpha=0.5, num_particles=20), 1500, 0.03)
-    assert np.all(variance > 1.3 * (1 - RHO**2))
-    assert np.all(variance < 0.9)
-
-
-def local(y, batch_size=None):
-    """z_n ~ N(0, 1), y_n ~ N(z_n, 1): posteriors N(y_n / 2, 1/2)."""
-    with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
-        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
-        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
-
-
-@pytest.mark.slow
-def test_local_latents_have_weights_of_their_own():
-    """An amortized guide with a subsampled plate learns every posterior; one joint weight would know one of 40."""
-    y = jnp.linspace(-2.0, 2.0, 40)
-
-    def amortized(y, batch_size=None):
-        slope, scale = (
-            numpyro.param("slope", 0.0),
-            numpyro.param("scale", 1.0, constraint=dist.constraints.positive),
-        )
-        with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
-            numpyro.sample("z", dist.Normal(slope * y[i], scale))
-
-    optimizer = optax.adam(optax.cosine_decay_schedule(0.03, 800))
-    svi = SVI(local, amortized, optimizer, TraceInclusiveKL_ELBO(num_particles=50))
-    result = svi.run(jax.random.key(1), 800, y, batch_size=10, progress_bar=False)
-    assert result.params["slope"] == pytest.approx(0.5, abs=0.05)
-    assert result.params["scale"] == pytest.approx(0.5**0.5, rel=0.05)
-    # Subsampling scales the loss up again: its mean is that of all data.
-
-    def guide_loss(key, size):
-        return svi.loss.loss(key, result.params, local, amortized, y, batch_size=size)
-
-    keys = jax.random.split(jax.random.key(2), 500)
-    parts = jax.jit(jax.vmap(lambda key: guide_loss(key, 10)))(keys)
-    whole = jax.jit(jax.vmap(lambda key: guide_loss(key, None)))(keys)
-    assert abs(float(parts.mean() - whole.mean())) < 4 * float(jnp.hypot(parts.std(), whole.std())) / np.sqrt(500)
-
-
-def test_errors_of_the_inclusive_divergence(guide, key):
-    with pytest.raises(ValueError, match="argument `num_particles` got 1"):
-        TraceInclusiveKL_ELBO(num_particles=1)
-    with pytest.raises(ValueError, match="a subsampled plate 'data' that does not enclose every site"):
-        TraceInclusiveKL_ELBO().loss(key, mean_field(), model, guide, X, Y, batch_size=5)

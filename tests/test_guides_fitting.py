@@ -403,6 +403,42 @@ def test_a_damaged_checkpoint_is_refused(svi, key, tmp_path, content):
         quiet(svi, key, 4, checkpoint=path)
 
 
+def test_a_checkpoint_with_other_bytes_is_refused_or_gives_the_same(svi, key, tmp_path):
+    """Any four bytes changed: what is read is what was written."""
+    path, random = tmp_path / "fit.npz", np.random.default_rng(0)
+    state, losses = svi.init(key, X, Y), np.arange(50.0)
+    fitting.save_checkpoint(path, svi, state, losses, {})
+    written, refused = path.read_bytes(), 0
+    for start in random.integers(0, len(written) - 4, 150):
+        path.write_bytes(written[:start] + random.bytes(4) + written[start + 4 :])
+        try:
+            found = fitting.load_checkpoint(path, svi, state, {})
+        except ValueError as error:
+            assert "checkpoint" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            assert same(found[0], state)
+            np.testing.assert_array_equal(found[1], losses)
+    assert refused > 75
+
+
+def test_a_full_disk_is_reported_with_the_path(svi, key, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fitting.os, "fsync", full)
+    with pytest.raises(OSError, match=r"argument `checkpoint` got .*fit\.npz.*No space left on device"):
+        quiet(svi, key, 2, checkpoint=tmp_path / "fit.npz")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null", "/dev"])
+def test_a_device_is_no_checkpoint(svi, key, path):
+    """Reading ``/dev/full`` never ends."""
+    with pytest.raises(ValueError, match="Pass the name of a file"):
+        quiet(svi, key, 2, checkpoint=path)
+
+
 def test_an_npz_file_of_others_is_refused(svi, key, tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros(3))
     with pytest.raises(ValueError, match="was not written by `fit`"):

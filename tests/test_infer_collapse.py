@@ -17,6 +17,7 @@ import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors
 from numpyro_bnn.infer.collapse import log_marginal, sample
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, read
+from numpyro_bnn.program.reading import Reading
 
 RATE = 1e-5  # failure rate of a test that draws
 RNG = np.random.default_rng(0)
@@ -166,8 +167,9 @@ def test_draws_of_hierarchies_with_masks_and_scales_are_exact():
     mask = np.array([True, True, False, True, True, False, True])
     y = jnp.where(jnp.asarray(mask), jnp.sin(x), jnp.nan), jnp.array([0.5, -1.0, 2.0])
     kwargs = {"mask": jnp.asarray(mask), "power": 0.4}
-    structure = read("test", locations, ("slope", "a", "mu"), (x, y), kwargs)
-    linear = LinearModel(locations, structure, {}, (x, y), kwargs)
+    reading = Reading(locations, (x, y), kwargs)
+    structure = read("test", reading, ("slope", "a", "mu"))
+    linear = LinearModel(reading, structure, {})
 
     def draw(key):
         traced = linear.trace(sample(key, linear.gaussian(), linear.jacobian()))
@@ -361,7 +363,7 @@ def test_linearity_that_is_measured_needs_data():
     """A linear map is known from the program, whatever the data; one that has to be measured is not."""
 
     def names(x, model):
-        structure = read("test", model, ("w",), (x, x[:, 0]), {})
+        structure = read("test", Reading(model, (x, x[:, 0])), ("w",))
         return jnp.zeros(structure.shapes["w"])
 
     def bent(x, y):

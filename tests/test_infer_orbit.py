@@ -22,14 +22,20 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, nn, priors, symmetry
-from numpyro_bnn.symmetry.model_info import PriorProgram
-from numpyro_bnn.symmetry.moves import move, plan
+from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.symmetry.model_info import PriorProgram, model_info
+from numpyro_bnn.symmetry.moves import move
+from numpyro_bnn.symmetry.moves import plan as plan_of
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
 Y = jnp.sin(X[:, 0])
 NORMED = nn.MLP([3, 1], "tanh", norm=nn.BatchNorm())
 RELU = nn.MLP([3, 1], "relu")
 SCALE = dist.LogNormal(0.0, 0.5)
+
+
+def plan(model, symmetries, args=(), kwargs=None, exact=True):
+    return plan_of(model_info(Reading(model, args, kwargs)), symmetries, exact)
 
 
 def network_model(net, prior):
@@ -195,7 +201,7 @@ def test_walks_agree_with_exact_draws():
     (entry,) = plan(model, rescale, (X, Y))
     sites = latent_sites(model, random.key(5))
     values = {name: sites[name] for name in unconstrained_names(model)}
-    prior = PriorProgram(model, values, (X, Y), {})
+    prior = PriorProgram(Reading(model, (X, Y)))
 
     def exact(key):
         return move(entry, key, values, prior, jnp.ones(()))[0]["net/Dense_1.kernel_base"]
@@ -267,7 +273,7 @@ def test_exact_draws_have_the_density_on_the_orbit(name):
 
     (entry,) = plan(model, [group])
     assert entry.method == method
-    prior = PriorProgram(model, values, (), {})
+    prior = PriorProgram(Reading(model))
     site = group.sites[0]
     after = jax.vmap(lambda key: move(entry, key, values, prior, jnp.ones(()))[0][site])(
         random.split(random.key(0), 4000)
@@ -293,7 +299,7 @@ def test_a_redrawn_precision_keeps_the_standardized_weights():
     (entry,) = plan(model, [symmetry.JointScale("w", "p", -2.0)])
     assert entry.method == "scale prior"
     values = {"p": jnp.asarray(3.0), "w": jnp.array([0.5, -1.0, 2.0])}
-    prior = PriorProgram(model, values, (), {})
+    prior = PriorProgram(Reading(model))
     after = jax.vmap(lambda key: move(entry, key, values, prior, jnp.ones(()))[0])(random.split(random.key(0), 2000))
     assert stats.kstest(after["p"], stats.gamma(2.0, scale=0.5).cdf).pvalue > 1e-6
     standard = after["w"] * jnp.sqrt(after["p"] / values["p"])[:, None]
@@ -314,7 +320,7 @@ def test_a_redrawn_scale_is_corrected_for_a_site_that_stays():
     s = dist.Gamma(3.0, 2.0).sample(random.key(0), (3000,))
     noise = random.normal(random.key(1), (3000, 3))
     draws = {"s": s, "w": s[:, None] * noise[:, :2], "t": s * jnp.abs(noise[:, 2])}
-    prior = PriorProgram(model, {"s": s[0], "w": draws["w"][0], "t": draws["t"][0]}, (), {})
+    prior = PriorProgram(Reading(model))
 
     def moved(key, values):
         def body(values, key):
@@ -342,7 +348,7 @@ def test_units_that_depend_on_one_another_move_one_by_one(group):
     (entry,) = plan(model, [group([("w", 0)])])
     assert entry.method == ("flip" if group is symmetry.SignFlip else "walk")
     assert not entry.by_unit
-    prior = PriorProgram(model, {"w": jnp.ones(3)}, (), {})
+    prior = PriorProgram(Reading(model))
     draws = random.multivariate_normal(random.key(0), jnp.zeros(3), jnp.asarray(COUPLED), (6000,))
 
     def moved(key, w):
@@ -393,7 +399,7 @@ def test_no_key_is_used_twice():
         "hyperprior",
     }
     values = {"s": jnp.ones(()), "t": jnp.ones(()), "w": jnp.ones((3, 2)), "v": jnp.ones(3), "c": jnp.ones(3)}
-    prior = PriorProgram(model, values, (), {})
+    prior = PriorProgram(Reading(model))
 
     def all_moves(rng_key):
         keys = random.split(rng_key, len(plans))
@@ -414,7 +420,7 @@ def test_orders_of_few_units_are_corrected_where_the_prior_tells_units_apart(uni
 
     (entry,) = plan(model, [symmetry.Permutation([("w", 0)])])
     assert entry.method == ("shuffle" if pinned else "order")
-    prior = PriorProgram(model, {"w": loc}, (), {})
+    prior = PriorProgram(Reading(model))
     draws = loc + random.normal(random.key(0), (2000, units))
     keys = random.split(random.key(1), 2000)
     moved = jax.vmap(lambda key, w: move(entry, key, {"w": w}, prior, jnp.ones(()))[0]["w"])(keys, draws)
@@ -455,7 +461,7 @@ def test_walks_with_the_likelihood_know_its_scale(scale):
     covariance = np.linalg.inv(np.eye(2) + scale * np.ones((2, 2)))
     mean = covariance @ np.full(2, scale * y)
     (entry,) = plan(model, [symmetry.Scale("w")], exact=False)
-    prior = PriorProgram(model, {"w": jnp.zeros(2)}, (), {})
+    prior = PriorProgram(Reading(model))
 
     def walked(key):
         start_key, walk_key = random.split(key)
@@ -554,7 +560,7 @@ def test_moves_stay_in_bounded_supports(family):
     model, symmetries = bounded_model(family)
     draws = prior_draws(model)
     plans = plan(model, symmetries, (0.3,))
-    prior = PriorProgram(model, jax.tree.map(lambda leaf: leaf[0], draws), (0.3,), {})
+    prior = PriorProgram(Reading(model, (0.3,)))
 
     def sweep(values, key):
         for i, entry in enumerate(plans):
@@ -585,7 +591,7 @@ def test_orders_are_corrected_where_only_supports_tell_units_apart():
         numpyro.sample("w", dist.Uniform(0.0, high).to_event(1))
 
     (entry,) = plan(model, [symmetry.Permutation([("w", 0)])])
-    prior = PriorProgram(model, {"w": 0.5 * high}, (), {})
+    prior = PriorProgram(Reading(model))
     draws = high * random.uniform(random.key(0), (2000, 2))
     moved = jax.vmap(lambda key, w: move(entry, key, {"w": w}, prior, jnp.ones(()))[0]["w"])(
         random.split(random.key(1), 2000), draws

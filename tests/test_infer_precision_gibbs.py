@@ -15,7 +15,7 @@ from scipy import integrate, stats
 
 from numpyro_bnn import infer, models, nn, priors
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbsState
-from numpyro_bnn.symmetry.model_info import CONDITIONED
+from numpyro_bnn.program.reading import CONDITIONED
 
 NUM_DRAWS = 4000
 FAILURE = 1e-5  # of each Kolmogorov-Smirnov test, one of about thirty here

@@ -22,7 +22,7 @@ import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
 from numpyro_bnn.infer.tempering import exchange, respaced
 from numpyro_bnn.infer.wrapper import with_constrained
-from numpyro_bnn.symmetry.model_info import CONDITIONED
+from numpyro_bnn.program.reading import CONDITIONED
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):

@@ -1,5 +1,7 @@
 """Programs that are compiled once and used again: by equal computations, and by no others."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,15 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
+from numpyro.primitives import Messenger
 
 from numpyro_bnn import guides, infer, models, nn, priors, symmetry, to_inference_data
 from numpyro_bnn.program.compiled import run, shared
+from numpyro_bnn.program.reading import Reading, arrays_in
 
 X = np.arange(3, dtype=np.float32)
 
@@ -227,3 +233,118 @@ def test_another_guide_on_other_data_compiles_nothing(fit, compiled):
     second = fit(keys[1], np.asarray(x), -values)
     assert len(compiled) == before
     assert all(np.any(first[name] != second[name]) for name in first)
+
+
+class Note(Messenger):
+    """Note whether any latent site has a number instead of a placeholder."""
+
+    eager = False
+
+    def postprocess_message(self, msg):
+        latent = msg["type"] == "sample" and not msg["is_observed"]
+        self.eager |= latent and not isinstance(msg["value"], jax.core.Tracer)
+
+
+def precisions(x, y=None, batch_size=None):
+    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([1, 4]).to_event(2))
+    v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(jnp.tanh(x[i, None] @ w) @ v, 1.0), obs=None if y is None else y[i])
+
+
+UNITS = [symmetry.Permutation([("w", 1), ("v", 0)])]
+MALA = partial(infer.MALA, step_size=0.1)
+# What reads a model, and how often it may call it.
+READERS = {
+    "find": (lambda model: symmetry.find(model, X, X), 2),
+    "check": (lambda model: symmetry.check(model, UNITS, (X, X)), 1),
+    "quotient": (lambda model: symmetry.quotient(model, UNITS, X, X), 2),
+    "collapse": (lambda model: infer.collapse(model, ["v"], X, X), 1),
+    "conjugate_sites": (lambda model: infer.PrecisionGibbs(model).conjugate_sites(X, X), 1),
+    "PrecisionGibbs": (lambda model: infer.PrecisionGibbs(handlers.condition(model, {"w": W, "v": W[0]})), 1),
+    "MALA": (MALA, 3),
+    "OrbitMoves": (lambda model: infer.OrbitMoves(MALA(model), UNITS), 5),
+    "UnitMoves": (lambda model: infer.UnitMoves(MALA(model), {"w": 1}), 4),
+    "minibatches": (lambda model: infer.SGLD(partial(model, batch_size=2), step_size=1e-3), 3),
+}
+W = jnp.ones((1, 4))
+
+
+@pytest.mark.filterwarnings("ignore:symmetry.find")
+@pytest.mark.parametrize("name", READERS)
+def test_models_are_read_without_running_them(name):
+    """No model is run operation by operation, each of which would be compiled; nor is it called again and again."""
+    calls = []
+
+    def model(*args, **kwargs):
+        note = Note()
+        with note:
+            precisions(*args, **kwargs)
+        calls.append(note.eager)
+
+    read, most = READERS[name]
+    found = read(model)
+    if hasattr(found, "init"):
+        found.init(random.key(0), 1, None, (jnp.asarray(X), jnp.asarray(X)))
+    assert 1 <= len(calls) <= most
+    assert not any(calls)
+
+
+def test_values_reach_the_inside_of_loops():
+    def model(y):
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+
+        def step(before, y):
+            z = numpyro.sample("z", dist.Normal(before, s))
+            numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+            return z, z
+
+        numpyro.deterministic("last", scan(step, 0.0, y)[0])
+
+    reading = Reading(model, (X,))
+    assert reading.latent == ("s", "z")
+    assert float(reading.at({"z": jnp.array([5.0, 6.0, 7.0])})["last"]["value"]) == 7.0
+    depends = reading.depends(lambda sites: {"last": sites["last"]["value"], "y": sites["y"]["fn"]})
+    assert all("z" in used for used in depends.values())  # a loop mixes what it is given
+
+
+def test_distributions_of_users_are_read():
+    """Also one that does not say which of its attributes are arrays."""
+
+    class Laplace(dist.Distribution):
+        support = dist.constraints.real
+
+        def __init__(self, loc):
+            self.loc = loc
+            super().__init__(jnp.shape(loc))
+
+        def sample(self, key, sample_shape=()):
+            return self.loc + random.laplace(key, sample_shape)
+
+        def log_prob(self, value):
+            return -jnp.abs(value - self.loc)
+
+    def model():
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        w = numpyro.sample("w", Laplace(2 * s))
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=3.0)
+
+    reading = Reading(model)
+    assert reading.depends(lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()})["w"] == {"s"}
+    assert float(reading.at({"s": 4.0})["w"]["fn"].loc) == 8.0
+    assert float(reading.at({"y": 7.0})["y"]["value"]) == 7.0
+
+
+def test_a_reading_that_needs_values_has_them():
+    """Shapes that follow from data, and random numbers of a key that is passed."""
+
+    def model(group):
+        numpyro.sample("w", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+
+    reading = Reading(model, (np.array([0, 1, 1]),))
+    assert reading.shapes()["w"].shape == (2,)
+    first, second = reading.draw([0, 1])
+    assert bool((first["w"] != second["w"]).all())
+    expected = handlers.trace(handlers.seed(model, random.key(1))).get_trace(np.array([0, 1, 1]))["w"]["value"]
+    np.testing.assert_allclose(second["w"], expected, rtol=1e-6)

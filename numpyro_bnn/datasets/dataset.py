@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._checks import argument_error, check_finite, check_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +134,7 @@ def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
     >>> print(round(data.y_scaler.scale_factor))     # one standardized unit, in units of the data
     77
     """
+    check_kind("standardize", "dataset", dataset, Dataset, "Pass a data set, e.g. of `load_uci`.")
     if dataset.x_scaler is not None:
         raise argument_error("standardize", "dataset", "a standardized data set", "Pass it as it was loaded.")
     if len(dataset.x_train) == 0:

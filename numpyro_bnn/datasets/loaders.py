@@ -14,6 +14,7 @@ from numpyro_bnn._checks import (
     check_choice,
     check_count,
     check_finite,
+    check_kind,
     check_labels,
     check_number,
     check_rank,
@@ -249,6 +250,7 @@ def _data_file(call: str, folder: str | os.PathLike | None, relative: str, sibli
     if not given:
         instead = f"Pass the folder of the data, or set the variable {_FOLDER_VARIABLE}."
         raise argument_error(call, "folder", folder, instead)
+    check_kind(call, "folder", given, str | os.PathLike, "Pass the path of a folder.")
     root = Path(given)
     if not root.is_dir():
         raise argument_error(call, "folder", repr(str(root)), "No such folder: pass the one that holds the data.")

@@ -9,7 +9,6 @@ from numpyro_bnn.guides.evidence import Evidence, evidence, summarize
 from numpyro_bnn.guides.fitting import fit
 from numpyro_bnn.guides.flows import Coupling, Flowjax
 from numpyro_bnn.guides.gaussian import AutoMeanField, AutoStructured
-from numpyro_bnn.guides.inclusive_kl import TraceInclusiveKL_ELBO
 from numpyro_bnn.guides.initialization import init_to_fan_in
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "init_to_fan_in",
     "TraceLocalReparam_ELBO",
     "TraceFlipout_ELBO",
-    "TraceInclusiveKL_ELBO",
     "fit",
     "evidence",
     "Evidence",

@@ -111,7 +111,7 @@ class AutoBlocks(CompiledAutoNormal):
         self._scaled: Scaled = {}
         if self._condition_on_scales:
             local = {name for name in latent if self._subsampled_plates(name)}
-            self._scaled = scaled_sites(self.model, self.prototype_trace or {}, local, args, kwargs)
+            self._scaled = scaled_sites(self.model, local, args, kwargs)
         start = run(self._initial, self._init_locs, (latent, *args), kwargs, once=True)
         self._init_locs, self._init_scales = start
         self._make_blocks()

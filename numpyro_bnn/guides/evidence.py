@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, check_count, check_key
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
 
@@ -119,6 +120,7 @@ def evidence(
     """
     call = "guides.evidence"
     refuse_tracers(call, "Call it outside: it compiles its own program.", args, kwargs, params, rng_key)
+    args, kwargs = as_arrays(args, kwargs, call)
     check_key(call, "rng_key", rng_key)
     num_samples = check_count(call, "num_samples", num_samples, 2)
     if draws_per_chunk is not None:

@@ -1,12 +1,8 @@
 """Run SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
 
-import hashlib
-import json
 import os
 import time
-import uuid
 import warnings
-import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,16 +18,30 @@ from jax import lax
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_key, check_kind
+from numpyro_bnn._checks import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_finite,
+    check_flag,
+    check_key,
+    check_kind,
+)
+from numpyro_bnn.guides.checkpoints import (
+    CALL,
+    described_state,
+    difference_of,
+    fingerprint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, refuse_tracers, shared, signature
 from numpyro_bnn.program.plates import random_indices
-
-CALL = "guides.fit"
+from numpyro_bnn.program.row_lengths import check_plates, check_row_lengths
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
-CHECKPOINT_FORMAT = 2
-DAMAGE = (OSError, KeyError, EOFError, zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError)
 WINDOW = 1000  # number of losses in the running mean of the progress bar
 
 
@@ -88,14 +98,16 @@ def fit(
     """
     check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
     check_flag(CALL, "stable_update", stable_update)
+    check_flag(CALL, "progress_bar", progress_bar)
     check_key(CALL, "rng_key", rng_key)
     num_steps = check_count(CALL, "num_steps", num_steps)
     every = check_count(CALL, "checkpoint_every", checkpoint_every)
     path = None if checkpoint is None else _check_path(checkpoint)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
+    args, kwargs = as_arrays(args, kwargs, CALL)
     given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
-    prints = {} if path is None else {name: _fingerprint(value) for name, value in given.items()}
+    prints = {} if path is None else {name: fingerprint(value) for name, value in given.items()}
     fixed, arrays = signature(args, kwargs)
     state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
     losses = np.zeros(0, jnp.result_type(float))
@@ -234,18 +246,31 @@ def _start(
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None or not expected:
+        check_plates(svi.model, args, kwargs)
+        check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
+            if init_params:
+                _check_params(init_params, svi.get_params(svi.init(rng_key, *args, **kwargs)))
             state = svi.init(rng_key, *args, init_params=init_params, **kwargs)
-        known = svi.get_params(state)
-        for name in init_params or {}:
-            check_choice(CALL, "init_params", name, known)
-        expected.update(_described(svi, state._replace(rng_key=None), {}))
+        expected.update(described_state(svi, state._replace(rng_key=None), {}))
     state = state if init_state is None else init_state
-    if (found := _described(svi, state._replace(rng_key=None), {})) != expected:
+    if (found := described_state(svi, state._replace(rng_key=None), {})) != expected:
         instead = "Pass the `state` of a fit of this model, guide and optimizer."
-        raise argument_error(CALL, "init_state", f"a state {_difference(found, expected)}", instead)
+        raise argument_error(CALL, "init_state", f"a state {difference_of(found, expected)}", instead)
     # Weak types would be lost in the first step and force a second compilation, so strip them.
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse initial values of other parameters, of other shapes, or that are not finite."""
+    for name, value in given.items():
+        check_choice(CALL, "init_params", name, known)
+        shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (value, known[name])]
+        if shapes[0] != shapes[1]:
+            got = f"shape {shapes[0]} for {name!r}"
+            raise argument_error(CALL, "init_params", got, f"Pass a value of shape {shapes[1]}.")
+        for leaf in jax.tree.leaves(value):
+            check_finite(CALL, f"init_params[{name!r}]", leaf)
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -280,116 +305,12 @@ def _next_pace(pace: int, seconds: float) -> int:
     return int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))
 
 
-# -- checkpoints: the state of SVI and its losses, as plain arrays -------------------------------------
-
-
 def _check_path(path: str | Path) -> Path:
     """Refuse a path that cannot be a file, before any work is done."""
     check_kind(CALL, "checkpoint", path, str | os.PathLike, "Pass the name of a file.")
     target = Path(path)
-    if target.is_dir() or not target.resolve().parent.is_dir():
+    special = target.exists() and not target.is_file()  # a folder, or a device that can be read for ever
+    if special or not target.resolve().parent.is_dir():
         instead = "Pass the name of a file (not a folder) in a folder that exists."
         raise argument_error(CALL, "checkpoint", repr(str(target)), instead)
     return target
-
-
-def save_checkpoint(path: Path, svi: SVI, state: Any, losses: np.ndarray, prints: Mapping[str, str]) -> None:
-    """Write state and losses as an npz file that is replaced atomically, so that it is always complete."""
-    arrays: dict[str, Any] = {f"leaf_{i}": _raw(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-    described = np.frombuffer(json.dumps(_described(svi, state, prints)).encode(), np.uint8)
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # another process may write the same checkpoint
-    try:
-        with open(part, "wb") as file:
-            np.savez(file, described=described, losses=losses, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def load_checkpoint(path: Path, svi: SVI, like: Any, prints: Mapping[str, str]) -> tuple[Any, np.ndarray]:
-    """Read state and losses; ``like`` is a state of the same SVI, for its structure.
-
-    :raises ValueError: for any other file, or for a checkpoint of another model, guide or optimizer, of other data,
-        key or start.
-    """
-    damaged = "It is damaged, or was not written by `fit`: delete it, or pass another path."
-    if not zipfile.is_zipfile(path):
-        raise argument_error(CALL, "checkpoint", f"{str(path)!r}, which is not an npz file", damaged)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            described = json.loads(bytes(file["described"]))
-            expected = _described(svi, like, prints)
-            if described != expected:
-                difference = _difference(described, expected)
-                instead = "Pass the path of a new file, or all that the run that wrote it was started with."
-                raise argument_error(CALL, "checkpoint", f"{str(path)!r}, {difference}", instead)
-            template, structure = jax.tree.flatten(like)
-            leaves = [_restored(file[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
-            return jax.tree.unflatten(structure, leaves), file["losses"]
-    except DAMAGE as cause:
-        raise argument_error(CALL, "checkpoint", f"{str(path)!r} ({cause})", damaged) from cause
-
-
-def _fingerprint(tree: Any) -> str:
-    """A hash of all arrays, numbers and texts of a tree; of other objects only their types enter."""
-    digest = hashlib.sha256()
-    for name, leaf in _named(tree):
-        plain = isinstance(leaf, str | bytes | int | float | complex)
-        array = _raw(leaf) if hasattr(leaf, "dtype") else np.asarray(str(leaf if plain else type(leaf)))
-        digest.update(f"{name} {array.dtype} {array.shape};".encode() + array.tobytes())
-    return digest.hexdigest()
-
-
-def _described(svi: SVI, state: Any, prints: Mapping[str, str]) -> dict[str, Any]:
-    """Names, shapes and dtypes, and hashes of what a run was started with: file and call must agree in them."""
-    params = svi.optim.get_params(state.optim_state)
-    return {
-        "format": CHECKPOINT_FORMAT,
-        "prints": dict(prints),
-        "parameters": {str(name): _kind(leaf) for name, leaf in _named(params)},
-        "state": {name: _kind(leaf) for name, leaf in _named(state)},
-    }
-
-
-def _named(tree: Any) -> list[tuple[str, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The first entry that differs, in words."""
-    if found.get("format") != expected["format"]:
-        return f"a file of format {found.get('format')} where {expected['format']} is read"
-    for part in ("parameters", "state"):
-        one, other = found[part], expected[part]
-        for name in [*other, *one]:
-            if one.get(name) != other.get(name):
-                here, there = one.get(name, "no such entry"), other.get(name, "none")
-                return f"in which {part.removesuffix('s')} {name} is {here}; this run has {there}"
-    other_start = [name for name, value in expected["prints"].items() if found["prints"].get(name) != value]
-    if other_start:
-        return f"which was started with other {' and '.join(other_start)}"
-    return "which differs in the order of its entries"
-
-
-def _raw(leaf: Any) -> np.ndarray:
-    """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16 and the like."""
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
-
-
-def _restored(array: np.ndarray, leaf: Any) -> jax.Array:
-    if _is_key(leaf):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
-    # A copy: on the CPU, JAX might otherwise keep working in memory that NumPy owns.
-    return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

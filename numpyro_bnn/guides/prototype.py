@@ -13,8 +13,8 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import constrain_fn, helpful_support_errors, transform_fn
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.program.initial_values import initial_values
 from numpyro_bnn.program.plates import PARAMETERS
+from numpyro_bnn.program.reading import initial_values
 
 
 class CompiledAutoNormal(AutoNormal):

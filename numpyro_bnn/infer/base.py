@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.initialization import init_to_uniform
-from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_kind, check_number
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.preconditioning import NAMES, is_named, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
 from numpyro_bnn.infer.tuning import temperature_band
@@ -28,7 +28,7 @@ from numpyro_bnn.program.compiled import run
 GRADIENTS = ("minibatch", "control_variates", "svrg")
 
 
-class SGMCMCKernel(MCMCKernel):
+class SGMCMCKernel(ArgumentKernel):
     """Base class of the gradient-based kernels: options, minibatches, warm-up; a subclass adds the dynamics.
 
     A transition runs ``steps_per_draw`` steps in one compiled loop, so that Python is involved once per draw.
@@ -88,7 +88,7 @@ class SGMCMCKernel(MCMCKernel):
         self._minibatches = minibatches
         self._preconditioner = preconditioner
         self._warm_start = warm_start_of(self._call, warm_start, optimizer)
-        self._warm_start_given = isinstance(warm_start, WarmStart)
+        self._warm_start_given = isinstance(warm_start, WarmStart) or warm_start != 0.25
         self._bias_tolerance = bias_tolerance
         self._init_strategy = init_strategy
         self._check_arguments()

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from numpyro_bnn._checks import check_kind
+
 
 def parallel_vectorized(fn: Callable) -> Callable:
     """Run chains on all local devices: vectorized on each device, the devices in parallel.
@@ -26,6 +28,8 @@ def parallel_vectorized(fn: Callable) -> Callable:
     >>> parallel_vectorized(lambda x: {"double": 2 * x})(jnp.arange(3))["double"].tolist()
     [0, 2, 4]
     """
+    instead = "Pass it to MCMC: `chain_method=parallel_vectorized`."
+    check_kind("infer.parallel_vectorized", "fn", fn, callable, instead)
     chunk = jax.vmap(fn)
 
     @cache

@@ -1,25 +1,19 @@
 """Find sites that enter a model linearly under normal noise, and refuse those that do not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import random
-from numpyro.infer.gibbs import latent_sample_sites
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import (
-    affine_normal,
-    is_affine_normal,
-    is_factor,
-    unmasked_elements,
-    unwrapped,
-)
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence
-from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.reading import Reading, Sites
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
 # sizes of the innovations at which they are measured.
@@ -62,36 +56,22 @@ class LinearModel:
     :param values: of all other latent sites.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        structure: LinearStructure,
-        values: Mapping[str, Any],
-        args: tuple,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._model, self._values, self._args, self._kwargs = model, dict(values), args, dict(kwargs)
-        self.structure = structure
+    def __init__(self, reading: Reading, structure: LinearStructure, values: Mapping[str, Any]) -> None:
+        self._reading, self._values, self.structure = reading, dict(values), structure
 
-    def trace(self, u: jax.Array) -> dict[str, dict[str, Any]]:
+    def trace(self, u: jax.Array, only: Iterable[str] | None = None) -> Sites:
         """The trace of the model at (P,) innovations."""
-        parts, start = {}, 0
+        values, start = dict(self._values), 0
         for name, shape in self.structure.shapes.items():
-            parts[name] = u[start : start + prod(shape)].reshape(shape)
+            loc, _ = _normal(self._reading.at(values, only=[name])[name])
+            values[name] = loc + u[start : start + prod(shape)].reshape(shape).astype(loc.dtype)
             start += prod(shape)
-
-        def value(site: dict[str, Any]) -> Any:
-            if site["name"] not in parts:
-                return self._values.get(site["name"])
-            loc, _ = _normal(site)
-            return loc + parts[site["name"]].astype(loc.dtype)
-
-        return full_trace(self._model, value, self._args, self._kwargs)
+        return self._reading.at(values, only=only)
 
     def mean(self, u: jax.Array) -> jax.Array:
         """(N,) means of the data."""
-        traced = self.trace(u)
-        return jnp.concatenate([jnp.ravel(_normal(traced[name])[0]) for name in self.structure.data])
+        traced = self.trace(u, self.structure.data)
+        return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in traced.values()])
 
     def jacobian(self) -> jax.Array:
         """(N, P) the linear map A."""
@@ -102,7 +82,7 @@ class LinearModel:
 
     def gaussian(self) -> LinearGaussian:
         """Everything except the linear map."""
-        traced = self.trace(self.zeros())
+        traced = self.trace(self.zeros(), (*self.structure.shapes, *self.structure.data))
         prior, data = (
             [flat_normal(traced[name]) for name in names] for names in (self.structure.shapes, self.structure.data)
         )
@@ -114,35 +94,21 @@ class LinearModel:
         return jnp.zeros(sum(map(prod, self.structure.shapes.values())))
 
 
-def read(
-    call: str, model: Callable, sites: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]
-) -> LinearStructure:
-    """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-    ...     numpyro.sample("y", dist.Normal(2.0 * w, sigma), obs=1.0)
-    >>> read("read", model, ("w",), (), {})
-    LinearStructure(shapes={'w': ()}, data=('y',))
-    """
-    traced = full_trace(model, {}, args, kwargs)
-    latent = latent_sample_sites(traced)
+def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure:
+    """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault."""
+    traced = reading.sites
     for name in sites:
-        if name not in latent:
-            raise unknown_name(call, "sites", name, latent)
+        if name not in reading.latent:
+            raise unknown_name(call, "sites", name, reading.latent)
         if not is_affine_normal(traced[name]["fn"]):
-            prior = type(unwrapped(traced[name]["fn"])).__name__
-            raise argument_error(
-                call, "sites", f"{name!r}, a site with a {prior} prior", "Name sites with normal priors."
-            )
-    values = {name: jnp.asarray(traced[name]["value"]) for name in latent}
-    shapes = {name: jnp.shape(values[name]) for name in latent if name in sites}
-    others = {name: value for name, value in values.items() if name not in sites}
-    linear = LinearModel(model, LinearStructure(shapes, ()), others, args, kwargs)
-    linear.structure = linear.structure._replace(data=_data(call, traced, linear, sites))
-    _check_linear(call, linear)
+            came = f"{name!r}, a site with a {type(unwrapped(traced[name]['fn'])).__name__} prior"
+            raise argument_error(call, "sites", came, "Name sites with normal priors.")
+    shapes = reading.shapes()
+    structure = LinearStructure({name: shapes[name].shape for name in shapes if name in sites}, ())
+    zeros = {name: jnp.zeros(site.shape, site.dtype) for name, site in shapes.items() if name not in sites}
+    linear = LinearModel(reading, structure, zeros)
+    linear.structure = structure._replace(data=_data(call, traced, linear, sites))
+    _check_linear(call, reading, linear)
     for name in linear.structure.data:
         if not traced[name]["is_observed"]:
             came = f"{sites}, on which the latent site {name!r} depends"
@@ -190,7 +156,7 @@ def _data(call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tupl
     return below
 
 
-def _check_linear(call: str, linear: LinearModel) -> None:
+def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
     def slope(at: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -201,33 +167,34 @@ def _check_linear(call: str, linear: LinearModel) -> None:
     if not dependence(slope, {INNOVATIONS: linear.zeros()})["map"]:
         return
     # Otherwise compare means with their linearization at random values.
-    jacobian, start = linear.jacobian(), linear.mean(linear.zeros())
-    for i, size in enumerate(SIZES):
-        u = size * random.normal(random.key(i), linear.zeros().shape)
-        error = linear.mean(u) - (start + jacobian @ u)
+    for error, tolerated in reading.run(partial(_errors, linear.structure)):
         if isinstance(error, jax.core.Tracer):
             instead = "Linearity is measured: call it once outside of `jit` or `vmap`."
             raise argument_error(call, "model_args", "arrays that are traced by a transformation", instead)
-        close = jnp.abs(error) <= TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
-        if not bool(jnp.all(close)):
-            worst = float(jnp.max(jnp.abs(error)))
-            raise argument_error(
-                call,
-                "sites",
+        if not np.all(np.abs(error) <= tolerated):
+            came = (
                 f"{tuple(linear.structure.shapes)}, in which the mean of {linear.structure.data} is not linear"
-                f" (off by {worst:.2g} at random values)",
-                "Name sites that enter linearly, such as the weights of an output layer.",
+                f" (off by {np.max(np.abs(error)):.2g} at random values)"
             )
+            instead = "Name sites that enter linearly, such as the weights of an output layer."
+            raise argument_error(call, "sites", came, instead)
+
+
+def _errors(structure: LinearStructure, reading: Reading) -> list[tuple[jax.Array, jax.Array]]:
+    """Differences of means from their linearization, at innovations of several sizes, and those due to rounding."""
+    drawn = reading.at(only=reading.latent)
+    values = {name: site["value"] for name, site in drawn.items() if name not in structure.shapes}
+    linear, found = LinearModel(reading, structure, values), []
+    jacobian, start = linear.jacobian(), linear.mean(linear.zeros())
+    for i, size in enumerate(SIZES):
+        u = size * random.normal(random.key(i), linear.zeros().shape)
+        tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
+        found.append((linear.mean(u) - (start + jacobian @ u), tolerated))
+    return found
 
 
 def log_density(site: Mapping[str, Any]) -> jax.Array:
-    """Log density of a site, with its scale; minus infinity outside of the support.
-
-    >>> import numpyro.distributions as dist
-    >>> density = jax.jit(lambda value: log_density({"fn": dist.Uniform(0.0, 0.5), "value": value, "scale": None}))
-    >>> round(float(density(0.25)), 2), float(density(3.0))
-    (0.69, -inf)
-    """
+    """Log density of a site, with its scale; minus infinity outside of the support."""
     fn, value = site["fn"], site["value"]
     log_prob = fn.log_prob(value)
     if not is_factor(fn):
@@ -236,13 +203,7 @@ def log_density(site: Mapping[str, Any]) -> jax.Array:
 
 
 def weights(site: Mapping[str, Any]) -> jax.Array:
-    """The factor by which scales and masks multiply the log density of every element of a site.
-
-    >>> import numpyro.distributions as dist
-    >>> fn = dist.Normal(jnp.zeros((2, 3)), 1.0).to_event(1).mask(jnp.array([True, False]))
-    >>> weights({"fn": fn, "scale": 0.5}).tolist()
-    [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]
-    """
+    """The factor by which scales and masks multiply the log density of every element of a site."""
     fn = site["fn"]
     scale = jnp.broadcast_to(1.0 if site["scale"] is None else site["scale"], fn.batch_shape)
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)

@@ -19,10 +19,10 @@ class _AllDataKernel(SGMCMCKernel):
     exact = True
 
     def _check_arguments(self) -> None:
+        super()._check_arguments()
         if self._gradient != "minibatch":
             instead = "Leave it out: this kernel uses the gradient of all the data."
             raise argument_error(self._call, "gradient", self._gradient, instead)
-        super()._check_arguments()
 
     def estimator(
         self, target: Target, potential: Callable, full: Callable, stream: Any

@@ -1,7 +1,7 @@
 """Choose the rows that a subsampled plate sees; refuse models whose minibatches would be silently wrong."""
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,25 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import random
-from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn._jaxprs import dependence, indexed_lengths
-from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.plates import full_plates, prior_trace, random_indices
+from numpyro_bnn.program.plates import full_plates, random_indices
+from numpyro_bnn.program.reading import Plate, Reading
 
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
 # Changes of log densities that rounding explains if rows change places, relative to the largest log density.
 REORDERED = 0.01
-
-
-class Plate(NamedTuple):
-    """A subsampled plate: N data points, B of them per minibatch."""
-
-    size: int
-    batch_size: int
 
 
 class RowSubset(NamedTuple):
@@ -44,13 +36,6 @@ class only_rows(Messenger):
     """Restrict some plates to a fixed subset of their rows, weighted as if it were all data; other plates are full.
 
     :param rows: indices by plate.
-
-    >>> import numpyro
-    >>> def model():
-    ...     with numpyro.plate("data", 4) as index:
-    ...         return index
-    >>> only_rows(model, {"data": jnp.array([1, 3])})().tolist()
-    [1, 3]
     """
 
     def __init__(self, fn: Callable, rows: Mapping[str, jax.Array]) -> None:
@@ -125,63 +110,17 @@ def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
 
 
 class constant_keys(Messenger):
-    """Give a model that asks for random numbers of its own one key whenever it has none, and note that it asks."""
-
-    asked = False
+    """Give a model that asks for random numbers of its own one key whenever it has none."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "prng_key":
-            self.asked = True
-            msg["value"] = random.key(0) if msg["value"] is None else msg["value"]
-
-
-class Reading(NamedTuple):
-    """What a model is for some arguments, without a number of it computed.
-
-    :param sites: its trace; arrays have a shape and a dtype, and no values.
-    :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
-    :param redrawn: plates whose random indices follow the seed from outside; none if the model is already seeded.
-    """
-
-    sites: dict[str, Any]
-    stochastic: bool
-    redrawn: frozenset[str]
-
-
-def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
-    """Read a model by one abstract run from its prior."""
-    spy, found = constant_keys(), {}
-
-    def keys(given: Mapping[str, jax.Array]) -> dict[Any, jax.Array]:
-        with spy:
-            found.update(prior_trace(random_indices(model), given["seed"], args, kwargs))
-        used = {n: s["kwargs"].get("rng_key") for n, s in found.items() if s["type"] == "plate"}
-        return {name: random.key_data(key) for name, key in used.items() if key is not None}
-
-    depends = dependence(keys, {"seed": jnp.uint32(0)})
-    return Reading(found, spy.asked, frozenset(name for name, used in depends.items() if used))
-
-
-def prior_values(model: Callable, kinds: Container[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the sites of some kinds that are not observed, from one draw of the prior."""
-
-    def values(seed: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        sites = prior_trace(random_indices(model), seed, args, kwargs).items()
-        return {n: s["value"] for n, s in sites if s["type"] in kinds and not s.get("is_observed", False)}
-
-    return run(values, np.uint32(0), args, kwargs, once=True)
+        if msg["type"] == "prng_key" and msg["value"] is None:
+            msg["value"] = random.key(0)
 
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:
     """Whether a sample site is the log Jacobian that NumPyro's potential adds for a constrained latent site."""
     named = re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None
     return named and is_factor(site["fn"])
-
-
-def subsampled(sites: Mapping[str, Any]) -> dict[str, Plate]:
-    """The plates of a trace that see a subset of their indices."""
-    sizes = {name: site["args"] for name, site in sites.items() if site["type"] == "plate"}
-    return {name: Plate(*args) for name, args in sizes.items() if args[1] not in (None, args[0])}
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -204,29 +143,22 @@ def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str
             )
 
 
-def check_indices(
-    call: str,
-    model: Callable,
-    reading: Reading,
-    plates: Mapping[str, Plate],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-) -> frozenset[str]:
+def check_indices(call: str, reading: Reading) -> frozenset[str]:
     """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
 
+    :param reading: of the model on a minibatch.
     :return: names of deterministic sites that belong to one minibatch.
     """
-    refused = partial(argument_error, call, "model")
+    refused, plates = partial(argument_error, call, "model"), reading.plates
     sites = {name: site for name, site in reading.sites.items() if site["type"] == "sample"}
-    values = prior_values(model, ("sample",), args, kwargs)
 
     def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-        fixed = handlers.substitute(on_batch(model, plates), data=values)
-        return _parts(handlers.trace(handlers.seed(fixed, 0)).get_trace(*args, _batch=batch, **kwargs))
+        zeros = {name: jnp.zeros(site.shape, site.dtype) for name, site in reading.shapes().items()}
+        return _parts(reading.at({**zeros, **batch}))
 
     fresh = first_batch(plates)
     used = dependence(parts, fresh)
-    observed = set().union(*(used["density", name] for name in sites if name not in values))
+    observed = set().union(*(used["density", name] for name in reading.observed))
     for name, plate in plates.items():
         if name not in observed:
             raise refused(
@@ -249,7 +181,7 @@ def check_indices(
             "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
         )
     if not reading.stochastic:  # random numbers belong to places of the minibatch, not to its rows
-        _check_order(refused, sites, parts, fresh)
+        _check_order(refused, reading, sites, fresh)
     local = [n for n, site in reading.sites.items() if any(f.name in plates for f in site["cond_indep_stack"])]
     return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
 
@@ -292,18 +224,18 @@ def _check_site(
 
 
 def _check_order(
-    refused: Callable, sites: Mapping[str, Any], parts: Callable, fresh: Mapping[str, jax.Array]
+    refused: Callable, reading: Reading, sites: Mapping[str, Any], fresh: Mapping[str, jax.Array]
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse their log densities."""
 
-    @jax.jit
-    def densities() -> list[dict[str, jax.Array]]:
+    def densities(reading: Reading) -> list[dict[str, jax.Array]]:
+        drawn = reading.at()
+        values = {name: drawn[name]["value"] for name in reading.latent}
         batches = [fresh, *({**fresh, plate: indices[::-1]} for plate, indices in fresh.items())]
-        found = [parts(batch) for batch in batches]
+        found = [_parts(reading.at({**values, **batch})) for batch in batches]
         return [{name: part["density", name] for name in sites} for part in found]
 
-    with jax.ensure_compile_time_eval():
-        before, *reversed_plates = densities()
+    before, *reversed_plates = reading.run(densities)
     for plate, after in zip(fresh, reversed_plates, strict=True):
         for name, site in sites.items():
             axes = tuple(frame.dim for frame in site["cond_indep_stack"] if frame.name == plate)

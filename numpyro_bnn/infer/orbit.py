@@ -10,10 +10,11 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, check_flag, check_number
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.finding import TOLERANCE
-from numpyro_bnn.symmetry.model_info import PriorProgram
+from numpyro_bnn.symmetry.model_info import PriorProgram, model_info
 from numpyro_bnn.symmetry.moves import Plan, move, plan
 
 TARGET = 0.44  # optimal acceptance rate of a random walk in one dimension
@@ -102,10 +103,10 @@ class OrbitMoves(Wrapper):
     def default_fields(self) -> tuple[str, ...]:
         return (*self._kernel.default_fields, "orbit_accept_prob")
 
-    def _prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
-        self._plans = plan(self.model, self._symmetries, args, kwargs, self._exact)
+        self._plans = plan(model_info(reading), self._symmetries, self._exact)
 
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> OrbitState:
         ones = jnp.ones((*many, len(self._plans)))
@@ -115,7 +116,7 @@ class OrbitMoves(Wrapper):
         self, state: OrbitState, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
         """One move along every orbit."""
-        prior = PriorProgram(self.model, values, args, kwargs)
+        prior = PriorProgram(Reading(self.model, args, kwargs))
         moved: dict[str, jax.Array] = {}
         accepted = []
         for i, plan_ in enumerate(self._plans):

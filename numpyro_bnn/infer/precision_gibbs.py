@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import random
 from numpyro.distributions.util import is_identically_one
-from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_kind
@@ -18,9 +17,11 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.reading import CONDITIONED, Reading
 from numpyro_bnn.symmetry.gig import log_gig
-from numpyro_bnn.symmetry.model_info import CONDITIONED
 
 
 class PrecisionGibbsState(NamedTuple):
@@ -36,7 +37,7 @@ def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any],
     return dict(kwargs.pop(CONDITIONED, {})), kwargs
 
 
-class PrecisionGibbs(MCMCKernel):
+class PrecisionGibbs(ArgumentKernel):
     r"""Gibbs updates of precisions, variances and scales of normal sites, where the model makes them conjugate.
 
     A block of :class:`numpyro.infer.Gibbs`. It finds in the model's program which sites scale which normal sites, and
@@ -101,7 +102,7 @@ class PrecisionGibbs(MCMCKernel):
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
-        found = read(self._model, (), PRIORS, args, kwargs)
+        found = read(Reading(self._model, *as_arrays(args, kwargs)), (), PRIORS)
         return tuple(name for name, site in found.items() if not isinstance(site, str))
 
     def init(
@@ -113,9 +114,8 @@ class PrecisionGibbs(MCMCKernel):
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> PrecisionGibbsState:
         held, kwargs = held_values(model_kwargs)
-        # Parallel chains start inside a compiled program; the plan must not keep its tracers.
-        with jax.ensure_compile_time_eval():
-            found = read(self._model, held, PRIORS, model_args, kwargs)
+        reading = Reading(self._model, model_args, kwargs)
+        found = read(reading, held, PRIORS)
         for name, site in found.items():
             if isinstance(site, str):
                 instead = "Pass what `conjugate_sites` returns; give other sites to another block of `Gibbs`."
@@ -123,11 +123,15 @@ class PrecisionGibbs(MCMCKernel):
         self._plan = tuple(site for site in found.values() if not isinstance(site, str))
         keys = split(rng_key)
 
-        def start(key: jax.Array) -> dict[str, jax.Array]:
-            traced = full_trace(self._model, held, model_args, kwargs, key)
-            return {name: jnp.asarray(traced[name]["value"]) for name in found}
+        def start(reading: Reading, held: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+            drawn = reading.at(held, key, found)
+            return {name: jnp.asarray(site["value"]) for name, site in drawn.items()}
 
-        drawn = start(keys[0]) if is_prng_key(rng_key) else jax.vmap(start)(keys[0])
+        def starts(reading: Reading, key: jax.Array, held: Mapping[str, Any]) -> dict[str, jax.Array]:
+            one = partial(start, reading, held)
+            return one(key) if is_prng_key(key) else jax.vmap(one)(key)
+
+        drawn = reading.run(starts, keys[0], held)
         z = {name: jnp.asarray((init_params or {}).get(name, drawn[name]), drawn[name].dtype) for name in found}
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])

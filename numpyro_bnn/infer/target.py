@@ -16,7 +16,6 @@ from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unc
 from numpyro_bnn._checks import argument_error, check_finite, check_kind
 from numpyro_bnn.infer.model_checks import (
     KEY,
-    Plate,
     check_indices,
     check_latent_sites,
     constant_keys,
@@ -24,14 +23,12 @@ from numpyro_bnn.infer.model_checks import (
     observed_log_density,
     on_batch,
     only_rows,
-    prior_values,
-    read,
-    subsampled,
     weight_jacobians,
 )
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.initial_values import initial_values
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
+from numpyro_bnn.program.reading import Plate, Reading, initial_values
+from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.
@@ -126,18 +123,28 @@ def bind(
     """
     kwargs = dict(kwargs or {})
     model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
-    reading = read(model, args, kwargs)
-    learned = [name for name, site in reading.sites.items() if site["type"] in PARAMETERS]
-    if learned:  # parameters start at random values, which MCMC keeps
-        model = handlers.substitute(model, data=prior_values(model, PARAMETERS, args, kwargs))
-        reading = read(model, args, kwargs)
-    sites = reading.sites
-    plates = subsampled(sites)
+    reading = Reading(model, args, kwargs, full=False)
+    if any(site["type"] in PARAMETERS for site in reading.sites.values()):
+        # Parameters start at random values, which MCMC keeps.
+        model = handlers.substitute(model, data=reading.draw([0], PARAMETERS)[0])
+        reading = Reading(model, args, kwargs, full=False)
+    sites, plates = reading.sites, reading.plates
     check_latent_sites(call, sites, plates)
-    of_one_minibatch: frozenset[str] = frozenset()
-    if plates:
-        of_one_minibatch = check_indices(call, model, reading, plates, args, kwargs)
-    z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    of_one_minibatch = check_indices(call, reading) if plates else frozenset()
+    check_row_lengths(call, model, args, kwargs)
+    try:
+        z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+    except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
+        for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+                check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
+        raise
+    except (AssertionError, KeyError) as error:
+        changed = sites.keys() ^ Reading(model, args, kwargs, full=False).sites.keys()
+        if not changed:
+            raise
+        got = f"a model whose sites change from call to call: {', '.join(map(repr, sorted(changed)))}"
+        raise argument_error(call, "model", got, "Give every site the same name in each call.") from error
     supports = {name: sites[name]["fn"].support for name in z}
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]

@@ -14,11 +14,12 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_checks import read, subsampled, weight_jacobians
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
 from numpyro_bnn.program.plates import full_trace
-from numpyro_bnn.symmetry.model_info import CONDITIONED
+from numpyro_bnn.program.reading import CONDITIONED, Reading
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")
@@ -51,7 +52,7 @@ class TemperingState(NamedTuple):
     rng_key: jax.Array
 
 
-class ParallelTempering(MCMCKernel):
+class ParallelTempering(ArgumentKernel):
     r"""Parallel tempering, for posteriors with several modes: replicas at several temperatures exchange states.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
@@ -143,7 +144,7 @@ class ParallelTempering(MCMCKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
-        if plates := subsampled(read(self.model, model_args, held_values(model_kwargs)[1]).sites):
+        if plates := Reading(self.model, model_args, held_values(model_kwargs)[1], full=False).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)
@@ -354,9 +355,6 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
 
     :param betas: inverse temperatures, decreasing, (R,).
     :param rejections: rejection probabilities between neighbors, up to a factor, (R - 1,).
-
-    >>> respaced(jnp.array([1.0, 0.1, 0.01]), jnp.array([0.9, 0.1])).round(2).tolist()  # doctest: +ELLIPSIS
-    [1.0, 0.2..., 0.0...]
     """
     floor = 0.05 * jnp.mean(rejections) + 1e-6  # keeps neighbors that always exchange apart
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])

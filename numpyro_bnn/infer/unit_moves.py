@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import lax, random
-from numpyro.infer.gibbs import latent_sample_sites
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
-from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.reading import Reading, arrays_in
 
 
 class UnitState(NamedTuple):
@@ -96,31 +95,22 @@ class UnitMoves(Wrapper):
     def default_fields(self) -> tuple[str, ...]:
         return (*self._kernel.default_fields, "unit_accept_prob")
 
-    def _prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        held, kwargs = held_values(kwargs)
-        traced = full_trace(self.model, held, args, kwargs)
-        sizes = {name: self._size(traced, name, axis) for name, axis in self._units.items()}
+    def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        sizes = {name: self._size(reading, name, axis) for name, axis in self._units.items()}
         if len(set(sizes.values())) > 1:
             raise argument_error(self._call, "units", f"sites with {sizes} units", "Name axes of equal length.")
         self._num_units = next(iter(sizes.values()))
-        values = {name: jnp.asarray(traced[name]["value"]) for name in latent_sample_sites(traced)}
-
-        def log_priors(moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            found = full_trace(self.model, {**values, **moved}, args, kwargs)
-            return {name: found[name]["fn"].log_prob(values[name]) for name in self._units}
-
-        used = dependence(log_priors, {name: values[name] for name in self._units})
-        for name, others in used.items():
+        priors = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"]) for n in self._units}, self._units)
+        for name, others in priors.items():
             if others:
                 came = f"{name!r}, whose prior depends on {sorted(others)}"
                 instead = "Name sites whose priors do not depend on each other."
                 raise argument_error(self._call, "units", came, instead)
 
-    def _size(self, traced: Mapping[str, Any], name: str, axis: int) -> int:
-        latent = latent_sample_sites(traced)
-        if name not in latent:
-            raise unknown_name(self._call, "units", name, latent)
-        fn, shape = traced[name]["fn"], jnp.shape(traced[name]["value"])
+    def _size(self, reading: Reading, name: str, axis: int) -> int:
+        if name not in reading.latent:
+            raise unknown_name(self._call, "units", name, reading.latent)
+        fn, shape = reading.sites[name]["fn"], jnp.shape(reading.sites[name]["value"])
         if not -len(shape) <= axis < len(shape):
             instead = "Name the axis that runs over the units."
             raise argument_error(self._call, "units", f"axis {axis} of {name!r}, shaped {shape}", instead)

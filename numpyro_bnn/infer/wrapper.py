@@ -13,7 +13,6 @@ from numpyro.infer.gibbs import (
     CustomGibbs,
     DiscreteGibbs,
     Gibbs,
-    latent_sample_sites,
     with_conditioning,
 )
 from numpyro.infer.hmc import HMC
@@ -22,10 +21,11 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn._keys import split
+from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.program.plates import full_plates, full_trace
+from numpyro_bnn.program.reading import Reading, arrays_in
 
 CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
 
@@ -46,7 +46,7 @@ def inner_attribute(state: Any, name: str) -> Any:
     return getattr(state.base, name)
 
 
-class Wrapper(MCMCKernel):
+class Wrapper(ArgumentKernel):
     """Any kernel, followed by moves of some sites; the inner kernel then refreshes its caches.
 
     The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
@@ -61,12 +61,12 @@ class Wrapper(MCMCKernel):
         check_kernel(self._call, kernel, ("refresh",))
         self._kernel = kernel
         self._num_warmup = 0
-        self._bounded: tuple[str, ...] = ()
+        self._bounded: tuple[str, ...] = ()  # latent sites whose support depends on others
         self._sample_fn: Callable | None = None
 
     @abstractmethod
-    def _prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Read the model once; refuse a model that the moves cannot handle."""
+    def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
@@ -113,8 +113,10 @@ class Wrapper(MCMCKernel):
             raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.core.eval_context():
-            self._prepare(model_args, model_kwargs)
-            self._bounded = _bounded_by_others(self.model, model_args, model_kwargs)
+            reading = Reading(self.model, model_args, model_kwargs)
+            self._prepare(reading, model_args, model_kwargs)
+            bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})
+            self._bounded = tuple(name for name in reading.latent if bounds[name])
         self._num_warmup = num_warmup
         keys = split(rng_key)
         if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
@@ -187,23 +189,6 @@ class Wrapper(MCMCKernel):
     def divergence_report(self, state: Any) -> str | None:
         """The report of the inner kernel."""
         return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
-
-
-def _bounded_by_others(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Latent sites whose support depends on other latent sites."""
-    held, kwargs = held_values(kwargs)
-
-    def drawn() -> dict[str, jax.Array]:
-        traced = full_trace(model, held, args, kwargs)
-        return {name: traced[name]["value"] for name in latent_sample_sites(traced) if name not in held}
-
-    values = jax.eval_shape(drawn)
-
-    def bounds(at: Mapping[str, jax.Array]) -> dict[str, list]:
-        found = full_trace(model, {**held, **at}, args, kwargs)
-        return {name: jax.tree.leaves(found[name]["fn"].support) for name in values}
-
-    return tuple(name for name, others in dependence(bounds, values).items() if others)
 
 
 def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:

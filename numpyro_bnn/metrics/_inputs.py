@@ -25,6 +25,9 @@ class Score(NamedTuple):
     standard_error: float
     pointwise: NDArray[np.float64]
 
+    def __repr__(self) -> str:
+        return f"Score(value={self.value:.5g}, standard_error={self.standard_error:.2g}, N={len(self.pointwise)})"
+
 
 def mean_score(pointwise: NDArray[np.float64]) -> Score:
     """The mean of a pointwise score."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from numpyro_bnn._checks import check_kind
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import moments_of
 from numpyro_bnn.moments.interpret import Equation
@@ -36,6 +37,8 @@ def register_elementwise(*names: str) -> None:
 
     >>> register_elementwise("tanh")
     """
+    for name in names:
+        check_kind("moments.register_elementwise", "names", name, str, 'Pass names of primitives, e.g. `"tanh"`.')
     RULES.update(dict.fromkeys(names, elementwise))
 
 

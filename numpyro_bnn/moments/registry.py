@@ -92,7 +92,11 @@ def register(
     [1.0, 2.0, 3.0]
     """
 
+    for name in names:
+        check_kind("moments.register", "names", name, str, 'Pass names of primitives, e.g. `"cumsum"`.')
+
     def decorate(rule: Rule) -> Rule:
+        check_kind("moments.register", "rule", rule, callable, "Put it above a function, `@register(...)`.")
         for name in names:
             RULES[name] = _from_moments(rule, view, reduces, multiplies)
         return rule

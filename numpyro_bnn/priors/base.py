@@ -162,6 +162,7 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
     >>> [(name, site["type"]) for name, site in trace.items()]
     [('kernel_scale', 'sample'), ('kernel_base', 'sample'), ('kernel', 'deterministic')]
     """
+    check_kind("priors.noncenter", "model", model, Callable | None, "Pass a NumPyro model (a function).")
     return _NonCenter(model, config=_noncenter_config)
 
 

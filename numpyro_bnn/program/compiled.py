@@ -60,12 +60,7 @@ class Signature:
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Signature, list]:
-    """Split the arguments of a call into the fixed part and the arrays.
-
-    >>> fixed, arrays = signature((np.zeros(3),), {"batch_size": 2})
-    >>> fixed.call(arrays)[1], len(arrays)
-    ({'batch_size': 2}, 1)
-    """
+    """Split the arguments of a call into the fixed part and the arrays."""
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
     fixed = tuple(_ARRAY if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)
     return Signature(tree, fixed), [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
@@ -77,23 +72,12 @@ def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: 
     Programs are compared by their equations, so two functions that compute the same share one, and a function whose
     surroundings have changed gets another. The arrays in ``args`` and ``kwargs`` are inputs of the program, unless
     ``fn`` needs their values while it is traced.
-
-    >>> def scaled(given, args, kwargs):
-    ...     return given * args[0].sum()
-    >>> before = set(_KEPT)
-    >>> found = [run(scaled, 2.0, (np.ones(n, np.float32),), {}) for n in (3, 3, 5)]
-    >>> [float(x) for x in found], len(set(_KEPT) - before)
-    ([6.0, 6.0, 10.0], 2)
     """
     return prepare(fn, args, kwargs, once)(given)
 
 
 def evaluate(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
-    """:func:`run` for a result with leaves that are not computed, which are those of ``fn`` as it is traced.
-
-    >>> evaluate(lambda given, args, kwargs: {"name": "w", "fn": abs, "value": given + 1.0}, 2.0, (), {})["name"]
-    'w'
-    """
+    """:func:`run` for a result with leaves that are not computed, which are those of ``fn`` as it is traced."""
     leaves: list = []
     tree: Any = None
 
@@ -204,11 +188,7 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
-    """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed.
-
-    >>> draws_per_chunk(lambda x: x + 1.0, np.zeros(2**20, np.float32))
-    32
-    """
+    """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed."""
     needed = _bytes(jax.make_jaxpr(fn)(*example))
     return max(1, CHUNK_BYTES // max(1, needed))
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
-from numpyro.infer.initialization import init_to_sample
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
@@ -20,7 +19,6 @@ __all__ = [
     "full_plates",
     "full_trace",
     "isolated",
-    "prior_trace",
     "random_indices",
     "unobserved",
 ]
@@ -33,13 +31,6 @@ class full_plates(Messenger):
     """Run every subsampled plate on all its indices, in order, with scale 1.
 
     Predictions, log likelihoods and exported data belong to the whole data set, not to one random minibatch.
-
-    >>> import numpyro
-    >>> def model():
-    ...     with numpyro.plate("data", 5, subsample_size=2) as index:
-    ...         return index
-    >>> full_plates(model)().tolist()
-    [0, 1, 2, 3, 4]
     """
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -70,22 +61,14 @@ def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Arr
 
 
 class random_indices(Messenger):
-    """Draw the indices of subsampled plates with :func:`draw_indices`; NumPyro's own draw costs O(N).
-
-    >>> import numpyro
-    >>> def model():
-    ...     with numpyro.plate("data", 10**6, subsample_size=3) as index:
-    ...         return index
-    >>> with random_indices():
-    ...     handlers.seed(model, 0)().shape
-    (3,)
-    """
+    """Draw the indices of subsampled plates with :func:`draw_indices`; NumPyro's own draw costs O(N)."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
             size, subsample_size = msg["args"]
-            if subsample_size is not None and not 1 <= subsample_size <= size:
-                came = f"{subsample_size} for plate {msg['name']!r} of size {size}"
+            counted = isinstance(subsample_size, int | np.integer) and not isinstance(subsample_size, bool)
+            if subsample_size is not None and not (counted and 1 <= subsample_size <= size):
+                came = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
                 raise argument_error("numpyro.plate", "subsample_size", came, f"Pass a number from 1 to {size}.")
             msg["fn"] = draw_indices
 
@@ -101,32 +84,15 @@ def full_trace(
 
     :param values: values of sites by name, or a function from a site to its value or ``None``; other sites are drawn.
     :param rng_key: a key or seed for the sites that are drawn.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> full_trace(lambda: numpyro.sample("w", dist.Normal(0.0, 1.0)), {"w": 3.0}, (), {})["w"]["value"]
-    3.0
     """
     at = values if callable(values) else lambda site: values.get(site["name"])
     placed = handlers.substitute(full_plates(model), substitute_fn=at)
     return handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
 
 
-def prior_trace(model: Callable, seed: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Trace of a model with all its latent sites drawn from their priors."""
-    drawn = handlers.substitute(handlers.seed(model, seed), substitute_fn=init_to_sample)
-    return handlers.trace(drawn).get_trace(*args, **kwargs)
-
-
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run models hidden from outer handlers, so that networks record no statistics either.
-
-    >>> import numpyro
-    >>> with handlers.trace() as outside, isolated():
-    ...     found = numpyro.deterministic("hidden", 1.0)
-    >>> list(outside)
-    []
-    """
+    """Run models hidden from outer handlers, so that networks record no statistics either."""
     outside = _PYRO_STACK[:]
     del _PYRO_STACK[:]
     try:
@@ -136,14 +102,7 @@ def isolated() -> Iterator[None]:
 
 
 class unobserved(Messenger):
-    """Redraw observed sites of these names from their distributions.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> from numpyro import handlers
-    >>> model = lambda: numpyro.sample("y", dist.Normal(0.0, 1.0), obs=99.0)
-    >>> bool(handlers.seed(unobserved(model, {"y"}), 0)() < 99.0)
-    True
-    """
+    """Redraw observed sites of these names from their distributions."""
 
     def __init__(self, fn: Callable | None, names: Collection[str]) -> None:
         self.names = names

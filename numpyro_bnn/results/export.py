@@ -33,7 +33,7 @@ def to_inference_data(
     num_samples: int = 1000,
     rng_key: jax.Array | None = None,
     log_likelihood: bool = True,
-    posterior_predictive: bool = True,
+    posterior_predictive: bool | None = None,
     draws_per_chunk: int | None = None,
     coords: Mapping[str, Sequence] | None = None,
     prediction_coords: Mapping[str, Sequence] | None = None,
@@ -70,7 +70,7 @@ def to_inference_data(
     :param num_samples: draws from a guide or a Gaussian process.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
     :param log_likelihood: whether to compute that group, and the ``sample_stats`` of a guide.
-    :param posterior_predictive: whether to compute that group.
+    :param posterior_predictive: whether to compute that group; by default for at most 10,000 training rows.
     :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
     :param coords: coordinate values by dimension, e.g. ``{"data": dates}``; those of rows are for the training data.
     :param prediction_coords: those of the rows of ``predictions``.
@@ -101,7 +101,7 @@ def to_inference_data(
     if predictions is not None and not isinstance(predictions, Mapping):
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
-    chosen = (log_likelihood, posterior_predictive)
+    chosen = (log_likelihood, posterior_predictive is not False)
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
@@ -115,10 +115,11 @@ def to_inference_data(
     train_key, new_key = jax.random.split(rng_key)
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
     new = None if predictions is None else replay.for_prediction(fit.arguments, predictions, exporter.observed)
+    chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
     given = set(predictions or {})
     _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
     found = None
-    if posterior_predictive and not members and (starts := members_of(result, fit)):
+    if chosen[1] and not members and (starts := members_of(result, fit)):
         found = exporter.map_draws = WithMembers(starts)
     groups = exporter.training_groups(train_key, *chosen)
     exporter.map_draws = replay.map_draws

@@ -1,5 +1,6 @@
 """Turn the parts of a fit into ArviZ groups: the model at every draw, names, dimensions."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -29,6 +30,7 @@ from numpyro_bnn.results.replay import (
 )
 
 SAMPLE_DIMS = ("chain", "draw")
+MOST_ROWS = 10_000  # training rows that are predicted without being asked for
 
 
 class Exporter:
@@ -128,6 +130,18 @@ class Exporter:
                 instead = f"The export has a variable of this name, computed from {name!r}: rename the site."
                 raise argument_error(CALL, "result", f"a model with a site {other!r}", instead)
         return found
+
+    def predicts_training_rows(self, asked: bool | None) -> bool:
+        """Whether to predict the training rows: as asked, else with a warning only if there are few."""
+        rows = max(
+            (np.shape(self.sites[name]["value"])[0] for name in self.redrawn if np.ndim(self.sites[name]["value"])),
+            default=0,
+        )
+        if asked is None and rows > MOST_ROWS:
+            message = f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for it by"
+            warnings.warn(f"{message} `posterior_predictive=True`, or leave it out by `False`.", stacklevel=3)
+            return False
+        return asked is not False
 
     def outline(self) -> "Exporter":
         """An exporter of the same groups that computes nothing: one draw of zeros in the place of values."""
@@ -270,11 +284,20 @@ class Exporter:
         return self._dataset(variables)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
-        named = tuple(self.dims.get(name, parameter_dims(name, shape)))
+        named = tuple(self.dims.get(name, self._default_dims(name, shape)))
         if len(named) != len(shape) or {*SAMPLE_DIMS} & {*named}:
             instead = "Name every axis but `chain` and `draw` once."
             raise argument_error(CALL, "dims", f"{named} for {name!r} of shape {tuple(shape)}", instead)
         return named
+
+    def _default_dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        """The names of the plates of a latent site, and the names of a parameter for its other axes."""
+        dims = parameter_dims(name, shape)
+        site = next((site for at, site in self.sites.items() if safe(at) == name and at in self.latent), None)
+        if site is None:
+            return dims
+        pairs = zip(site_dims(site, name, shape), dims, strict=True)
+        return tuple(dim if plate.startswith(f"{name}_dim_") else plate for plate, dim in pairs)
 
     def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
         # A plate and an argument may share a name, but for ArviZ dimensions and variables must differ.

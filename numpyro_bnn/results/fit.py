@@ -6,15 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import HMC, MCMC, NUTS
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.svi import SVIRunResult
+from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn.metrics.health_evidence import elbo_rise
+from numpyro_bnn.program.arguments import as_arrays, fingerprints
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn.program.plates import full_plates
+from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.
@@ -70,6 +73,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     else:
         samples = jax.device_get(mcmc.get_samples(group_by_chain=True))
         fields = jax.device_get(mcmc.get_extra_fields(group_by_chain=True))
+    _check_unchanged(mcmc)
     settings = {
         "algorithm": type(mcmc.sampler).__name__,
         "num_warmup": mcmc.num_warmup,
@@ -82,14 +86,30 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     # A model that hides its data from the sampler refers to one that contains them.
     model = getattr(mcmc.sampler.model, "predictive_model", mcmc.sampler.model)
     settings |= {"members_of_warm_start": True, "num_samples": 1} if members else _described(mcmc)
+    arguments = bind(model, mcmc._args, mcmc._kwargs)
+    check_row_lengths(CALL, model, *arguments.call())
     return Fit(
         model=model,
-        arguments=bind(model, mcmc._args, mcmc._kwargs),
+        arguments=arguments,
         posterior=samples,
         sample_stats=_sample_stats(fields),
         attrs=settings,
         stat_coords=getattr(mcmc.sampler, "stat_coords", {}),
     )
+
+
+def _check_unchanged(mcmc: MCMC) -> None:
+    """Refuse data that were changed in place after the run: the draws do not belong to them."""
+    kernel, state = mcmc.sampler, mcmc.last_state
+    changed = bool(getattr(kernel, "changed_data", lambda *_: ())(mcmc._args, mcmc._kwargs))
+    known = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
+    if known and fingerprints(mcmc._args, mcmc._kwargs):
+        last = state if is_prng_key(state.rng_key) else jax.tree.map(lambda leaf: leaf[0], state)
+        now, then = kernel._potential_fn_gen(*mcmc._args, **mcmc._kwargs)(last.z), last.potential_energy
+        changed = abs(now - then) > 1e-3 * (1 + abs(then))
+    if changed:
+        instead = "Pass copies to `run`, e.g. `x.copy()`, or leave the arrays as they are until the export."
+        raise argument_error(CALL, "result", "a run whose data have been changed in place since", instead)
 
 
 def _members(mcmc: MCMC) -> dict[str, np.ndarray]:
@@ -145,6 +165,8 @@ def from_guide(
     _check_guide(result, guide)
     num_samples = check_count(CALL, "num_samples", num_samples)
     arguments = bind(guide.model, args, kwargs)
+    args, kwargs = as_arrays(args, kwargs)
+    check_row_lengths(CALL, guide.model, args, kwargs)
     state = getattr(result, "state", None)
     params = {**result.params, **(getattr(state, "mutable_state", None) or {})}
     settings = {"algorithm": type(guide).__name__, "num_samples": num_samples, "independent_draws": True}

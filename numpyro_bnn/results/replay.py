@@ -15,6 +15,7 @@ from numpyro_bnn._checks import argument_error, check_finite, check_same_length,
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
+from numpyro_bnn.program.arguments import as_arrays, as_numpy
 from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
 
 CALL = "to_inference_data"
@@ -40,7 +41,7 @@ class Arguments:
         for name, parameter in known.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD and rest:
                 bound.arguments[name] = rest
-        return bound.args, bound.kwargs
+        return as_arrays(bound.args, bound.kwargs)
 
     @property
     def optional(self) -> set[str]:
@@ -56,6 +57,7 @@ class Arguments:
 def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
     """Name every argument of a call; those in ``**kwargs`` keep their names."""
     signature = inspect.signature(model)
+    args, kwargs = as_numpy(args, kwargs)
     values: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -74,6 +76,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
     :raises ValueError: for an unknown name, NaN, an array of another shape than in the run, mismatched lengths, or an
         argument with one row per training point and no new value.
     """
+    new = as_numpy((), new)[1]
     for name, value in new.items():
         if name not in arguments.values:
             raise unknown_name(CALL, "predictions", name, arguments.values)
@@ -224,14 +227,10 @@ def map_draws(
     """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host memory.
 
     The function is compiled once for a chunk of draws; memory holds the results and one chunk. Each draw has its own
-    key, so results do not depend on the chunk size.
+    key, so results do not depend on the chunk size, by default as many as keep working memory near 128 MiB.
 
-    :param fn: a pure function of one draw, a key, and what all draws share.
-    :param draws: arrays (C, S, ...).
-    :param rng_key: key that is split into those of the draws.
-    :param draws_per_chunk: by default as many as keep working memory near 128 MiB.
+    :param draws: arrays (C, S, ...); so are the results.
     :param shared: arguments of models and parameters, the same for every draw.
-    :return: arrays (C, S, ...).
     """
     chains, length = next(iter(draws.values())).shape[:2]
     total = chains * length

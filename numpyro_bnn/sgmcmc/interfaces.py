@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import check_kind
+from numpyro_bnn._checks import argument_error, check_kind
 
 Array = jax.Array
 
@@ -88,6 +88,9 @@ class Gradient:
     def __post_init__(self) -> None:
         for name in vars(self).keys() & {"potential_fn", "full_potential_fn"}:
             check_kind(f"sgmcmc.{type(self).__name__}", name, vars(self)[name], callable, "Pass a function.")
+        if "stream" in vars(self) and not callable(getattr(self.stream, "draw", None)):
+            instead = "Pass a stream, e.g. `sgmcmc.WithReplacement(N, B)`."
+            raise argument_error(f"sgmcmc.{type(self).__name__}", "stream", self.stream, instead, TypeError)
 
     def init(self, position: Array) -> Any:
         """Return the state of the estimator; by default there is none."""

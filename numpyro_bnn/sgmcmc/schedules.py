@@ -23,13 +23,16 @@ Schedule = Callable[[jax.Array], Any]
 class constant:
     """The same step size at every step: eps_t = value.
 
-    :param value: positive.
+    :param value: not negative.
 
     >>> constant(0.1)(7)
     0.1
     """
 
     value: Any
+
+    def __post_init__(self) -> None:
+        check_number("schedules.constant", "value", self.value)
 
     def __call__(self, step: Any) -> Any:
         return self.value

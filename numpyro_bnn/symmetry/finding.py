@@ -12,13 +12,16 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error, check_flag, check_kind
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
+from numpyro_bnn.symmetry.program_symmetries import hidden_units
 
 SEEDS = (0, 1, 2)
 TOLERANCE = 1e-6
@@ -30,9 +33,10 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     """Find the symmetries of a model from its random networks and their priors.
 
     These are the symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the
-    model, a shift of the class logits if the observation is categorical, and :class:`JointScale` and
-    :class:`JointRescale` for the learned scales of the kernels involved. Each is verified numerically on the model,
-    as by :func:`check`, and left out if it does not hold.
+    model, permutations and signs of hidden units that are found from the shapes of other latent sites (a network
+    written by hand or of Flax), a shift of the class logits if the observation is categorical, and
+    :class:`JointScale` and :class:`JointRescale` for the learned scales of the kernels involved. Each is verified
+    numerically on the model, as by :func:`check`, and left out if it does not hold.
 
     :param model: a NumPyro model.
     :param args: its positional arguments, with the data.
@@ -45,16 +49,26 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
     check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
-    sites, draws, _ = model_info(model, args, kwargs)
-    latent = set(draws[0])
-    networks = {site.infer["network"]: None for site in sites.values() if "network" in site.infer}
-    logits = any(site.observed and issubclass(site.family, dist.CategoricalLogits) for site in sites.values())
+    args, kwargs = as_arrays(args, kwargs, "symmetry.find")
+    reading = Reading(model, args, kwargs)
+    networks = {s["infer"]["network"]: None for s in reading.sites.values() if "network" in (s.get("infer") or {})}
+    logits = any(
+        isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits) for name in reading.observed
+    )
     found: list[Symmetry] = []
     for name, net, input_shape in networks:
         found += from_network(net, input_shape, name, logits)
-    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
-    measured = _invariance("symmetry.find", model, list(dict.fromkeys(found + joint)), args, kwargs)
+    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, set(reading.latent))]
+    measure = _invariance("symmetry.find", model, args, kwargs)
+    measured = measure(list(dict.fromkeys(found + joint)))
     valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
+    known = {site for symmetry in found for site in symmetry.sites}
+    known |= {f"{site}_base" for site in known}
+
+    def holding(candidates: list[Symmetry]) -> list[Symmetry]:
+        return [entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE]
+
+    valid += hidden_units(reading.shapes(), known, holding)
     if not valid:
         looked = (
             f"in {', '.join(repr(name) for name, *_ in networks)}" if networks else "as it has no `random_network`"
@@ -256,7 +270,7 @@ def check(
     Traceback (most recent call last):
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
     """
-    found = _invariance("symmetry.check", model, as_symmetries("symmetry.check", symmetries), args, kwargs)
+    found = _invariance("symmetry.check", model, args, kwargs)(as_symmetries("symmetry.check", symmetries))
     for entry in found:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
@@ -270,19 +284,29 @@ def check(
 
 
 def _invariance(
-    call: str, model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any] | None
-) -> list[Invariance]:
-    """The change of the log likelihood under random group elements at draws from the prior, in float64."""
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+) -> Callable[[Sequence[Symmetry]], list[Invariance]]:
+    """A function that measures the change of the log likelihood under random group elements, in float64.
+
+    The model is read once, and evaluated at draws from its prior.
+    """
+    args, kwargs = as_arrays(args, kwargs)
     with jax.core.eval_context(), jax.enable_x64(True):
-        args, kwargs = jax.tree.map(_doubled, (args, dict(kwargs or {})))
-        info = model_info(model, args, kwargs, SEEDS)
-        if symmetries and not any(s.observed and n not in info.prior.held for n, s in info.sites.items()):
+        args, kwargs = jax.tree.map(_doubled, (args, kwargs))
+        reading = Reading(model, args, kwargs)
+        info = model_info(reading, SEEDS)
+
+    def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
+        if symmetries and reading.held.keys() >= set(reading.observed):
             instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
             raise argument_error(call, "args", "no observations", instead)
-        moving = [in_latent(symmetry, info) for symmetry in symmetries]
-        changes = partial(_changes, model, moving)
-        errors = np.array([run(changes, start, args, kwargs, once=True) for start in enumerate(info.draws)])
+        with jax.core.eval_context(), jax.enable_x64(True):
+            moving = [in_latent(symmetry, info) for symmetry in symmetries]
+            changes = reading.prepare(partial(_changes, moving))
+            errors = np.array([changes(*start) for start in enumerate(info.draws)])
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
+
+    return measure
 
 
 def _doubled(leaf: Any) -> Any:
@@ -290,19 +314,16 @@ def _doubled(leaf: Any) -> Any:
     return jnp.asarray(np.asarray(leaf, np.float64)) if floating else leaf
 
 
-def _changes(
-    model: Callable, moving: Sequence[Symmetry], start: tuple[int, dict], args: tuple, kwargs: Mapping
-) -> jax.Array:
+def _changes(moving: Sequence[Symmetry], reading: Reading, seed: jax.Array, values: dict) -> jax.Array:
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw with its seed."""
-    rng_key, values = jax.random.key(start[0]), start[1]
-    points, owner = [values], []
+    rng_key, points, owner = jax.random.key(seed), [values], []
     for i, symmetry in enumerate(moving):
         for g in symmetry.trials(jax.random.fold_in(rng_key, i), symmetry.units(values)):
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 
     def logs_at(point: Mapping) -> jax.Array:
-        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, log_likelihoods(model, point, args, kwargs))])
+        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, log_likelihoods(reading, point))])
 
     logs = jax.vmap(logs_at)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *points))
     changes = jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)

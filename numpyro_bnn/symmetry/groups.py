@@ -170,9 +170,12 @@ class JointRescale(Multiplicative):
         call = "symmetry.JointRescale"
         for argument in ("incoming", "outgoing"):
             object.__setattr__(self, argument, _whole_sites(call, argument, getattr(self, argument)))
+        instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
+        if not isinstance(self.scales, list | tuple):
+            raise argument_error(call, "scales", self.scales, instead, TypeError)
         scales = tuple((UnitAxis(s) if isinstance(s, str) else s, float(power)) for s, power in self.scales)
         if not scales or not all(power for _, power in scales):
-            raise argument_error(call, "scales", self.scales, "Name hyper-sites with powers, e.g. `[(site, 1.0)]`.")
+            raise argument_error(call, "scales", self.scales, instead)
         object.__setattr__(self, "scales", scales)
 
     @property

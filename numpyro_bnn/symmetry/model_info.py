@@ -1,6 +1,6 @@
 """What symmetry moves need from a model: its sites, draws from its prior, and the prior as a program without data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -13,33 +13,15 @@ from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn._jaxprs import dependence, pruned
-from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.plates import full_plates, full_trace, prior_trace
+from numpyro_bnn.program.compiled import shared
+from numpyro_bnn.program.reading import Reading, arrays_in
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
-# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
-CONDITIONED = "_gibbs_sites"
 
-
-def prior_sites(traced: Mapping[str, dict], kwargs: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Sites whose density is the prior: latent ones, and those that other blocks of a ``Gibbs`` hold."""
-    held = (kwargs or {}).get(CONDITIONED, {})
-    return tuple(
-        name
-        for name, site in traced.items()
-        if site["type"] == "sample" and (not site["is_observed"] or name in held)
-    )
-
-
-def log_likelihoods(
-    model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any] | None
-) -> list[jax.Array]:
+def log_likelihoods(reading: Reading, values: Mapping[str, Any]) -> list[jax.Array]:
     """Log density of every observed site at ``values`` of the latent ones, on all data, with its masks and scale."""
-    traced = full_trace(model, values, args, kwargs)
-    latent = prior_sites(traced, kwargs)
-    observed = [site for name, site in traced.items() if site["type"] == "sample" and name not in latent]
+    observed = reading.at(values, only=[name for name in reading.observed if name not in reading.held]).values()
     logs = [(site["fn"].log_prob(site["value"]), site["scale"]) for site in observed]
     return [log if scale is None else scale * log for log, scale in logs]
 
@@ -75,47 +57,34 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
 class PriorProgram:
     """Distributions of the latent sites given values of all of them, and the likelihood on request.
 
-    The program holds only the equations that the prior needs, so its cost does not depend on the data. ``values`` are
-    example constrained values of the latent sites.
-
-    >>> import numpyro
-    >>> def model():
-    ...     s = numpyro.sample("s", dist.HalfNormal(1.0))
-    ...     numpyro.sample("w", dist.Normal(0.0, s))
-    >>> prior = PriorProgram(model, {"s": jnp.ones(()), "w": jnp.ones(())})
-    >>> prior.children({"s"})
-    {'w'}
-
-    :ivar distributions: values -> distribution of every latent site.
-    :ivar likelihood: values -> log likelihood.
-    :ivar noncentered: values -> for every site ``w_base`` the parameter ``w`` made from it.
+    The cost of the former does not depend on the data.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        values: Mapping[str, Any],
-        args: tuple = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.held = dict((kwargs or {}).get(CONDITIONED, {}))
+    def __init__(self, reading: Reading) -> None:
+        self.reading, self.held = reading, reading.held
+        #: Sites whose density is the prior: latent ones, and those that other blocks of a ``Gibbs`` hold.
+        self.sites = tuple(name for name in reading.sites if name in {*reading.latent, *self.held})
+        for name in reading.latent:
+            if reading.sites[name]["scale"] is not None:
+                got = f"latent site {name!r} with a scaled log density"
+                instead = (
+                    "Take the site out of `handlers.scale` or the subsampled plate: a scaled prior is not the prior."
+                )
+                raise argument_error("symmetry", "model", got, instead)
 
-        def distributions(values: Mapping[str, Any]) -> dict[str, Any]:
-            traced = full_trace(model, values, args, kwargs)
-            return {name: _checked(traced[name]) for name in prior_sites(traced, kwargs)}
+    def distributions(self, values: Mapping[str, Any]) -> dict[str, dist.Distribution]:
+        """The distribution of every latent site."""
+        return {name: site["fn"] for name, site in self.reading.at(values, only=self.sites).items()}
 
-        def likelihood(values: Mapping[str, Any]) -> jax.Array:
-            return sum(map(jnp.sum, log_likelihoods(model, values, args, kwargs)), jnp.zeros(()))
+    def likelihood(self, values: Mapping[str, Any]) -> jax.Array:
+        """The log likelihood."""
+        return sum(map(jnp.sum, log_likelihoods(self.reading, values)), jnp.zeros(()))
 
-        def noncentered(values: Mapping[str, Any]) -> dict[str, jax.Array]:
-            made = {n: s for n, s in full_trace(model, values, args, kwargs).items() if f"{n}_base" in values}
-            return {f"{n}_base": s["value"] for n, s in made.items() if s["type"] == "deterministic"}
-
-        self.noncentered = noncentered
-        self._values = dict(values)
-        self._distributions = distributions
-        self.distributions = pruned(distributions, self._values)
-        self.likelihood = likelihood
+    def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """For every site ``w_base`` the parameter ``w`` made from it."""
+        sites = self.reading.sites.items()
+        made = [name for name, site in sites if site["type"] == "deterministic" and f"{name}_base" in values]
+        return {f"{name}_base": site["value"] for name, site in self.reading.at(values, only=made).items()}
 
     def children(self, sites: set[str]) -> set[str]:
         """Sites whose distribution depends on any of ``sites``."""
@@ -123,7 +92,7 @@ class PriorProgram:
 
     @cached_property
     def _dependence(self) -> dict[str, set]:
-        return dependence(self._distributions, self._values)
+        return self.reading.depends(lambda sites: {name: arrays_in(sites[name]["fn"]) for name in self.sites})
 
     def total(self, values: Mapping[str, jax.Array], sites: tuple[str, ...]) -> jax.Array:
         """Sum of the log densities of ``sites``."""
@@ -136,52 +105,22 @@ class PriorProgram:
         return {name: elementwise(fns[name], value) for name, value in values.items()}
 
 
-def _checked(site: Mapping[str, Any]) -> dist.Distribution:
-    if site.get("scale") is not None and not site["is_observed"]:
-        got = f"latent site {site['name']!r} with a scaled log density"
-        instead = "Take the site out of `handlers.scale` or the subsampled plate: a scaled prior is not the prior."
-        raise argument_error("symmetry", "model", got, instead)
-    return site["fn"]
-
-
-class Site(NamedTuple):
-    """What is known about a site without its value."""
-
-    kind: str
-    observed: bool
-    infer: Mapping[str, Any]
-    family: Any
-
-
 class ModelInfo(NamedTuple):
     """What is read from a model before moves along its symmetries are planned.
 
-    :param sites: all its sites.
+    :param reading: of the model on all its data.
     :param draws: values of its latent sites, drawn from the prior, one entry per seed.
     :param prior: its prior.
     """
 
-    sites: Mapping[str, Site]
+    reading: Reading
     draws: list[dict[str, jax.Array]]
     prior: PriorProgram
 
 
-def model_info(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any] | None, seeds: Sequence[int] = (0, 1)
-) -> ModelInfo:
-    """Read a model on all its data."""
-    sites: dict[str, Site] = {}
-
-    def draw(seed: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
-        traced, held = prior_trace(full_plates(model), seed, args, kwargs), kwargs.get(CONDITIONED, {})
-        for name, site in traced.items():
-            family = type(unwrapped(site["fn"])) if site["type"] == "sample" else type(None)
-            sites[name] = Site(site["type"], site.get("is_observed", False), site.get("infer") or {}, family)
-        names = [name for name in prior_sites(traced, kwargs) if name not in held]
-        return {name: jnp.asarray(traced[name]["value"]) for name in names}
-
-    draws = [run(draw, np.uint32(seed), args, kwargs or {}, once=True) for seed in seeds]
-    return ModelInfo(sites, draws, PriorProgram(model, draws[0], args, kwargs))
+def model_info(reading: Reading, seeds: Iterable[int] = (0, 1)) -> ModelInfo:
+    """Draw from the prior of a model."""
+    return ModelInfo(reading, reading.draw(seeds), PriorProgram(reading))
 
 
 def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
@@ -197,10 +136,10 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
     for site in symmetry.sites:
         if site in latent:
             continue
-        if site not in info.sites:
+        if site not in info.reading.sites:
             raise unknown_name(call, "site", site, latent)
         if f"{site}_base" not in latent:
-            got = f"{site!r}, which is {info.sites[site].kind} and not sampled here"
+            got = f"{site!r}, which is {info.reading.sites[site]['type']} and not sampled here"
             raise argument_error(call, "site", got, f"Name latent sites: {', '.join(latent)}.")
         names[site] = f"{site}_base"
     if isinstance(symmetry, JointScale | JointRescale):
@@ -217,8 +156,8 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     """
     values, axes = info.draws[0], list(symmetry.unit_axes)
     units = symmetry.units(values)
-    driven = pruned(lambda values: info.prior.elements(values) | info.prior.noncentered(values), values)
-    before = run(driven, values, (), {}, once=True)
+    driven = shared(lambda values: info.prior.elements(values) | info.prior.noncentered(values), once=True)
+    before = driven(values)
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
             fitting = [axis for axis in symmetry.unit_axes if length == units * axis.repeats]
@@ -226,7 +165,7 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
                 continue
             changed = np.moveaxis(np.array(values[hyper]), number, 0)
             changed[0] = 1.5 * changed[0]
-            after = run(driven, {**values, hyper: np.moveaxis(changed, 0, number)}, (), {}, once=True)
+            after = driven({**values, hyper: np.moveaxis(changed, 0, number)})
             axes += [
                 axis._replace(site=hyper, axis=number)
                 for axis in fitting

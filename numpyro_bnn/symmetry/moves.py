@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
@@ -20,7 +20,6 @@ from numpyro_bnn.symmetry.model_info import (
     elementwise,
     in_latent,
     log_density,
-    model_info,
 )
 
 Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
@@ -52,26 +51,8 @@ class Plan(NamedTuple):
     exact: bool = True
 
 
-def plan(
-    model: Callable,
-    symmetries: Sequence[Symmetry],
-    args: tuple = (),
-    kwargs: Mapping[str, Any] | None = None,
-    exact: bool = True,
-) -> tuple[Plan, ...]:
-    """Choose how to move along the orbits of every symmetry; without ``exact`` the likelihood enters every ratio.
-
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def model():
-    ...     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
-    >>> plan(model, [Scale([("w", 1)])])[0].method
-    'gig'
-    """
-    return plan_in(model_info(model, args, kwargs), symmetries, exact)
-
-
-def plan_in(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
-    """Make the same plans for a model that has already been read."""
+def plan(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
+    """Choose how to move along the orbits of symmetries; without ``exact`` the likelihood enters every ratio."""
     return tuple(_plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries)
 
 
@@ -98,8 +79,8 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
     """
     redrawn = plan.symmetry.scale[0].site if isinstance(plan.symmetry, JointScale) else None
 
-    def log_corrections(start: tuple[int, dict], args: tuple, kwargs: Mapping) -> list[jax.Array]:
-        rng_key, values = random.key(start[0]), start[1]
+    def log_corrections(seed: jax.Array, values: dict) -> list[jax.Array]:
+        rng_key = random.key(seed)
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
         orders = plan.symmetry.trials(rng_key, plan.units) if isinstance(plan.symmetry, Permutation) else []
         proposals = [(g, jnp.zeros(())) for g in orders] or [orbit.independent_draw(rng_key)]
@@ -112,7 +93,8 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
             corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
         return corrections
 
-    found = [run(log_corrections, start, (), {}, once=True) for start in enumerate(draws)]
+    program = shared(log_corrections, once=True)
+    found = [program(*start) for start in enumerate(draws)]
     return all(abs(float(correction)) < 1e-5 for corrections in found for correction in corrections)
 
 
@@ -131,8 +113,8 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
         axis = symmetry.unit_axes[0]
         if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
             return "prior"
-    means = partial(_locations, symmetry, prior)
-    locations = [loc for values in draws for loc in run(means, values, (), {}, once=True)]
+    means = shared(partial(_locations, symmetry, prior), once=True)
+    locations = [loc for values in draws for loc in means(values)]
     if any(loc is None for loc in locations):
         return "walk"
     if isinstance(symmetry, Shift):
@@ -141,7 +123,7 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
     return "gig" if centered and isinstance(symmetry, Scale | Rescale) else "walk"
 
 
-def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict, *_: Any) -> list[jax.Array | None]:
+def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[jax.Array | None]:
     """Means of normal sites; ``None`` for other families."""
     fns = map(prior.distributions(values).get, symmetry.sites)
     return [None if normal is None else normal[0] for normal in map(as_normal, fns)]

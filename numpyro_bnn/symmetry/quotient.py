@@ -13,13 +13,15 @@ from jax import lax, random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
-from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn._distributions import is_affine_normal
 from numpyro_bnn._keys import key_from
-from numpyro_bnn.program.plates import full_trace, isolated
+from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.plates import isolated
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.finding import check
 from numpyro_bnn.symmetry.model_info import PriorProgram, as_normal, model_info
-from numpyro_bnn.symmetry.moves import Plan, move, plan_in
+from numpyro_bnn.symmetry.moves import Plan, move, plan
 
 
 def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any) -> Callable:
@@ -59,7 +61,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     >>> mcmc.get_samples()["net/Dense_0.kernel_scale"].shape
     (5,)
     """
-    symmetries = as_symmetries("symmetry.quotient", symmetries)
+    symmetries, (args, kwargs) = as_symmetries("symmetry.quotient", symmetries), as_arrays(args, kwargs)
     with jax.core.eval_context():
         check(model, symmetries, args, kwargs)
         gauge = _gauge(model, symmetries, args, kwargs)
@@ -94,20 +96,16 @@ class Gauge(NamedTuple):
 
 
 def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
-    info = model_info(model, args, kwargs)
-    values, prior = info.draws[0], info.prior
+    reading = Reading(model, args, kwargs)
+    info = model_info(reading)
+    values, sites = info.draws[0], reading.sites
     # Sites that are not sampled are drawn first: the other moves read their densities.
-    plans = tuple(sorted(plan_in(info, symmetries), key=lambda entry: not _removed(entry, values)))
+    plans = tuple(sorted(plan(info, symmetries), key=lambda entry: not _removed(entry, values)))
     removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
-    fns = prior.distributions(values)
-    normal = frozenset(site for site in touched if as_normal(fns[site]) is not None)
-
-    def deterministic(values: Mapping[str, Any]) -> dict[str, Any]:
-        traced = full_trace(model, values, args, kwargs)
-        return {name: site["value"] for name, site in traced.items() if site["type"] == "deterministic"}
-
-    used = dependence(deterministic, values)
+    normal = frozenset(site for site in touched if is_affine_normal(sites[site]["fn"]))
+    computed = [name for name, site in sites.items() if site["type"] == "deterministic"]
+    used = reading.depends(lambda sites: {name: sites[name]["value"] for name in computed})
     constant = frozenset(name for name, sites in used.items() if not sites & touched)
     return Gauge(plans, removed, touched, normal, constant)
 
@@ -188,7 +186,7 @@ def _fill_in(model: Callable, run: _InGauge, args: tuple, kwargs: Mapping[str, A
     values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in run.values.items()}
     rng_key = key_from(values)
     with isolated():
-        prior = PriorProgram(model, values, args, kwargs)
+        prior = PriorProgram(Reading(model, args, kwargs))
         for i, entry in enumerate(run.gauge.plans):
             values |= move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))[0]
         again = handlers.substitute(_SameKeys(model, run.keys), {**run.plates, **values})

@@ -8,11 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_finite, check_key, check_number
+from numpyro_bnn._checks import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_finite,
+    check_flag,
+    check_key,
+    check_kind,
+    check_number,
+)
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
 from numpyro_bnn.guides.adf.reading import CALL, Arguments
+from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.row_lengths import check_row_lengths
 
 
 class ADFResult(NamedTuple):
@@ -122,6 +133,9 @@ class AutoADF(ADFPosterior):
         num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
         check_number(f"{CALL}.run", "max_refused", max_refused, most=1)
         check_key(f"{CALL}.run", "rng_key", rng_key)
+        check_flag(f"{CALL}.run", "progress_bar", progress_bar)
+        instead = "Pass the `state` of an earlier run of this guide."
+        check_kind(f"{CALL}.run", "init_state", init_state, ADFState | None, instead)
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
@@ -205,12 +219,14 @@ class AutoADF(ADFPosterior):
 
     def _prepare(self, args: tuple, kwargs: Any, batched: bool, in_axes: Any) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
+        args, kwargs = as_arrays(args, kwargs, f"{CALL}.run")
         axes = _axes(args, in_axes, batched)
         pairs = list(zip(args, axes, strict=True))
         first = tuple(
             arg if axis is None else jax.tree.map(lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg)
             for arg, axis in pairs
         )
+        check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         arguments = Arguments.read(self.model, first, kwargs)
         arguments.check(f"{CALL}.run")
         mapped = Arguments.of(self.model, args, kwargs)
@@ -239,7 +255,7 @@ class AutoADF(ADFPosterior):
         if self._arguments is None:
             instead = "Call `run` of this guide first, so that it reads the model."
             raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
-        arguments = self._arguments.like(args, kwargs, f"{CALL}.{method}")
+        arguments = self._arguments.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
         arguments.check(f"{CALL}.{method}")
         key = (method, *options, arguments.key)
         if key not in self._programs:

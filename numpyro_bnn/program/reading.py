@@ -1,0 +1,298 @@
+"""What a model is for some arguments, read from one abstract run of it, of which nothing is computed.
+
+A reader asks a :class:`Reading` instead of running the model itself:
+
+- ``sites``, ``latent``, ``observed``, ``plates``: kinds, families, supports, shapes and plates of all sites;
+- ``stochastic``, ``redrawn``: whether the model asks for random numbers, which plates redraw their indices;
+- ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn, without running the model: it
+  evaluates the equations that were read, of which those of some sites need few. It can stand in for the model in
+  any function that JAX transforms;
+- ``depends(parts)``: from which latent sites, or indices of plates, parts of that trace are computed;
+- ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs are the data of the model.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
+from numpyro import handlers
+from numpyro.distributions import Distribution
+from numpyro.distributions.constraints import Constraint
+from numpyro.distributions.transforms import Transform
+from numpyro.infer.initialization import init_to_sample
+from numpyro.infer.util import initialize_model
+from numpyro.primitives import Messenger
+from numpyro.util import is_prng_key
+
+from numpyro_bnn._jaxprs import dependence, named_inputs
+from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared, signature
+from numpyro_bnn.program.plates import full_plates, random_indices
+
+__all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
+
+Site = dict[str, Any]
+Sites = dict[str, Site]
+
+# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
+CONDITIONED = "_gibbs_sites"
+# Names of the values of sites in a program.
+MARK = "numpyro_bnn site "
+
+
+class Plate(NamedTuple):
+    """A subsampled plate: N data points, B of them per minibatch."""
+
+    size: int
+    batch_size: int
+
+
+class _marked(Messenger):
+    """Name the values of all sites in the program of a model, so that others can take their places."""
+
+    asks_keys = loops = False
+
+    def process_message(self, msg: Site) -> None:
+        self.asks_keys |= msg["type"] == "prng_key"
+        self.loops |= msg["type"] == "control_flow"
+
+    def postprocess_message(self, msg: Site) -> None:
+        if msg["type"] == "sample" or (msg["type"] in ("deterministic", "plate") and _is_array(msg["value"])):
+            msg["value"] = checkpoint_name(jnp.asarray(msg["value"]), MARK + msg["name"])
+
+
+class Reading:
+    """What a model is for some arguments.
+
+    :param model: the NumPyro model.
+    :param args: its positional arguments.
+    :param kwargs: its keyword arguments.
+    :param full: whether subsampled plates are read on all their indices; otherwise on random ones, whose places
+        others can take in ``at``.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> def model(y):
+    ...     s = numpyro.sample("s", dist.HalfNormal(1.0))
+    ...     w = numpyro.sample("w", dist.Normal(0.0, s))
+    ...     numpyro.sample("y", dist.Normal(2.0 * w, 1.0), obs=y)
+    >>> reading = Reading(model, (3.0,))
+    >>> reading.latent, reading.observed
+    (('s', 'w'), ('y',))
+    >>> reading.depends(lambda sites: {name: site["fn"] for name, site in sites.items()})
+    {'s': set(), 'w': {'s'}, 'y': {'w'}}
+    >>> float(reading.at({"w": 0.5})["y"]["fn"].loc)
+    1.0
+    """
+
+    def __init__(
+        self, model: Callable, args: tuple = (), kwargs: Mapping[str, Any] | None = None, *, full: bool = True
+    ) -> None:
+        self._model = (full_plates if full else random_indices)(model)
+        #: Values that other blocks of a ``Gibbs`` hold; for the model they are observed.
+        self.held = dict((kwargs or {}).get(CONDITIONED, {}))
+        self._programs: dict[Any, Callable] = {}
+        fixed, self._arrays = signature(args, kwargs or {})
+        key = random.key(0)
+        try:
+            trace = jax.make_jaxpr(lambda key, arrays: self._read(key, *fixed.call(arrays)), return_shape=True)
+            self._closed, self._outputs = trace(key, self._arrays)
+        except NEEDS_VALUES:
+            self._arrays = []
+            trace = jax.make_jaxpr(lambda key, arrays: self._read(key, args, kwargs or {}), return_shape=True)
+            self._closed, self._outputs = trace(key, [])
+
+    def _read(self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> list:
+        seen, seeded = _marked(), handlers.seed(self._model, rng_key)
+        with seen:
+            drawn = handlers.substitute(seeded, substitute_fn=init_to_sample)
+            found = handlers.trace(drawn).get_trace(*args, **kwargs)
+            if seen.loops:  # values must reach the inside of loops
+                latent = {name: found[name]["value"] for name in _names(found, observed=False)}
+                seeded = handlers.seed(self._model, rng_key)
+                found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(*args, **kwargs)
+        #: The trace: arrays that the model computes have a shape and a dtype, and no values.
+        self.sites: Sites = found
+        #: Whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
+        self.stochastic = seen.asks_keys
+        return [arrays_in([site.get(part) for part in _numbers(site)]) for site in found.values()]
+
+    # -- what there is -----------------------------------------------------------------------------------
+
+    @property
+    def latent(self) -> tuple[str, ...]:
+        """Names of the sample sites that are not observed."""
+        return _names(self.sites, observed=False)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """Names of the observed sample sites."""
+        return _names(self.sites, observed=True)
+
+    @property
+    def plates(self) -> dict[str, Plate]:
+        """The plates that see a subset of their indices."""
+        sizes = {name: site["args"] for name, site in self.sites.items() if site["type"] == "plate"}
+        return {name: Plate(*args) for name, args in sizes.items() if args[1] not in (None, args[0])}
+
+    @property
+    def redrawn(self) -> frozenset[str]:
+        """Plates whose random indices follow the seed from outside; none if the model is already seeded."""
+
+        def indices(at: Mapping[str, jax.Array]) -> dict[str, Any]:
+            sites = self.at({}, at["key"])
+            return {name: sites[name]["value"] for name in self.plates}
+
+        return frozenset(name for name, used in dependence(indices, {"key": random.key(0)}).items() if used)
+
+    def shapes(self, names: Collection[str] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the values of sites, by default of the latent ones."""
+        values = {name: self.sites[name]["value"] for name in (self.latent if names is None else names)}
+        return {name: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for name, v in values.items()}
+
+    # -- the program -------------------------------------------------------------------------------------
+
+    def at(
+        self, values: Mapping[str, Any] | None = None, rng_key: Any = 0, only: Iterable[str] | None = None
+    ) -> Sites:
+        """The trace of the model at values of some sites; all others are drawn, or computed from these.
+
+        :param values: constrained values of sample or deterministic sites, and indices of plates; names of other
+            sites are ignored.
+        :param rng_key: a key or seed for the sites that are drawn.
+        :param only: names of the sites that are wanted, by default all.
+        """
+        given = {name: value for name, value in (values or {}).items() if name in self.sites}
+        wanted = tuple(self.sites if only is None else only)
+        key = frozenset(given), wanted
+        if key not in self._programs:
+            self._programs[key] = self._program(*key)
+        if not is_prng_key(rng_key):
+            rng_key = random.key(rng_key)
+        if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
+            rng_key = random.wrap_key_data(rng_key)
+        numbers = iter(self._programs[key](given, rng_key, *self._arrays))
+        sites = {}
+        for name in wanted:
+            site = self.sites[name]
+            parts = {part: _exchange(site.get(part), lambda _: next(numbers)) for part in _numbers(site)}
+            sites[name] = {**site, **parts}
+        return sites
+
+    def _program(self, given: Collection[str], wanted: Collection[str]) -> Callable:
+        """The program from values of some sites to the arrays of others."""
+        variables = iter(self._closed.jaxpr.outvars)
+        outputs = dict(zip(self.sites, ([next(variables) for _ in leaves] for leaves in self._outputs), strict=True))
+        jaxpr = self._closed.jaxpr.replace(outvars=[var for name in wanted for var in outputs[name]])
+        return named_inputs(self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in given})
+
+    def depends(
+        self, parts: Callable[[Sites], Mapping[Any, Any]], on: Iterable[str] | None = None
+    ) -> dict[Any, set[str]]:
+        """For each part of a trace, the sites from whose values it is computed; nothing is evaluated.
+
+        :param on: names of sites and plates, by default of all latent sites.
+        """
+        on = set(self.latent if on is None else on)
+        found = dependence(lambda values: parts(self.at(values)), self.shapes(on.union(self.latent)))
+        return {part: used & on for part, used in found.items()}
+
+    def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
+        """``fn(reading, *given)`` by a compiled program, which equal ones share, also with other data.
+
+        :param once: whether it runs so rarely that compiling it quickly matters more than its speed.
+        """
+        return self.prepare(fn, once)(*given)
+
+    def prepare(self, fn: Callable, once: bool = True) -> Callable:
+        """:meth:`run` as a function of ``given``, traced once for all values of one shape."""
+
+        def on_arrays(arrays: list, *given: Any) -> Any:
+            reading = copy(self)
+            reading._arrays = arrays
+            return fn(reading, *given)
+
+        program = shared(on_arrays, once)
+        return lambda *given: program(self._arrays, *given)
+
+    def draw(self, seeds: Iterable[int], kinds: Collection[str] = ("sample",)) -> list[dict[str, Any]]:
+        """For each seed, values of the sites of some kinds that are not observed, drawn from the prior."""
+        names = [n for n, s in self.sites.items() if s["type"] in kinds and not s.get("is_observed", False)]
+
+        def values(reading: "Reading", seed: jax.Array) -> dict[str, Any]:
+            sites = reading.at({}, random.key(seed))
+            return {name: jax.tree.map(jnp.asarray, sites[name]["value"]) for name in names}
+
+        program = self.prepare(values)
+        return [program(jnp.uint32(seed)) for seed in seeds]
+
+
+def initial_values(
+    rng_key: jax.Array,
+    model: Callable,
+    init_strategy: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    with_trace: bool = False,
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Search for values at which density and gradient are finite.
+
+    :return: unconstrained values, and if asked for, the trace of the model that the search began with.
+    """
+
+    def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, Any, dict]:
+        options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
+        found, _, _, trace = initialize_model(rng_key, model, **options)
+        valid = jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
+        return found.z, valid, trace if with_trace else {}
+
+    with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
+        z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
+        if not isinstance(valid, jax.core.Tracer) and not valid:
+            z, _, trace = search(rng_key, args, kwargs)  # raises, and warns of values outside of supports
+    return z, trace
+
+
+def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
+    return tuple(n for n, site in sites.items() if site["type"] == "sample" and site["is_observed"] == observed)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
+    """A copy of a value, also of a distribution, with other arrays in the place of those that are computed."""
+    objects = Distribution | Transform | Constraint
+    if isinstance(value, objects):
+        found = copy(value)
+        found.__dict__.update({name: _exchange(part, new) for name, part in vars(value).items()})
+        return found
+
+    def leaf(part: Any) -> Any:
+        if isinstance(part, objects):
+            return _exchange(part, new)
+        return new(part) if isinstance(part, jax.core.Tracer) else part
+
+    return jax.tree.map(leaf, value, is_leaf=lambda part: isinstance(part, objects))
+
+
+def arrays_in(value: Any) -> list[jax.Array]:
+    """The arrays in a value, also in a distribution, that a trace computes."""
+    found: list[jax.Array] = []
+
+    def note(leaf: jax.Array) -> jax.Array:
+        found.append(leaf)
+        return leaf
+
+    _exchange(value, note)
+    return found
+
+
+def _numbers(site: Site) -> tuple[str, ...]:
+    """What a site holds besides its description."""
+    return ("fn", "value", "scale") if site["type"] == "sample" else ("value",)
