@@ -46,11 +46,11 @@ def relevance(
     Reference: MacKay (1994); Neal (1996), *Bayesian learning for neural networks*, section 4.3.
 
     >>> import jax, numpyro, numpyro.distributions as dist
-    >>> from numpyro.infer import MCMC, BarkerMH
+    >>> from numpyro.infer import MCMC, NUTS
     >>> from numpyro_bnn import to_inference_data
     >>> def model():
     ...     numpyro.sample("net/Dense_0.kernel_scale", dist.LogNormal(0, 1).expand([3]).to_event(1))
-    >>> mcmc = MCMC(BarkerMH(model), num_warmup=500, num_samples=50, progress_bar=False)
+    >>> mcmc = MCMC(NUTS(model), num_warmup=50, num_samples=50, progress_bar=False)
     >>> mcmc.run(jax.random.key(0))
     >>> axes = relevance(to_inference_data(mcmc), names=["age", "height", "weight"])
     >>> [text.get_text() for text in axes.get_yticklabels()]
