@@ -1374,6 +1374,8 @@ ROWS = {
             ValueError,
             "Pass predictions shaped (C, S, N, ...), chains",
         ),
+        ("metrics.health(Y)", "idata", TypeError, "Pass the result of `to_inference_data`"),
+        ("metrics.health(None)", "idata", TypeError, "Pass the result of `to_inference_data`"),
     ],
     "datasets": [
         ("datasets.standardize(X)", "dataset", TypeError, "Pass a data set, e.g. of `load_uci`."),
@@ -1516,7 +1518,7 @@ def test_every_room_has_rows():
 NOT_CALLED = {
     *("ADFResult", "Block", "Dataset", "Evidence", "SGMCMCKernel", "GPRegression", "Prediction", "PriorFit", "Score"),
     *("Equation", "Interpreter", "Layer", "BatchStatistics", "ForwardContext", "GroupStudentT", "Prior", "Sampler"),
-    *("State", "Symmetry"),
+    *("State", "Symmetry", "HealthWarning"),
 }
 
 
