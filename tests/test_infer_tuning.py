@@ -18,8 +18,16 @@ from scipy import linalg
 from numpyro_bnn import infer
 from numpyro_bnn.infer.chain import AcceptanceTuner
 from numpyro_bnn.infer.mclmc import DECOHERENCE, EnergyTuner
-from numpyro_bnn.infer.preconditioning import resolve
-from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, gradient_noise, largest_curvature
+from numpyro_bnn.infer.preconditioning import NoisePreconditioner, SecondMoment, resolve
+from numpyro_bnn.infer.tuning import (
+    Noise,
+    Spread,
+    Stages,
+    autocorrelation_time,
+    gradient_noise,
+    largest_curvature,
+    largest_share,
+)
 from numpyro_bnn.infer.warm_start import held_out_rows, learning_gradient
 
 
@@ -304,6 +312,114 @@ def test_preconditioners_by_site_are_in_the_order_of_the_flat_position():
     flat, _ = ravel_pytree({"a": 5.0 * jnp.ones(3), "b": jnp.array([2.0, 3.0]), "c": jnp.ones(())})
     np.testing.assert_allclose(found.root(found.init(flat), jnp.ones(6)), flat)
     assert resolve("test", "rmsprop", z, 10).num_data == 10
+
+
+@pytest.mark.parametrize("spike", [1.0, 300.0])
+def test_noise_in_many_directions_is_not_overestimated(spike):
+    """400 directions from 128 gradients: at most 400^(1/6) = 2.7 times too large, the sample's own is 7.6 times.
+
+    A spike alone is a variance from 64 differences: within 5 relative standard errors sqrt(2 / 64) of it.
+    """
+    sds = np.ones(400)
+    sds[7] = spike**0.5
+    found = []
+    for seed in range(8):
+        gradients = jnp.asarray(np.random.default_rng(seed).normal(3.0, sds, (128, 400)), jnp.float32)
+        total = float(np.sum(sds**2))
+        found.append(total * float(largest_share(gradients, jnp.array(total))))
+    if spike == 1:
+        assert np.median(found) < 3.5
+        assert min(found) > 0.5
+    else:
+        assert np.mean(found) == pytest.approx(spike, rel=5 * (2 / 64 / 8) ** 0.5)
+
+
+def test_steps_of_the_thermostat_keep_each_direction_within_the_tolerance():
+    """Its friction balances the mean noise V; a direction of noise W has T (2 A h + h^2 W) / (2 A h + h^2 V)."""
+    kernel = infer.SGNHT(lambda: None, momentum_decay=0.2, bias_tolerance=0.02)
+    noise = Noise(jnp.array(50.0), jnp.array(20.0), 0.0)
+    eps, decay = float(kernel.choose_step_size(jnp.array(1e-3), noise, 10)), -2 * np.log(0.8)
+    assert (decay + eps * 50) / (decay + eps * 20) - 1 == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_gradients_make_the_preconditioner(dense):
+    """L is lower triangular, L L' the inverse of the second moment, up to the weight of its diagonal."""
+    root = np.array([[100.0, 0.0, 0.0], [3.0, 2.0, 0.0], [0.5, -0.03, 0.05]])
+    moment = root @ root.T
+    if not dense:
+        moment = np.diag(moment)
+    scales = NoisePreconditioner(dense, 0, 10, 5)
+    found = np.asarray(scales.adapted(SecondMoment(jnp.asarray(moment, jnp.float32), jnp.array(1e4))))
+    if not dense:
+        np.testing.assert_allclose(found, moment**-0.5, rtol=1e-5)
+        return
+    np.testing.assert_allclose(found, np.tril(found))
+    np.testing.assert_allclose(found.T @ moment @ found, np.eye(3), atol=0.05)
+    # Nothing collected: the identity. One gradient: half of it is the diagonal.
+    blank = scales.start(jnp.zeros(3))
+    np.testing.assert_allclose(scales.adapted(blank), np.eye(3))
+    one = np.array([1.0, 2.0, 3.0])
+    found = np.asarray(scales.adapted(SecondMoment(jnp.outer(one, one), jnp.array(1.0))))
+    exact = np.linalg.inv(np.outer(one, one) * (0.73 + 0.27 * np.eye(3)))
+    np.testing.assert_allclose(found @ found.T, exact, rtol=1e-3)
+
+
+def uneven_noise():
+    """Slopes of correlated rows whose noise differs by 10^8 between directions, and curvatures of the same shape."""
+    slopes = RNG.normal(size=(N, 4)) @ np.array(
+        [[1e3, 2e2, 0, 0], [0, 10.0, 1.0, 0], [0, 0, 1.0, 0.05], [0, 0, 0, 0.1]]
+    )
+    slopes = slopes - slopes.mean(0)
+    return slopes, N * slopes.T @ slopes / N
+
+
+def quadratic(slopes, curvature, batch_size):
+    w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), slopes.shape[1:]))
+    numpyro.factor("curvature", -0.5 * w @ curvature @ w)
+    with numpyro.plate("data", slopes.shape[0], subsample_size=batch_size) as i:
+        numpyro.factor("slope", slopes[i] @ w)
+
+
+@pytest.mark.parametrize("kind", [infer.SGLD, infer.SGHMC, infer.SGNHT], ids=lambda k: k.__name__)
+def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias(kind):
+    """Chosen steps: variances 1 to 1.05 along each exact principal axis, within 4 standard errors over 300 chains.
+
+    The identity in the place of the default moves along the noisiest axis only.
+    """
+    slopes, curvature = uneven_noise()
+    args = (jnp.asarray(slopes, jnp.float32), jnp.asarray(curvature, jnp.float32), B)
+
+    def squares(**options):
+        kernel = kind(quadratic, steps_per_draw=60, warm_start=0.0, **options)
+        keys = random.split(random.key(2), 300)
+        state = kernel.init(keys, 40, {"w": jnp.zeros((300, 4))}, args, {})
+
+        def transition(state, _):
+            state = kernel.sample(state, args, {})
+            return state, state.z["w"]
+
+        _, draws = jax.jit(lambda s: jax.lax.scan(transition, s, None, 120))(state)
+        white = np.asarray(draws[80:], np.float64) @ np.linalg.cholesky(curvature)
+        return (white**2).mean(0)
+
+    by_chain = squares()
+    error = by_chain.std(0) / 300**0.5
+    assert (error < 0.06).all()
+    assert (by_chain.mean(0) > 1 - 4 * error).all()
+    assert (by_chain.mean(0) < 1.05 + 4 * error).all()
+    assert np.sort(squares(preconditioner="identity").mean(0))[:2].max() < 0.1
+
+
+def test_long_chains_cover_the_variance_of_the_posterior():
+    """The covariance of position and gradient is P T at stationarity, with noise and a temperature."""
+    slopes, curvature = uneven_noise()
+    args = (jnp.asarray(slopes, jnp.float32), jnp.asarray(curvature, jnp.float32), B)
+    kernel = infer.SGLD(quadratic, temperature=0.5, steps_per_draw=8000, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=40, progress_bar=False)
+    mcmc.run(random.key(0), *args)
+    found = eval(kernel.describe(mcmc.last_state)["variance_covered"])
+    assert found[0] == pytest.approx(1.0, abs=0.15)
 
 
 # -- the warm start ---------------------------------------------------------------------------------

@@ -258,7 +258,11 @@ class Chain:
         elif policy.num_warmup:
             stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative))
             chosen = jnp.where(i < warm + self._traveling, stable, chosen)
-        return state._replace(base_step_size=chosen.astype(state.base_step_size.dtype))
+        chosen = chosen.astype(state.base_step_size.dtype)
+        memory = engine.memory
+        if isinstance(memory, sgmcmc.dynamics.Thermostat):  # its friction is per unit of time: keep that of a step
+            memory = memory._replace(friction=memory.friction * jnp.sqrt(state.base_step_size / chosen))
+        return state._replace(base_step_size=chosen, engine=engine._replace(memory=memory))
 
     # -- the warm start ----------------------------------------------------------------------------------
 
