@@ -96,7 +96,7 @@ def table() -> str:
 
 
 def main() -> None:
-    begin, end = "<!-- files of ways: begin -->\n", "<!-- table of ways: end -->"
+    begin, end = "<!-- files of ways: begin -->\n", "<!-- files of ways: end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
     text, count = pattern.subn(lambda _: f"{begin}{table()}\n{end}", PAGE.read_text())
     if count != 1:

@@ -186,7 +186,8 @@ def group_names(idata: Any) -> list[str]:
     if not _has_trees() and isinstance(idata, _arviz().InferenceData):
         return list(idata.groups())
     got = f"an object of type {type(idata).__name__}"
-    raise argument_error("group_names", "idata", got, "Pass the result of `to_inference_data` or `load`.", TypeError)
+    instead = "Pass the result of `to_inference_data` or `az.from_netcdf`."
+    raise argument_error("group_names", "idata", got, instead, TypeError)
 
 
 def group(idata: Any, name: str) -> "xr.Dataset":

@@ -115,9 +115,12 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
     >>> [float(named_inputs(closed, names)({"it": 5.0}, 3.0)[0]) for names in ({}, {"y": "it"})]
     [8.0, 10.0]
     """
-    cut = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in names]
-    places = [(names[eqn.params["name"]], eqn.outvars[0]) for eqn in cut]
-    kept = [eqn for eqn in closed.jaxpr.eqns if eqn not in cut]
+
+    def key_of(eqn: Any) -> str | None:
+        return names.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
+
+    places = [(key, eqn.outvars[0]) for eqn in closed.jaxpr.eqns if (key := key_of(eqn)) is not None]
+    kept = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
     jaxpr = closed.jaxpr.replace(eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars])
     run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
 

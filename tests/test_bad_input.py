@@ -1377,8 +1377,8 @@ ROWS = {
         ("datasets.Scaler.fit(X).transform(X[:, :1])", "x", ValueError, "Pass an array whose shape ends in (2,)."),
     ],
     "plots": [
-        ("plots.predictive_band(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `loa"),
-        ("plots.predictive_band(None)", "idata", TypeError, "Pass the result of `to_inference_data` or `loa"),
+        ("plots.predictive_band(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `az."),
+        ("plots.predictive_band(None)", "idata", TypeError, "Pass the result of `to_inference_data` or `az."),
         ("plots.predictive_band(idata(), levels=0.9)", "levels", TypeError, "Pass several, e.g. `(0.5, 0.9)`."),
         (
             "plots.predictive_band(idata(), levels=(1.5,))",
@@ -1390,7 +1390,7 @@ ROWS = {
         ("plots.predictive_band(idata(), Y[:2])", "x", ValueError, "Pass one value for each of 6 points."),
         ('plots.predictive_band(idata(), Y, site="z")', "site", ValueError, "Known: y."),
         ('plots.predictive_band(idata(), Y, group="prior")', "group", ValueError, "Known: posterior_predictive."),
-        ("plots.predicted_vs_observed(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `loa"),
+        ("plots.predicted_vs_observed(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `az."),
         (
             "plots.predicted_vs_observed(idata(), level=1.0)",
             "level",
@@ -1404,9 +1404,9 @@ ROWS = {
             "Pass a finite number above 0 and below 1.",
         ),
         ('plots.predicted_vs_observed(idata(), site="z")', "site", ValueError, "Known: y."),
-        ("plots.calibration(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `loa"),
+        ("plots.calibration(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `az."),
         ("plots.calibration(idata(), bins=0)", "bins", ValueError, "Pass an integer of at least 1."),
-        ("plots.reliability_diagram(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `loa"),
+        ("plots.reliability_diagram(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `az."),
         ("plots.reliability_diagram(idata())", "site", ValueError, "Class probabilities are needed: pass a classif"),
         ('plots.reliability_diagram(idata(), bins="15")', "bins", ValueError, "Pass an integer of at least 1."),
         ("plots.ood_histograms(3, 3)", "inside", ValueError, "Pass results with predictions, or one number f"),

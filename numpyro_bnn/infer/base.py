@@ -79,7 +79,7 @@ class SGMCMCKernel(ArgumentKernel):
         gradient: str = "minibatch",
         minibatches: str = "with_replacement",
         preconditioner: Any = None,
-        warm_start: Any = 0.25,
+        warm_start: Any = WarmStart.share,
         optimizer: Any = None,
         bias_tolerance: float = 0.05,
         init_strategy: Callable = init_to_uniform,
@@ -92,7 +92,7 @@ class SGMCMCKernel(ArgumentKernel):
         self._minibatches = minibatches
         self._preconditioner = preconditioner
         self._warm_start = warm_start_of(self._call, warm_start, optimizer)
-        self._warm_start_given = isinstance(warm_start, WarmStart) or warm_start != 0.25
+        self._warm_start_given = isinstance(warm_start, WarmStart) or warm_start != WarmStart.share
         self._bias_tolerance = bias_tolerance
         self._init_strategy = init_strategy
         self._check_arguments()
@@ -388,7 +388,7 @@ class SGMCMCKernel(ArgumentKernel):
 
     def _covers(self, state: SGMCMCState) -> bool:
         """Whether the share of the variance is known; steps of MCLMC end where their minibatch's noise leads them."""
-        noisy = self.target.subsampled and "energy_variance" in self.default_fields
+        noisy = self.target.subsampled and self.dynamics(lambda z: z, 1.0).reports_energy
         return self._temperature > 0 and bool(np.min(state.coverage.draws)) and not noisy
 
     def _frozen(self, state: SGMCMCState) -> np.ndarray:

@@ -145,10 +145,6 @@ class MCLMC(SGMCMCKernel):
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
         policy = super().make_policy(target, num_warmup)
-        evens_noise = is_named(self._preconditioner, "gradient_noise")
-        if evens_noise and not target.subsampled:
-            instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'variance'."
-            raise argument_error(self._call, "preconditioner", "'gradient_noise'", instead)
         tuner = EnergyTuner(
             stages=Stages.of(policy.warm_start_length, num_warmup),
             num_warmup=num_warmup,
@@ -158,7 +154,7 @@ class MCLMC(SGMCMCKernel):
             steers_step_size=policy.chooses_step_size,
             sets_length=self._length is None,
             sets_scales=is_named(self._preconditioner, "variance"),
-            evens_noise=evens_noise,
+            evens_noise=is_named(self._preconditioner, "gradient_noise"),
         )
         run = partial(_measure_some_steps, self._steps_per_draw)
         return replace(policy, steers_step_size=True, run=run, tuner=tuner)

@@ -116,7 +116,7 @@ def learns_from_noise(call: str, given: Any, own: tuple[str, ...], noisy: bool, 
     """
     named = is_named(given, "gradient_noise")
     if named and not noisy:
-        instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or use 'identity'."
+        instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or leave it out."
         raise argument_error(call, "preconditioner", "'gradient_noise'", instead)
     return (named and "gradient_noise" not in own) or (given is None and step_size is None and noisy)
 

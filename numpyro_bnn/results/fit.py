@@ -11,7 +11,7 @@ from numpyro.infer import HMC, MCMC
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn.program.arguments import as_arrays, fingerprints
+from numpyro_bnn.program.arguments import fingerprints
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn.program.plates import full_plates
@@ -162,7 +162,7 @@ def from_guide(
     _check_guide(result, guide)
     num_samples = check_count(CALL, "num_samples", num_samples)
     arguments = bind(guide.model, args, kwargs)
-    args, kwargs = as_arrays(args, kwargs)
+    args, kwargs = arguments.call()
     check_row_lengths(CALL, guide.model, args, kwargs)
     state = getattr(result, "state", None)
     params = {**result.params, **(getattr(state, "mutable_state", None) or {})}

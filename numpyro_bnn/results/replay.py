@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ class Arguments:
 
     def call(self, values: Mapping[str, Any] | None = None) -> Call:
         """Positional and keyword arguments, some of them replaced by ``values``."""
-        given = {**self.values, **(values or {})}
+        given = {**self._on_device, **as_arrays((), values)[1]}
         bound = self.signature.bind_partial()
         known = self.signature.parameters
         bound.arguments.update({name: value for name, value in given.items() if name in known})
@@ -41,7 +42,12 @@ class Arguments:
         for name, parameter in known.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD and rest:
                 bound.arguments[name] = rest
-        return as_arrays(bound.args, bound.kwargs)
+        return bound.args, bound.kwargs
+
+    @cached_property
+    def _on_device(self) -> dict[str, Any]:
+        """The values as a model takes them, copied once."""
+        return as_arrays((), self.values)[1]
 
     @property
     def optional(self) -> set[str]:

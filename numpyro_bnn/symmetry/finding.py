@@ -270,6 +270,7 @@ def check(
     Traceback (most recent call last):
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
     """
+    args, kwargs = as_arrays(args, kwargs, "symmetry.check")
     found = _invariance("symmetry.check", model, args, kwargs)(as_symmetries("symmetry.check", symmetries))
     for entry in found:
         if not entry.error <= tolerance:
@@ -284,13 +285,12 @@ def check(
 
 
 def _invariance(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
 ) -> Callable[[Sequence[Symmetry]], list[Invariance]]:
     """A function that measures the change of the log likelihood under random group elements, in float64.
 
     The model is read once, and evaluated at draws from its prior.
     """
-    args, kwargs = as_arrays(args, kwargs)
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, kwargs))
         reading = Reading(model, args, kwargs)
