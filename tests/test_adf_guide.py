@@ -42,6 +42,19 @@ def fitted(rows):
     return pbp, pbp.run(jax.random.key(0), *rows, num_epochs=12, progress_bar=False)
 
 
+# --------------------------------------------------------------------------------------------- compilation
+
+
+def test_a_first_run_compiles_few_programs(compiled):
+    """What is known is computed on the host; the shapes are new to this process. It was one program per operation."""
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(11, 9)).astype("float32")
+    guides.AutoADF(bnn.models.regression(nn.MLP([7, 1], "relu"), priors.Hierarchical())).run(
+        jax.random.key(0), x, x[:, 0], num_epochs=1, progress_bar=False, max_refused=1.0
+    )
+    assert len(compiled) <= 20
+
+
 # ---------------------------------------------------------------------------------------------- NumPyro
 
 

@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
-from numpyro_bnn.guides import fit, fitting
+from numpyro_bnn.guides import AutoMeanField, fit, fitting
 from numpyro_bnn.program.compiled import signature
 from numpyro_bnn.program.plates import draw_indices, random_indices
 
@@ -50,6 +50,42 @@ def same(one, other):
         return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
     return all(np.array_equal(raw(a), raw(b)) and a.dtype == b.dtype for a, b in leaves)
+
+
+# -------------------------------------------------------------------------------------------------- start
+
+
+def plain(x, y):
+    """As :func:`model`, with a scale; all of its shapes are new to this process."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([7]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def test_a_first_fit_compiles_few_programs(compiled):
+    """Keys, initial values, initial scales, state, steps and parameters; it was one program per operation."""
+    x = np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
+    result = quiet(make(guide=AutoMeanField, program=plain), jax.random.key(0), 3, x, x[:, 0])
+    assert len(compiled) <= 12
+    assert result.losses.shape == (3,)
+
+
+def test_the_compiled_start_is_that_of_numpyro(key):
+    """Also with bounds that NumPyro computes, and with given values."""
+
+    class Bounded(AutoNormal):
+        scale_constraint = dist.constraints.interval(0.0, jnp.array([2.0, 3.0]))
+
+    for guide, given in ((AutoNormal, None), (AutoNormal, {"w_auto_loc": jnp.ones(2)}), (Bounded, None)):
+        ours, theirs = make(guide=guide), make(guide=guide)
+        with random_indices():
+            state = theirs.init(key, X, Y, init_params=given)
+            found = fitting._initial_state(ours, key, (X, Y), {}, given)
+        expected, found = theirs.get_params(state), ours.get_params(found)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- indices

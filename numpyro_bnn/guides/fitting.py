@@ -277,8 +277,7 @@ def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_pa
             svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
 
     def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
-        # The first call of the guide has checked the arguments of distributions.
-        with numpyro.validation_enabled(False):
+        with numpyro.validation_enabled(False):  # the first call of the guide has checked what is known
             return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
 
     state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)

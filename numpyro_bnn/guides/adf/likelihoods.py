@@ -295,16 +295,20 @@ def _around_the_mode(log_integrand: Callable[[jax.Array], jax.Array], like: Gaus
     The mode is searched on nested grids. With a = width exp(t - exp(-t)), for equidistant t, a kink at the mode does
     no harm, and integrands of any width between that of the last grid and that of the prior are resolved.
     """
-    z = _column(np.sinh(np.linspace(-7.0, 7.0, 41)), like)
-    width = jnp.full_like(z[0], REACH)
-    for _ in range(ZOOMS):
+
+    def zoom(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        z, _, width = grid
         values = lax.stop_gradient(log_integrand(z))
         best = jnp.argmax(values, axis=0)[None]
         places = [jnp.clip(best + step, 0, len(z) - 1) for step in (-1, 0, 1)]
         low, mode, high = (jnp.take_along_axis(z, place, axis=0)[0] for place in places)
         left, top, right = (jnp.take_along_axis(values, place, axis=0)[0] for place in places)
         width = jnp.where(top - jnp.minimum(left, right) > 1, high - low, width)
-        z = low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like)
+        return low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like), mode, width
+
+    z = _column(np.sinh(np.linspace(-7.0, 7.0, 41)), like)
+    first = zoom(0, (z, z[0], jnp.full_like(z[0], REACH)))
+    _, mode, width = lax.fori_loop(1, ZOOMS, zoom, first)
     step = (jnp.log(REACH / width) - START) / (SIDE - 1)
     t = START + step * _column(np.arange(SIDE), like)
     away = width * jnp.exp(t - jnp.exp(-t))

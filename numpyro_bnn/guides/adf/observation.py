@@ -174,9 +174,9 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
         raise refuse(observation.name, why, instead)
 
 
-def _random_weights(sites: Sites) -> dict[str, jax.Array]:
+def _random_weights(sites: Sites) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    return {n: jnp.asarray(w.loc + w.scale * random.normal(size=w.loc.shape)) for n, w in sites.weights.items()}
+    return {n: w.loc + w.scale * random.normal(size=w.loc.shape) for n, w in sites.weights.items()}
 
 
 def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:

@@ -27,8 +27,8 @@ def refuse(site: str, why: str, instead: str) -> Exception:
 def run_model(model: Callable, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> Trace:
     """Trace of a model with full plates and with these values at latent and deterministic sites."""
     # The traced indices of a plate cannot index a NumPy array.
-    args, kwargs = jax.tree.map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, dict(kwargs))
+    values, args, kwargs = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (dict(values), args, dict(kwargs))
     )
     with handlers.block():  # the guide that reads its model may itself run inside NumPyro's handlers
         return full_trace(model, values, args, kwargs)
