@@ -286,14 +286,18 @@ def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaus
         shaped = u.reshape((-1, *start.mean.shape))
         return sums + hyper.log_prior(shaped).reshape(u.shape)
 
-    center, half = start.mean.reshape(-1), WIDTHS * jnp.sqrt(start.var.reshape(-1))
-    for _ in range(GRIDS):
-        u = center + half * jnp.linspace(-1.0, 1.0, POINTS)[:, None]
+    def narrow(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        center, half = grid[:2]
+        u = center + half * np.linspace(-1.0, 1.0, POINTS)[:, None]
         share = jax.nn.softmax(log_posterior(u), axis=0)
         center = (share * u).sum(axis=0)
         var = (share * (u - center) ** 2).sum(axis=0)
         spacing = 2 * half / (POINTS - 1)
-        half = WIDTHS * jnp.maximum(jnp.sqrt(var), spacing / 2)
+        return center, WIDTHS * jnp.maximum(jnp.sqrt(var), spacing / 2), var, u, share
+
+    mean0, var0 = start.mean.reshape(-1), start.var.reshape(-1)
+    blank = jnp.zeros((POINTS, count))
+    center, _, var, u, share = lax.fori_loop(0, GRIDS, narrow, (mean0, WIDTHS * jnp.sqrt(var0), var0, blank, blank))
     given = prior_var(u)
     tilted_var = 1 / (precision + 1 / given)
     tilted_mean = tilted_var * (precision * mean + flat.loc / given)

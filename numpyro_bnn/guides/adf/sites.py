@@ -185,12 +185,12 @@ class _Runs:
         random = np.random.default_rng(0)
         bases = {w: latent for w, latent in self.weights.items() if w != latent}
         probes = {name: random.normal(size=self.shape(name)) for name in bases}
-        points = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
+        ends = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
 
         def prior(values: dict) -> dict[str, Any]:
             sites = self(values)
             found = {w: _projected(sites[w]["fn"]) for w, latent in self.weights.items() if w == latent}
-            at = [self(values | {bases[w]: p for w, p in point.items()}) for point in (*points, probes)]
+            at = [self(values | {bases[w]: p for w, p in point.items()}) for point in (*ends, probes)]
             for w, latent in bases.items():
                 zero, one, checked = (sites[w]["value"] for sites in at)
                 mean, sd = _projected(at[0][latent]["fn"])
@@ -200,16 +200,16 @@ class _Runs:
 
         shapes = {name: self.shape(name) for name in self.hypers}
         counts = {n: 1.0 + np.arange(np.prod(s, dtype=int)).reshape(s) for n, s in shapes.items()}
-        values = [
-            {name: factor * counts[name] ** spread for name in self.hypers}
-            for factor, spread in ((1, 0), (2, 0), (3, 0), (2, 1))
-        ]
+        points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
+        values = {name: np.stack([f * counts[name] ** power for f, power in points]) for name in self.hypers}
 
-        def program(values: list[dict]) -> tuple[list, dict]:
+        def program(values: dict) -> tuple[dict, dict]:
             sites = self({})
-            return [prior(value) for value in values], {name: sites[name]["fn"] for name in self.hypers}
+            at = jax.lax.map(lambda one: prior(one[1]), (np.arange(len(points)), values))
+            return at, {name: sites[name]["fn"] for name in self.hypers}
 
-        return jax.device_get(shared(program, once=True)(values))
+        at, fns = jax.device_get(shared(program, once=True)(values))
+        return [jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))], fns
 
 
 def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
