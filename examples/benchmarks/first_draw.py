@@ -2,8 +2,8 @@
 
 Each way to a posterior is a separate process without JAX's cache on disk, so nothing is shared. An 8-50-1 ReLU
 network with a hierarchical prior; samplers make four transitions of warm-up and four draws, AutoADF one epoch,
-AutoMeanField twenty steps. BlackJAX samples the same density in a loop written by hand, with a given step size.
-Ratios are to NUTS of the same run of this script. Writes JSON.
+AutoMeanField twenty steps, and their exports have four draws. BlackJAX samples the same density in a loop written by
+hand, with a given step size. Ratios are to NUTS of the same run of this script. Writes JSON.
 
     python -m examples.benchmarks.first_draw --output output/first_draw.json
 """
@@ -69,11 +69,14 @@ def sampler_run(way: str, bnn: Any, model: Callable, key: jax.Array, x: np.ndarr
 
 def guide_run(way: str, bnn: Any, model: Callable, key: jax.Array, x: np.ndarray, y: np.ndarray) -> Any:
     if way == "AutoADF":
-        found = bnn.guides.AutoADF(model).run(key, x, y, num_epochs=EPOCHS, progress_bar=False)
+        guide = bnn.guides.AutoADF(model)
+        found = guide.run(key, x, y, num_epochs=EPOCHS, progress_bar=False)
     else:
-        svi = SVI(model, bnn.guides.AutoMeanField(model), numpyro.optim.Adam(0.01), Trace_ELBO())
+        guide = bnn.guides.AutoMeanField(model)
+        svi = SVI(model, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
         found = bnn.guides.fit(svi, key, STEPS, x, y, progress_bar=False)
-    return jax.block_until_ready(found.params)
+    jax.block_until_ready(found.params)
+    return found, {"guide": guide, "args": (x, y), "num_samples": TRANSITIONS}
 
 
 def start(model: Callable, key: jax.Array, x: np.ndarray, y: np.ndarray) -> dict[str, jax.Array]:
@@ -138,9 +141,10 @@ def measure_here(way: str, rows: int, width: int) -> dict[str, list[float]]:
     # Data and keys are made before the clock starts.
     calls = [partial(run, model, random.key(seed), *make_data(seed, rows)) for seed in (0, 1)]
     results = [timed(phase, call) for phase, call in zip(("first", "other_data"), calls, strict=True)]
-    if way in SAMPLERS:
+    if way not in BY_HAND:
         for phase, result in zip(("export", "export_again"), results, strict=True):
-            timed(phase, partial(bnn.to_inference_data, result))
+            source, options = (result, {}) if way in SAMPLERS else result
+            timed(phase, partial(bnn.to_inference_data, source, **options))
     return found
 
 

@@ -19,6 +19,7 @@ from numpyro_bnn.guides.adf.problem import ADFState, Problem
 from numpyro_bnn.guides.adf.reading import CALL, Arguments, outline, run_model
 from numpyro_bnn.guides.adf.sites import Weight
 from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.program.compiled import shared
 
 FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
 
@@ -108,8 +109,9 @@ class ADFPosterior(AutoNormal):
         """Parameters before any data are seen."""
         problem = self._known_problem()
         if self._start is None:
-            with jax.enable_x64(True), jax.ensure_compile_time_eval():
-                make = jax.jit(lambda key: self._to_params(problem.start(problem.random_means(key))))
+            # Also while SVI traces the guide; `ensure_compile_time_eval` would run each operation by itself.
+            with jax.enable_x64(True), jax.core.eval_context():
+                make = shared(lambda key: self._to_params(problem.start(problem.random_means(key))), once=True)
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
 
