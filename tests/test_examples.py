@@ -350,7 +350,7 @@ def test_a_process_of_first_draw(way, capsys):
         pytest.importorskip("blackjax")
     assert module.main(["--job", way, "--rows", "6", "--width", "1"]) is None
     found = json.loads(capsys.readouterr().out)
-    assert tuple(found) == module.PHASES[: 5 if way in module.SAMPLERS else 3]
+    assert tuple(found) == module.PHASES[: 3 if way in module.BY_HAND else 5]
     assert all(seconds >= 0 and programs >= 0 for seconds, programs in found.values())
     assert found["first"][0] > 0
 
