@@ -1,17 +1,12 @@
 """The border to ArviZ: both versions give the same groups, files and diagnostics."""
 
-import warnings
-
+import arviz as az
 import numpy as np
 import pytest
 import scipy.stats
 import xarray as xr
 
 from numpyro_bnn import _arviz
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", FutureWarning)  # 0.23 announces its refactor on the first import of a day
-    import arviz as az
 
 pytestmark = pytest.mark.core
 
