@@ -1369,6 +1369,8 @@ ROWS = {
             ValueError,
             "Pass predictions shaped (C, S, N, ...), chains",
         ),
+        ("metrics.health(Y)", "idata", TypeError, "Pass the result of `to_inference_data`"),
+        ("metrics.health(None)", "idata", TypeError, "Pass the result of `to_inference_data`"),
     ],
     "datasets": [
         ("datasets.standardize(X)", "dataset", TypeError, "Pass a `datasets.Dataset`."),
@@ -1455,7 +1457,7 @@ def test_every_room_has_rows():
 NOT_CALLED = {
     *("ADFResult", "Block", "Dataset", "Evidence", "SGMCMCKernel", "GPRegression", "Prediction", "PriorFit", "Score"),
     *("Equation", "Interpreter", "Layer", "BatchStatistics", "ForwardContext", "GroupStudentT", "Prior", "Sampler"),
-    *("State", "Symmetry"),
+    *("State", "Symmetry", "HealthWarning"),
 }
 
 

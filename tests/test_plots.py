@@ -38,7 +38,7 @@ def fitted():
 
     x = np.linspace(-1, 1, 30)[:, None]
     y = x[:, 0] + 0.3 * np.random.default_rng(0).normal(size=30)
-    mcmc = MCMC(BarkerMH(model), num_warmup=100, num_samples=100, progress_bar=False)
+    mcmc = MCMC(BarkerMH(model), num_warmup=100, num_samples=50, progress_bar=False)
     mcmc.run(jax.random.key(0), x, y)
     return to_inference_data(mcmc, predictions={"x": x[:20] + 0.01, "y": y[:20]})
 

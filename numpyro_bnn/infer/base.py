@@ -367,25 +367,6 @@ class SGMCMCKernel(ArgumentKernel):
             "num_parameters": size,
         }
 
-    def divergence_report(self, state: SGMCMCState) -> str | None:
-        """Which chains diverged, at which step, or hardly moved, and what to change; ``None`` if none did."""
-        firsts, eps = jax.device_get((state.engine.first_divergence, state.base_step_size))
-        chains = [f"chain {chain} at step {first}" for chain, first in enumerate(np.ravel(firsts)) if first >= 0]
-        still = [int(chain) for chain in np.flatnonzero(self._frozen(state)) if np.ravel(firsts)[chain] < 0]
-        reports = []
-        if chains:
-            reports.append(
-                f"{self._call} diverged ({', '.join(chains)}): the draws of these chains are NaN from there on. Use a"
-                f" smaller `step_size` (largest here: {np.max(eps):.2g}), or None to have one chosen."
-            )
-        if still:
-            reports.append(
-                f"{self._call}: chains {still} hardly moved (step size at most {np.max(eps):.2g}). If they accept"
-                " nothing, use a smaller `step_size`; otherwise leave out `step_size` and `preconditioner`, take more"
-                " steps or larger minibatches, or allow more bias by `bias_tolerance`."
-            )
-        return " ".join(reports) or None
-
     def _covers(self, state: SGMCMCState) -> bool:
         """Whether the share of the variance is known; steps of MCLMC end where their minibatch's noise leads them."""
         noisy = self.target.subsampled and self.dynamics(lambda z: z, 1.0).reports_energy

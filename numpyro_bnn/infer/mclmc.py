@@ -25,7 +25,6 @@ LEAST_LARGEST = 5.0  # lower limit of it, in nats
 EARLY_LARGEST = 4.0  # lower limit of it, in standard deviations of the first target
 GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the steps
 FROZEN = 200  # refused steps in a row after which a chain counts as frozen
-MANY = 0.1  # fraction of refused steps that is reported
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
 NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
@@ -180,17 +179,6 @@ class MCLMC(SGMCMCKernel):
             "implied_bias": float(bias),
             "implied_bias_bound": float(bound),
         }
-
-    def divergence_report(self, state: SGMCMCState) -> str | None:
-        """Which chains froze or refuse many steps, and what to change; ``None`` if all are well."""
-        report, refused = super().divergence_report(state), np.ravel(jax.device_get(state.tuning.mean_refused))
-        many = [f"chain {chain}: {share:.0%}" for chain, share in enumerate(refused) if share > MANY]
-        if not many:
-            return report
-        limit = self.max_energy_error(int(state.engine.position.shape[-1]))
-        text = f"{self._call} refused many steps ({', '.join(many)}): their energy errors are above {limit:.3g} nats"
-        text += " or not finite. Use a smaller `step_size` or `bias_tolerance`, a longer warm-up, or another start."
-        return text if report is None else f"{report} {text}"
 
 
 def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:

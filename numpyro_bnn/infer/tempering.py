@@ -270,10 +270,6 @@ class ParallelTempering(ArgumentKernel):
         own = {"inner_kernel": type(self._kernel).__name__, "num_replicas": self._num_replicas}
         return {**inner, **own, "temper": self._temper}
 
-    def divergence_report(self, state: TemperingState) -> str | None:
-        """The report of the inner kernel."""
-        return getattr(self._inner, "divergence_report", lambda _: None)(state.base)
-
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``swap_accept_prob``."""

@@ -180,10 +180,6 @@ class Wrapper(ArgumentKernel):
             raise argument_error("to_inference_data", "members", came, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
 
-    def divergence_report(self, state: Any) -> str | None:
-        """The report of the inner kernel."""
-        return getattr(self._kernel, "divergence_report", lambda _: None)(state.base)
-
 
 def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:
     """Return ``state`` with the constrained values ``moved`` of some sites; its caches become stale."""

@@ -15,6 +15,7 @@ from numpyro_bnn.metrics.classification import (
     uncertainty,
 )
 from numpyro_bnn.metrics.draws import crps, function_space, interval_coverage, lppd, pit, rmse
+from numpyro_bnn.metrics.health import HealthWarning, health
 
 __all__ = [
     "lppd",
@@ -31,4 +32,6 @@ __all__ = [
     "relative_logit_variance",
     "function_space",
     "Score",
+    "health",
+    "HealthWarning",
 ]

@@ -1,20 +1,24 @@
 """``to_inference_data``: any inference result as one ArviZ object with one layout."""
 
+import json
 import platform
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
 import jax
+import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn.infinite import GPRegression
+from numpyro_bnn.metrics.health import LEAST_DRAWS, HealthWarning, explained, health
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
-from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text
+from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text, members_of
 from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL, Arguments
 
@@ -102,7 +106,7 @@ def to_inference_data(
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
-        return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
+        return _reported(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
@@ -115,10 +119,57 @@ def to_inference_data(
     chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
     given = set(predictions or {})
     _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
-    groups = exporter.training_groups(train_key, *chosen)
+    judged = isinstance(result, MCMC) and chosen[1] and not members
+    groups, more = _training(exporter, _starts(result, exporter) if judged else {}, train_key, chosen)
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
-    return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
+    return _reported(groups, _about({**fit.attrs, **more}, rng_key, attrs))
+
+
+def _reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+    """The result with its health report, and a warning of what is off."""
+    idata = _arviz.inference_data(groups, about)
+    report = health(idata)
+    idata.attrs["health"] = json.dumps([finding._asdict() for finding in report.findings])
+    if off := report.warnings:
+        listed = "".join(f"\n- {finding}" for finding in off)
+        text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{listed}"
+        warnings.warn(text, HealthWarning, stacklevel=3)
+    return idata
+
+
+def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
+    """Values (C, 1, ...) by site of the members of a run's warm start, if there are any and draws to be compared."""
+    few = next(iter(exporter.fit.posterior.values())).shape[1] < LEAST_DRAWS
+    try:
+        found = {} if few else members_of(mcmc)
+    except ValueError:  # a run without warm start
+        return {}
+    return found if exporter.latent.keys() <= found.keys() else {}
+
+
+def _training(
+    exporter: Exporter, starts: Mapping[str, np.ndarray], key: jax.Array, chosen: tuple[bool, bool]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Training groups, and the attribute of how much the members explain, evaluated by the same program."""
+    of_members: dict[str, np.ndarray] = {}
+
+    def with_members(fn: Callable, draws: replay.Draws, *options: Any) -> dict[str, np.ndarray]:
+        shape = next(iter(draws.values())).shape[:2]
+        flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in draws.items()}
+        joined = {name: np.concatenate([value, starts[name][:, 0]])[None] for name, value in flat.items()}
+        found, total = replay.map_draws(fn, joined, *options), shape[0] * shape[1]
+        of_members.update({n: v[0, total:, None] for n, v in found.items() if n.endswith(("_mean", "_probs"))})
+        return {name: value[0, :total].reshape(*shape, *value.shape[2:]) for name, value in found.items()}
+
+    exporter.map_draws = with_members if starts else replay.map_draws
+    groups = exporter.training_groups(key, *chosen)
+    exporter.map_draws = replay.map_draws
+    if not of_members:
+        return groups, {}
+    observed = {str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()}
+    found = {site: values.tolist() for site, values in explained(of_members, observed).items()}
+    return groups, {"explained_by_members": json.dumps(found)}
 
 
 def _check_outline(

@@ -1,13 +1,14 @@
 """What is exported from an inference result: draws, statistics, the model and its arguments."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from numpyro.infer import HMC, MCMC
+from numpyro.infer import HMC, MCMC, NUTS
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.svi import SVIRunResult
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
@@ -67,7 +68,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
         instead = "Pass a kernel made from a model, or use `arviz.from_dict`."
         raise argument_error(CALL, "result", "an MCMC of a potential function", instead)
     if members:
-        samples, fields = _members(mcmc), {}
+        samples, fields = members_of(mcmc), {}
     else:
         samples = jax.device_get(mcmc.get_samples(group_by_chain=True))
         fields = jax.device_get(mcmc.get_extra_fields(group_by_chain=True))
@@ -111,23 +112,24 @@ def _check_unchanged(mcmc: MCMC) -> None:
         raise argument_error(CALL, "result", "a run whose data have been changed in place since", instead)
 
 
-def _members(mcmc: MCMC) -> dict[str, np.ndarray]:
-    """Values (C, 1, ...) by site at the end of each chain's warm start."""
+def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
+    """Values (C, 1, ...) by site at the end of each chain's warm start; a ValueError if there was none."""
     if not hasattr(mcmc.sampler, "members"):
         got = f"{type(mcmc.sampler).__name__}, a kernel without warm start"
         instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
         raise argument_error(CALL, "members", got, instead)
-    found = mcmc.sampler.members(mcmc.last_state, mcmc._args, mcmc._kwargs)
+    found = run(lambda state, a, k: mcmc.sampler.members(state, a, k), mcmc.last_state, mcmc._args, mcmc._kwargs)
     return {name: np.asarray(value)[:, None] for name, value in jax.device_get(found).items()}
 
 
 def _described(mcmc: MCMC) -> dict[str, Any]:
-    """Settings that kernels of :mod:`numpyro_bnn.infer` report; warns of chains at fault."""
-    if not hasattr(mcmc.sampler, "describe"):
-        return {}
-    if report := mcmc.sampler.divergence_report(mcmc.last_state):
-        warnings.warn(report, stacklevel=4)
-    return mcmc.sampler.describe(mcmc.last_state)
+    """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth of the trees of NUTS."""
+    kernel = mcmc.sampler
+    described: dict[str, Any] = getattr(kernel, "describe", lambda _: {})(mcmc.last_state)
+    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
+        kernel = inner
+    depth = {"max_tree_depth": int(np.ravel(kernel._max_tree_depth)[-1])} if isinstance(kernel, NUTS) else {}
+    return {**described, **depth}
 
 
 def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -166,10 +168,12 @@ def from_guide(
     check_row_lengths(CALL, guide.model, args, kwargs)
     state = getattr(result, "state", None)
     params = {**result.params, **(getattr(state, "mutable_state", None) or {})}
-    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples}
+    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples, "independent_draws": True}
     losses = np.asarray(getattr(result, "losses", []))
     if losses.ndim == 1 and losses.size:
         settings |= {"num_steps": losses.size, "final_loss": float(losses[-1])}
+        if isinstance(result, SVIRunResult) and losses.size >= 100:
+            settings["elbo_rise"] = _elbo_rise(losses)
         if (last_key := getattr(state, "rng_key", None)) is not None:
             settings["last_rng_key"] = key_text(last_key)
     stats: dict[str, np.ndarray] = {}
@@ -213,6 +217,14 @@ def _check_guide(result: Any, guide: Any) -> None:
     if not (hasattr(guide, "sample_posterior") and hasattr(guide, "model")):
         instead = "Pass the guide of the result, a NumPyro `AutoGuide` such as `AutoNormal` or `AutoADF`."
         raise argument_error(CALL, "guide", type(guide).__name__, instead, TypeError)
+
+
+def _elbo_rise(losses: np.ndarray) -> float:
+    """Nats by which the ELBO rises from the ninth to the last tenth of a fit, four standard errors taken off."""
+    size = len(losses) // 100
+    batches = losses[-20 * size :].reshape(20, size).mean(axis=1, dtype=np.float64)
+    rise, error = batches[:10].mean() - batches[10:].mean(), np.sqrt(np.square(np.diff(batches)).mean() / 10)
+    return float(np.sign(rise) * max(abs(rise) - 4 * error, 0.0))
 
 
 def _weighted(guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
     return {
         "algorithm": type(gp).__name__,
         "num_samples": num_samples,
+        "independent_draws": True,
         "network": str(gp.net),
         "prior": str(gp.prior),
         "noise_sd": gp.noise_sd,
