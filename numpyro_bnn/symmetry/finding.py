@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn._distributions import unwrapped
@@ -36,7 +38,8 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     model, permutations and signs of hidden units that are found from the shapes of other latent sites (a network
     written by hand or of Flax), a shift of the class logits if the observation is categorical, and
     :class:`JointScale` and :class:`JointRescale` for the learned scales of the kernels involved. Each is verified
-    numerically on the model, as by :func:`check`, and left out if it does not hold.
+    numerically on the model, as by :func:`check`, and left out if it does not hold. Weights that are fixed
+    (:class:`~numpyro_bnn.priors.Fixed`), learned or observed do not move.
 
     :param model: a NumPyro model.
     :param args: its positional arguments, with the data.
@@ -56,9 +59,12 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
         isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits) for name in reading.observed
     )
     found: list[Symmetry] = []
+    latent = set(reading.latent)
     for name, net, input_shape in networks:
-        found += from_network(net, input_shape, name, logits)
-    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, set(reading.latent))]
+        candidates = from_network(net, input_shape, name, logits)
+        # All weights of a unit must be free: those that are fixed or learned do not move with it.
+        found += [s for s in candidates if all({site, f"{site}_base"} & latent for site in s.sites)]
+    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
     measure = _invariance("symmetry.find", model, args, kwargs)
     measured = measure(list(dict.fromkeys(found + joint)))
     valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
@@ -293,7 +299,7 @@ def _invariance(
     """
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, kwargs))
-        reading = Reading(model, args, kwargs)
+        reading = Reading(handlers.substitute(model, substitute_fn=_unlearned), args, kwargs)
         info = model_info(reading, SEEDS)
 
     def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
@@ -307,6 +313,14 @@ def _invariance(
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
 
     return measure
+
+
+def _unlearned(site: dict[str, Any]) -> jax.Array | None:
+    """Arbitrary values of parameters that will be learned: a symmetry must hold at all of them."""
+    if site["type"] != "param" or not site["kwargs"].get("learned") or site["value"] is not None:
+        return None
+    (start,) = site["args"]
+    return start + jax.random.normal(jax.random.key(crc32(site["name"].encode())), jnp.shape(start), start.dtype)
 
 
 def _doubled(leaf: Any) -> Any:
