@@ -101,7 +101,7 @@ def scores(method: str, random_weights: int, probs: Any, data: Data, seconds: fl
     from numpyro_bnn import metrics
 
     value = metrics.accuracy(probs, data.y_test).value, metrics.log_score(probs, data.y_test).value
-    return Row(method, random_weights, *value, metrics.ece(probs, data.y_test).value, ess, seconds)
+    return Row(method, random_weights, *value, metrics.ece(probs, data.y_test).ece, ess, seconds)
 
 
 def sample(method: str, make: Callable, net: Any, prior: Any, data: Data, args: argparse.Namespace) -> Row:

@@ -258,9 +258,7 @@ class SGMCMCKernel(ArgumentKernel):
         target, z = bind(call, self._model, *given, partial(self.learn, num_warmup, model_args, model_kwargs))
         if target.stochastic and (self.exact or self._gradient != "minibatch"):
             came = "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)"
-            instead = (
-                "Its potential on all data is not one value: use SGLD, SGHMC, SGNHT with `gradient='minibatch'`."
-            )
+            instead = "Its potential on all data varies: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`."
             raise argument_error(call, "model", came, instead)
         spread = self._warm_start.spread if init_params is None else 1.0
         if init_params is not None:

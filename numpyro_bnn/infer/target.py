@@ -184,9 +184,7 @@ def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
         pairs = zip(*map(jax.tree.leaves, (value, other[name])), strict=True)
         moved = any(not isinstance(a, jax.core.Tracer) and not np.array_equal(a, b) for a, b in pairs)
         if moved and kinds[name] == "param":
-            instead = (
-                "MCMC would keep them: learn them (`priors.Learned`, SVI), or give values (`priors.Fixed`)."
-            )
+            instead = "MCMC would keep them: learn them (`priors.Learned`, SVI), or give values (`priors.Fixed`)."
             raise argument_error(call, "model", f"the parameter {name!r}, which starts at random values", instead)
     return start
 

@@ -123,9 +123,7 @@ class Constant(dist.Delta):
 
     @property
     def support(self) -> Any:
-        instead = (
-            "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such weights out of the sites."
-        )
+        instead = "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such weights out of the sites."
         raise argument_error("priors.Fixed", "params", "a sample site of NumPyro's module functions", instead)
 
 

@@ -11,13 +11,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error, check_finite, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
 
-ACCEPTED = (
-    "Pass parameters: a dictionary as of `net.init`, variables of Linen, or an NNX or Equinox module."
-)
+ACCEPTED = "Pass parameters: a dictionary as of `net.init`, variables of Linen, or an NNX or Equinox module."
 
 
 def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
@@ -43,7 +41,9 @@ def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
     for name, value in found.items():
         if not _is_floating(value):
             raise argument_error(call, f"{argument}[{name!r}]", value, ACCEPTED, TypeError)
-        check_finite(call, f"{argument}[{name!r}]", value)
+        if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(value)):
+            instead = "Pass finite values, of a training run that did not diverge."
+            raise argument_error(call, f"{argument}[{name!r}]", "NaN or infinite values", instead)
     return found
 
 
@@ -58,10 +58,10 @@ def _is_floating(value: Any) -> bool:
 
 
 class _Given:
-    """Parameters with names and shapes that are checked."""
+    """Parameters by name, ``flat``, with names and shapes that are checked."""
 
     argument: ClassVar[str] = "params"
-    flat: ClassVar[Mapping[str, Any]]  # of each object: its parameters by name
+    flat: ClassVar[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
         flat = flat_params(f"priors.{type(self).__name__}", self.argument, getattr(self, self.argument))
