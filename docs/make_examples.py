@@ -35,6 +35,7 @@ RUNS = {
     "neal": "--num-warmup 60 --num-samples 100 --num-chains 2 --max-tree-depth 6",
     "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 --num-moves 50"
     " --max-tree-depth 5",
+    "last_layer": "",
     "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
 }
 

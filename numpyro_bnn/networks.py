@@ -1,6 +1,6 @@
 """Networks whose parameters are NumPyro sample sites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn.nn import BatchStatistics, Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors import Normal, noncenter
@@ -73,10 +73,9 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
     >>> trace["net/Dense_0.kernel"]["value"].shape, trace["y"]["value"].shape
     ((3, 8), (5,))
     """
-    if not isinstance(net, Layer):
-        others = "use NumPyro's `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
-        instead = f"Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules {others}"
-        raise argument_error("random_network", "net", net, instead, TypeError)
+    others = "use NumPyro's `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
+    instead = f"Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules {others}"
+    check_kind("random_network", "net", net, Layer, instead)
     if not isinstance(name, str) or not name:
         raise argument_error("random_network", "name", repr(name), 'Pass a string, e.g. `"net"`.', TypeError)
     shapes = net.param_shapes(input_shape)
@@ -128,9 +127,7 @@ class record_statistics(Messenger):
     [[0.0], [1.0]]
     """
 
-    def __init__(self, fn: Callable | None = None) -> None:
-        self.calls: list[Statistics] = []
-        super().__init__(fn)
+    calls: Sequence[Statistics] = ()
 
     def __enter__(self) -> "record_statistics":
         self.calls = []
@@ -139,7 +136,7 @@ class record_statistics(Messenger):
 
     def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
         """Record the statistics of a call, and return them."""
-        self.calls.append(network.statistics(x))
+        self.calls = [*self.calls, network.statistics(x)]
         return self.calls[-1]
 
 
@@ -149,9 +146,8 @@ class use_statistics(Messenger):
     :param calls: ``record_statistics().calls`` of a run of the same model.
     """
 
-    def __init__(self, calls: list[Statistics], fn: Callable | None = None) -> None:
+    def __init__(self, calls: Sequence[Statistics], fn: Callable | None = None) -> None:
         self.calls = calls
-        self._position = 0
         super().__init__(fn)
 
     def __enter__(self) -> "use_statistics":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpyro.distributions as dist
 import pytest
 
@@ -59,6 +60,15 @@ LAYERS: dict[str, LayerRow] = {
     "ResNet": LayerRow(nn.ResNet([3, 4], 2, norm=NORM), IMAGE, (3,)),
 }
 
+GIVEN = {  # the parameters of the contract tests
+    "Dense_0.kernel": (4, 3),
+    "Conv2d_0.kernel": (2, 3, 2, 3),
+    "Dense_0.bias": (3,),
+    "BatchNorm_0.scale": (3,),
+    "layers[0].weight": (3, 4),
+    "layers[0].bias": (3,),
+    "norm.weight": (3,),
+}
 PRIORS: dict[str, PriorRow] = {
     "Normal": PriorRow(priors.Normal(2.0)),
     "Normal without scaling": PriorRow(priors.Normal(0.5, fan_in_scaling=False)),
@@ -80,6 +90,7 @@ PRIORS: dict[str, PriorRow] = {
     "RegularizedHorseshoe": PriorRow(priors.RegularizedHorseshoe(), {"global": (), "local": (4, 3), "slab": ()}),
     "GPFilters": PriorRow(priors.GPFilters(dist.HalfNormal(1.0), dist.LogNormal(0.0, 0.3), other=priors.Normal(2.0))),
     "GPFilters centered": PriorRow(priors.GPFilters(1.0, 2.0, "matern32", centered=True)),
+    "Centered": PriorRow(priors.Centered({name: np.ones(shape) for name, shape in GIVEN.items()}, 0.5)),
     "BySite": PriorRow(priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()), {"scale": ()}),
 }
 
@@ -111,6 +122,7 @@ KNOWN_FAILURES: dict[tuple[str, str], str] = {
     ("test_prior_takes_equinox_convolutions", "GPFilters centered"): (
         "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
     ),
+    ("test_prior_takes_equinox_convolutions", "Centered"): "its given values are those of a dense layer of this name",
 }
 
 

@@ -46,6 +46,8 @@ SHORT = {
     "examples.neal": "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
     "examples.two_modes": "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3"
     " --max-tree-depth 2",
+    "examples.last_layer": "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 --max-tree-depth 2"
+    " --steps-per-draw 5",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
@@ -127,6 +129,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.probabilistic_backpropagation", ["--widths", "3", "0"]),
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
         ("examples.variational", ["--points", "3"]),
+        ("examples.last_layer", ["--train-rows", "9"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
@@ -461,6 +464,19 @@ def test_variational(tmp_path, capsys):
     assert rows[-1].sd_distance == 0
     assert "network 1-3-1" in capsys.readouterr().out
     assert (tmp_path / "out" / "variational.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_last_layer(tmp_path, capsys):
+    rows = run("examples.last_layer", "--output", tmp_path / "out")
+    assert [row.random_weights for row in rows] == [0, 30, 30, 300, 300]  # 64-4-2-10: 260 + 10 + 30
+    for row in rows:
+        assert 0 <= row.accuracy <= 1
+        assert row.log_score < 0
+        assert (row.ess is None) == (row.random_weights == 0)
+    assert "30 training and 899 test digits" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / "last_layer.json").read_text())
+    assert [line["accuracy"] for line in written] == [row.accuracy for row in rows]
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from numpyro_bnn._keys import split
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.preconditioning import NAMES, NoisePreconditioner, is_named, learns_from_noise, resolve
-from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of
+from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of, with_parameters
 from numpyro_bnn.infer.tuning import Noise, temperature_band
-from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, warm_start_of
+from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, learned_parameters, warm_start_of
 from numpyro_bnn.program.compiled import run
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
@@ -121,6 +121,7 @@ class SGMCMCKernel(ArgumentKernel):
     def _reset(self) -> None:
         """Discard what was built for a model and its arguments."""
         self._policy: Policy | None = None
+        self._learned: dict[str, jax.Array] = {}  # values of `priors.Learned`, once they are learned
         self._sample_fn: Callable | None = None  # `MCMC` initializes a kernel where this is None
         self._shown = (0.0, "")  # when the text of the progress bar was last updated, and the text
 
@@ -208,9 +209,7 @@ class SGMCMCKernel(ArgumentKernel):
         def potential(position: jax.Array, batch: Any) -> jax.Array:
             return evaluate(unravel(position), batch)
 
-        def full(position: jax.Array) -> jax.Array:
-            return evaluate(unravel(position), "full")
-
+        full = partial(potential, batch="full")
         return sgmcmc.build(
             self.estimator(target, potential, full, stream),
             self.dynamics(full, base * schedule(0)),
@@ -223,7 +222,7 @@ class SGMCMCKernel(ArgumentKernel):
 
     @property
     def model(self) -> Callable:
-        return self._model
+        return with_parameters(self._model, self._learned)
 
     @property
     def sample_field(self) -> str:
@@ -231,14 +230,19 @@ class SGMCMCKernel(ArgumentKernel):
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        fields = ["z", "diverging", "step_size", "configurational_temperature", "gradient_noise"]
-        fields.append("num_gradients")
+        fields = ["z", "diverging", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"]
         dynamics = self.dynamics(lambda z: z, 1.0)
         if dynamics.reports_energy:
             fields += ["energy_variance", "refused_steps", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
             fields.append("kinetic_temperature")
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
+
+    def learn(self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Optimize the parameters of :class:`~numpyro_bnn.priors.Learned`, and hold them in ``model`` from now on."""
+        settings = self._call, self._model, self._init_strategy, self._warm_start, num_warmup, self.optimizer_steps()
+        self._learned = learned_parameters(*settings, model_args, dict(model_kwargs or {}))
+        return self._learned
 
     def init(
         self,
@@ -250,16 +254,12 @@ class SGMCMCKernel(ArgumentKernel):
     ) -> SGMCMCState:
         call, single = self._call, is_prng_key(rng_key)
         chain_key, init_key = split(rng_key)
-        target, z = bind(
-            call, self._model, init_key, self._init_strategy, model_args, model_kwargs, self._temperature
-        )
+        given = init_key, self._init_strategy, model_args, model_kwargs, self._temperature
+        target, z = bind(call, self._model, *given, partial(self.learn, num_warmup, model_args, model_kwargs))
         if target.stochastic and (self.exact or self._gradient != "minibatch"):
-            raise argument_error(
-                call,
-                "model",
-                "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)",
-                "Its potential on all data is not one value: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`.",
-            )
+            came = "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)"
+            instead = "Its potential on all data varies: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`."
+            raise argument_error(call, "model", came, instead)
         spread = self._warm_start.spread if init_params is None else 1.0
         if init_params is not None:
             z = given_values(call, target, z, init_params, model_args, model_kwargs)

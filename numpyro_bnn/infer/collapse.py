@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpyro
 from jax import lax, random
 from jax.scipy.linalg import solve_triangular
+from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error, check_kind
@@ -16,7 +17,7 @@ from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._keys import key_from
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
 from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.plates import isolated
+from numpyro_bnn.program.plates import PARAMETERS, isolated
 from numpyro_bnn.program.reading import Reading
 
 CALL = "infer.collapse"
@@ -68,6 +69,9 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
         reading = Reading(model, args, kwargs)
         structure = read(CALL, reading, names)
     others = set(reading.latent).difference(names)
+    if not others:
+        instead = "Leave at least one to the sampler: given all data, the posterior of these is normal."
+        raise argument_error(CALL, "sites", "all sites that are sampled", instead)
 
     @wraps(model)
     def collapsed(*args: Any, **kwargs: Any) -> None:
@@ -75,7 +79,7 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
         with run:
             model(*args, **kwargs)
         if run.values.keys() >= others:  # not while an outer handler hides sites
-            _integrate(model, structure, run.values, args, kwargs)
+            _integrate(handlers.substitute(model, data=run.parameters), structure, run.values, args, kwargs)
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
     return collapsed
@@ -96,6 +100,7 @@ class _WithoutLinear(Messenger):
     def __init__(self, structure: LinearStructure) -> None:
         self.structure = structure
         self.values: dict[str, jax.Array] = {}
+        self.parameters: dict[str, Any] = {}
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -108,6 +113,8 @@ class _WithoutLinear(Messenger):
             msg["stop"] = True
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] in PARAMETERS:
+            self.parameters[msg["name"]] = msg["value"]
         seen = msg["type"] == "sample" and not msg["is_observed"]
         if seen and msg["name"] not in self.structure.shapes:
             self.values[msg["name"]] = msg["value"]

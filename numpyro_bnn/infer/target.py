@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import random
 from numpyro import handlers
 from numpyro.distributions import biject_to
@@ -115,18 +116,22 @@ def bind(
     args: tuple,
     kwargs: Mapping[str, Any] | None,
     temperature: float = 1.0,
+    learn: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Target, dict[str, jax.Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained values.
 
     :param call: name of the kernel, for error messages.
     :param rng_key: one key, or a batch of them for vectorized chains.
+    :param learn: gives the values of the parameters of ``priors.Learned``.
     """
     kwargs = dict(kwargs or {})
     model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
     reading = Reading(model, args, kwargs, full=False)
-    if any(site["type"] in PARAMETERS for site in reading.sites.values()):
-        # Parameters start at random values, which MCMC keeps.
-        model = handlers.substitute(model, data=reading.draw([0], PARAMETERS)[0])
+    if reading.learned and (learned := learn()):
+        model = handlers.substitute(model, data=learned)
+        reading = Reading(model, args, kwargs, full=False)
+    if held := held_parameters(call, reading):
+        model = handlers.substitute(model, data=held)
         reading = Reading(model, args, kwargs, full=False)
     sites, plates = reading.sites, reading.plates
     check_latent_sites(call, sites, plates)
@@ -159,6 +164,29 @@ def bind(
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
     )
     return target, z
+
+
+def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
+    """A model, and the one with its data if it hides them (``collapse``), with fixed values of its parameters."""
+    if not values:
+        return model
+    held = handlers.substitute(model, data=values)
+    if whole := getattr(model, "predictive_model", None):
+        held.predictive_model = handlers.substitute(whole, data=values)
+    return held
+
+
+def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
+    """The values at which parameters start, and which MCMC keeps; refuse those that start at random."""
+    kinds = {name: site["type"] for name, site in reading.sites.items() if site["type"] in PARAMETERS}
+    start, other = reading.draw([0, 1], PARAMETERS) if kinds else ({}, {})
+    for name, value in start.items():
+        pairs = zip(*map(jax.tree.leaves, (value, other[name])), strict=True)
+        moved = any(not isinstance(a, jax.core.Tracer) and not np.array_equal(a, b) for a, b in pairs)
+        if moved and kinds[name] == "param":
+            instead = "MCMC would keep them: learn them (`priors.Learned`, SVI), or give values (`priors.Fixed`)."
+            raise argument_error(call, "model", f"the parameter {name!r}, which starts at random values", instead)
+    return start
 
 
 def _rows(traced: Mapping[str, Any]) -> dict[str, int]:

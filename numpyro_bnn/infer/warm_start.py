@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
+from numpyro import handlers
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_count, check_number
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
-from numpyro_bnn.infer.target import Target
-from numpyro_bnn.sgmcmc.streams import Keys, ProductStream
+from numpyro_bnn.infer.target import Target, bind, stream_of
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.plates import PARAMETERS
+from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
 
 NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
 
@@ -109,6 +113,57 @@ def optimize(
     begin = (state.position, memory, jnp.zeros_like(state.position))
     position, memory, squares = lax.fori_loop(0, num_steps, descend, begin)
     return state._replace(position=position), memory, squares
+
+
+def learned_parameters(
+    call: str,
+    model: Callable,
+    init_strategy: Callable,
+    warm_start: WarmStart,
+    num_warmup: int,
+    usual: int,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Values of the parameters of ``priors.Learned`` after as many steps as a warm start takes.
+
+    The random sites are optimized along with them; the last steps get ever smaller. Nothing depends on the keys of
+    the chains: all have one model.
+
+    :raises ValueError: inside a ``Gibbs`` or tempering, whose parts would learn different values, and if a value is
+        not finite.
+    """
+    length = round(warm_start.share * num_warmup)
+    if not length or not (reading := Reading(model, args, kwargs, full=False)).learned:
+        return {}
+    optimizer, num_steps = warm_start.transformation, length * warm_start.steps_of(length, usual)
+    instead = "Learn it first by SVI, and pass `handlers.substitute(model, result.params)`."
+    if any(name.startswith("_") for name in kwargs):  # the values of other blocks, a temperature
+        came = f"the learned parameter {reading.learned[0]!r} inside another kernel"
+        raise argument_error(call, "model", came, instead)
+    target, z = bind(call, model, random.key(0), init_strategy, args, kwargs)
+    stream, starts = stream_of(target, "with_replacement"), reading.draw([0], PARAMETERS)[0]
+
+    def optimized(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        key = seeds(random.key(0), 1)[0]
+
+        def potential(position: tuple, batch: Any) -> jax.Array:
+            at = replace(target, model=handlers.substitute(target.model, data=position[0]))
+            return at.potential(args, kwargs, batch or {})(position[1])
+
+        def descend(i: jax.Array, carry: tuple) -> tuple:
+            position, memory = carry
+            gradient = jax.grad(potential)(position, stream.draw(key, i))
+            update, memory = optimizer.update(gradient, memory, position)
+            rate = jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps)
+            return jax.tree.map(lambda value, step: value + rate * step, position, update), memory
+
+        return lax.fori_loop(0, num_steps, descend, (given, optimizer.init(given)))[0][0]
+
+    found = run(optimized, ({name: starts[name] for name in reading.learned}, z), args, kwargs)
+    if not all(bool(jnp.isfinite(value).all()) for value in found.values()):
+        raise argument_error(call, "model", "learned parameters that become infinite or NaN", instead)
+    return found
 
 
 def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:

@@ -18,6 +18,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
+from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
 
@@ -107,7 +108,9 @@ class Wrapper(ArgumentKernel):
             raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.core.eval_context():
+            self.learn(num_warmup, model_args, model_kwargs)  # the moves read the model that the kernel samples
             reading = Reading(self.model, model_args, model_kwargs)
+            held_parameters(self._call, reading)
             self._prepare(reading, model_args, model_kwargs)
             bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})
             self._bounded = tuple(name for name in reading.latent if bounds[name])
@@ -119,6 +122,10 @@ class Wrapper(ArgumentKernel):
         base = self._kernel.init(keys[0], num_warmup, init_params, model_args=model_args, model_kwargs=model_kwargs)
         self._sample_fn = self._transition
         return self._start(base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1])
+
+    def learn(self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> None:
+        """Let the inner kernel learn the parameters of the model."""
+        getattr(self._kernel, "learn", lambda *_: None)(num_warmup, model_args, model_kwargs)
 
     def sample(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Any:
         single = is_prng_key(state.rng_key)

@@ -14,7 +14,7 @@ from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
 from numpyro_bnn.priors import Normal
-from numpyro_bnn.priors.base import as_prior
+from numpyro_bnn.priors.base import Constant, as_prior
 
 Scales: TypeAlias = Mapping[str, Any] | None  # values of the hyper-sites of a prior
 
@@ -79,9 +79,16 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
     if not isinstance(fn, dist.Distribution):
         instead = "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`."
         raise argument_error(call, "prior", f"{fn!r} for {name!r}", instead, TypeError)
+    if isinstance(fn, Constant):
+        if call == "infinite.empirical_ntk":
+            return SiteMoments(fn.v, jnp.zeros(())), False  # not trained
+        came = f"weights of {name!r} that are not random"
+        instead = "The kernel is that of the random rest of the network: pass it, and the features of the body as x."
+        raise argument_error(call, "prior", came, instead)
     found = affine_normal(fn)
     mean, variance = (found[0], found[1] ** 2) if found is not None else _other_moments(call, fn, name)
-    if role(name, shape) != "scale" and _known_not(mean, lambda m: m == 0):
+    centered = call == "infinite.empirical_ntk" or role(name, shape) == "scale"  # any mean will do
+    if not centered and _known_not(mean, lambda m: m == 0):
         instead = "The wide limit needs weights and biases of mean 0."
         raise argument_error(call, "prior", f"a mean other than 0 for {name!r}", instead)
     if _known_not(variance, np.isfinite):

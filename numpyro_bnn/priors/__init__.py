@@ -5,6 +5,7 @@ from numpyro_bnn.priors.base import BySite, Prior, noncenter
 from numpyro_bnn.priors.filters import GPFilters
 from numpyro_bnn.priors.independent import Laplace, Normal, ScaleMixture, StudentT
 from numpyro_bnn.priors.learned import ARD, GammaPrecision, Hierarchical, Horseshoe, RegularizedHorseshoe
+from numpyro_bnn.priors.pretrained import Centered, Fixed, Learned
 
 __all__ = [
     "Normal",
@@ -18,6 +19,9 @@ __all__ = [
     "Horseshoe",
     "RegularizedHorseshoe",
     "GPFilters",
+    "Fixed",
+    "Centered",
+    "Learned",
     "BySite",
     "noncenter",
     "Prior",

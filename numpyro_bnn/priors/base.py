@@ -118,6 +118,15 @@ class NonCentered(dist.TransformedDistribution):
     """A transformed unit normal that :func:`noncenter` samples in the space of its base; by itself it is centered."""
 
 
+class Constant(dist.Delta):
+    """A value that :func:`noncenter` puts in the place of the site: a weight that is not random."""
+
+    @property
+    def support(self) -> Any:
+        instead = "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such weights out of the sites."
+        raise argument_error("priors.Fixed", "params", "a sample site of NumPyro's module functions", instead)
+
+
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
     return TransformReparam() if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"] else None
 
@@ -127,6 +136,9 @@ class _NonCenter(handlers.reparam):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] != "sample":
+            return
+        if isinstance(msg["fn"], Constant):  # outer handlers see no site
+            msg["value"], msg["stop"] = msg["fn"].v, True
             return
         inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
         scopes = [f for f in inside if isinstance(f, handlers.scope) and "sample" not in f.hide_types]
@@ -141,7 +153,7 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
 
     Models with :func:`~numpyro_bnn.random_network` need no call: it does this itself. Wrap a model with NumPyro's own
     ``random_flax_module``, ``random_nnx_module`` or ``random_eqx_module`` once. The posterior is the same either way,
-    but a gradient sampler sees a different geometry.
+    but a gradient sampler sees a different geometry. Weights of :class:`Fixed` and :class:`Learned` leave the sites.
 
     :param model: a NumPyro model; without it the result is a context manager.
     :return: the model with each site ``w`` of a non-centered prior replaced by a sample site ``w_base`` ~ N(0, 1)
@@ -218,7 +230,7 @@ def as_prior(prior: Any, call: str = "random_network") -> Callable[[str, Shape],
     if isinstance(prior, Mapping):
         return BySite(prior)
     if isinstance(prior, type) or not callable(prior):
-        families = [*_families(Prior), "BySite"]
+        families = [*_families(Prior), "BySite", "Fixed", "Learned"]
         if isinstance(prior, type):
             made = f"`priors.{prior.__name__}()`" if prior.__name__ in families else "e.g. `priors.Normal()`"
             raise argument_error(call, "prior", f"the class {prior.__name__}", f"Pass an object, {made}.", TypeError)

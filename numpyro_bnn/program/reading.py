@@ -2,7 +2,7 @@
 
 A reader asks a :class:`Reading` instead of running the model itself:
 
-- ``sites``, ``latent``, ``observed``, ``plates``: kinds, families, supports, shapes and plates of all sites;
+- ``sites``, ``latent``, ``observed``, ``learned``, ``plates``: kinds, families, supports, shapes, plates;
 - ``stochastic``, ``redrawn``: whether the model asks for random numbers, which plates redraw their indices;
 - ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn, without running the model: it
   evaluates the equations that were read, of which those of some sites need few. It can stand in for the model in
@@ -57,7 +57,13 @@ class _marked(Messenger):
 
     asks_keys = loops = False
 
+    def __init__(self) -> None:
+        self.learned: dict[str, bool] = {}  # parameters, and whether they are to be learned and no handler gives them
+        super().__init__(None)
+
     def process_message(self, msg: Site) -> None:
+        if msg["type"] == "param":
+            self.learned[msg["name"]] = msg["kwargs"].get("learned", False) and msg["value"] is None
         self.asks_keys |= msg["type"] == "prng_key"
         self.loops |= msg["type"] == "control_flow"
 
@@ -119,6 +125,8 @@ class Reading:
         self.sites: Sites = found
         #: Whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
         self.stochastic = seen.asks_keys
+        #: Parameters of ``priors.Learned`` that no handler gives a value.
+        self.learned = tuple(name for name, waits in seen.learned.items() if waits)
         return [arrays_in([site.get(part) for part in _numbers(site)]) for site in found.values()]
 
     # -- what there is -----------------------------------------------------------------------------------

@@ -123,17 +123,11 @@ def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict
     [[[10.0, 21.0]]]
     """
     points, symmetries, size = read("symmetry.invariants", draws, symmetries)
-    orders = [s for s in symmetries if isinstance(s, Permutation)]
-    found: dict[str, np.ndarray] = {}
+    moved = {axis for s in symmetries if isinstance(s, Permutation) for axis in s.unit_axes}
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
-    for s in symmetries:
-        summary = _invariant(s, points)
-        if summary is not None:
-            if any(set(s.unit_axes) & set(order.unit_axes) for order in orders):
-                summary = -np.sort(-summary, -1)
-            found[_name(s, found)] = summary.reshape((*size, -1))
-    return found
+    found = [(s, _invariant(s, points)) for s in symmetries]
+    return _named([(s, -np.sort(-v, -1) if v is not None and moved & {*s.unit_axes} else v) for s, v in found], size)
 
 
 def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
@@ -155,17 +149,17 @@ def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) 
     [[[5.0]]]
     """
     points, symmetries, size = read("symmetry.orbit_coordinates", draws, symmetries)
+    return _named([(s, _coordinate(s, points)) for s in symmetries], size)
+
+
+def _named(summaries: Sequence[tuple[Symmetry, np.ndarray | None]], size: tuple) -> dict[str, np.ndarray]:
+    """Summaries (C, S, U) by the name of their symmetry, extended by its last site if the name is taken."""
     found: dict[str, np.ndarray] = {}
-    for s in symmetries:
-        coordinate = _coordinate(s, points)
-        if coordinate is not None:
-            found[_name(s, found)] = coordinate.reshape((*size, -1))
+    for s, summary in summaries:
+        if summary is not None:
+            name = s.name if s.name not in found else f"{s.name[:-1]}, {s.sites[-1]})"
+            found[name] = summary.reshape((*size, -1))
     return found
-
-
-def _name(s: Symmetry, taken: Mapping[str, Any]) -> str:
-    """The name of the symmetry, extended by its last site if the name is taken."""
-    return s.name if s.name not in taken else f"{s.name[:-1]}, {s.sites[-1]})"
 
 
 def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:

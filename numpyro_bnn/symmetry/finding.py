@@ -1,15 +1,18 @@
 """Find the symmetries of a network or a model from its layers and priors, and verify them numerically."""
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_flag, check_kind
 from numpyro_bnn._distributions import unwrapped
@@ -21,9 +24,9 @@ from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
 from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
-from numpyro_bnn.symmetry.program_symmetries import hidden_units
 
 SEEDS = (0, 1, 2)
+MOST_AXES = 8  # axes of one length of which all subsets are tried
 TOLERANCE = 1e-6
 # How the hyper-sites of the priors scale a weight: w ~ s^power.
 HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
@@ -36,7 +39,8 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     model, permutations and signs of hidden units that are found from the shapes of other latent sites (a network
     written by hand or of Flax), a shift of the class logits if the observation is categorical, and
     :class:`JointScale` and :class:`JointRescale` for the learned scales of the kernels involved. Each is verified
-    numerically on the model, as by :func:`check`, and left out if it does not hold.
+    numerically on the model, as by :func:`check`, and left out if it does not hold. Weights that are fixed
+    (:class:`~numpyro_bnn.priors.Fixed`), learned or observed do not move.
 
     :param model: a NumPyro model.
     :param args: its positional arguments, with the data.
@@ -55,29 +59,26 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     logits = any(
         isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits) for name in reading.observed
     )
-    found: list[Symmetry] = []
-    for name, net, input_shape in networks:
-        found += from_network(net, input_shape, name, logits)
-    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, set(reading.latent))]
+    latent = set(reading.latent)
+    # All weights of a unit must be free: those that are fixed or learned do not move with it.
+    every = [s for name, net, input_shape in networks for s in from_network(net, input_shape, name, logits)]
+    found = [s for s in every if all({site, f"{site}_base"} & latent for site in s.sites)]
+    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
     measure = _invariance("symmetry.find", model, args, kwargs)
-    measured = measure(list(dict.fromkeys(found + joint)))
-    valid = [entry.symmetry for entry in measured if entry.error <= TOLERANCE]
-    known = {site for symmetry in found for site in symmetry.sites}
-    known |= {f"{site}_base" for site in known}
 
     def holding(candidates: list[Symmetry]) -> list[Symmetry]:
         return [entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE]
 
-    valid += hidden_units(reading.shapes(), known, holding)
+    candidates = list(dict.fromkeys(found + joint))
+    known = {name for symmetry in found for site in symmetry.sites for name in (site, f"{site}_base")}
+    valid = holding(candidates) + hidden_units(reading.shapes(), known, holding)
     if not valid:
         looked = (
             f"in {', '.join(repr(name) for name, *_ in networks)}" if networks else "as it has no `random_network`"
         )
-        tried = f" of {len(measured)} candidates ({', '.join(sorted({type(e.symmetry).__name__ for e in measured}))})"
-        message = f"symmetry.find: found none{tried if measured else ''} {looked}. Declare your own, e.g. "
-        warnings.warn(
-            f"{message}`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`.", stacklevel=2
-        )
+        tried = f" of {len(candidates)} candidates ({', '.join(sorted({type(s).__name__ for s in candidates}))})"
+        own = "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
+        warnings.warn(f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}", stacklevel=2)
     return valid
 
 
@@ -95,6 +96,45 @@ def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
 
 def _driving(site: str, latent: set[str]) -> list[tuple[str, float]]:
     return [(f"{site}_{end}", power) for end, power in HYPER_SITES.items() if f"{site}_{end}" in latent]
+
+
+# -- models that are not made of our layers -------------------------------------------------------------
+
+
+def hidden_units(
+    shapes: Mapping[str, Any], left_out: Collection[str], valid: Callable[[list[Symmetry]], list[Symmetry]]
+) -> list[Symmetry]:
+    """Permutations and sign flips of axes of one length in two or more sites that leave the likelihood as it is.
+
+    Every set of such axes is tried, and the smallest that hold are kept: sets that contain another are left out.
+
+    :param shapes: the latent sites, as arrays or their shapes and dtypes.
+    :param left_out: sites whose symmetries are known.
+    :param valid: returns those of some symmetries that hold, by evaluating the model.
+    """
+    by_length: dict[int, list[UnitAxis]] = defaultdict(list)
+    for site, value in shapes.items():
+        for axis, length in enumerate(value.shape if site not in left_out else ()):
+            if length > 1:
+                by_length[length].append(UnitAxis(site, axis))
+    candidates: list[Symmetry] = [Permutation(axes) for found in by_length.values() for axes in _subsets(found)]
+    kept: list[Symmetry] = []
+    for symmetry in sorted(valid(candidates) if candidates else [], key=lambda entry: len(entry.unit_axes)):
+        if not any(set(known.unit_axes) <= set(symmetry.unit_axes) for known in kept):
+            kept.append(symmetry)
+    # An axis that may be permuted alone, as of hyperparameters, does not enter the likelihood.
+    kept = [symmetry for symmetry in kept if len(symmetry.unit_axes) > 1]
+    signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in kept]
+    return kept + (valid(signs) if signs else [])
+
+
+def _subsets(axes: Sequence[UnitAxis]) -> Iterator[tuple[UnitAxis, ...]]:
+    """Sets of axes of different sites."""
+    if len(axes) <= MOST_AXES:
+        for size in range(1, len(axes) + 1):
+            for chosen in combinations(axes, size):
+                if len({axis.site for axis in chosen}) == size:
+                    yield chosen
 
 
 # -- from the layers of a network ------------------------------------------------------------------------
@@ -293,7 +333,7 @@ def _invariance(
     """
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, kwargs))
-        reading = Reading(model, args, kwargs)
+        reading = Reading(handlers.substitute(model, substitute_fn=_unlearned), args, kwargs)
         info = model_info(reading, SEEDS)
 
     def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
@@ -307,6 +347,14 @@ def _invariance(
         return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
 
     return measure
+
+
+def _unlearned(site: dict[str, Any]) -> jax.Array | None:
+    """Arbitrary values of parameters that will be learned: a symmetry must hold at all of them."""
+    if site["type"] != "param" or not site["kwargs"].get("learned") or site["value"] is not None:
+        return None
+    (start,) = site["args"]
+    return start + jax.random.normal(jax.random.key(crc32(site["name"].encode())), jnp.shape(start), start.dtype)
 
 
 def _doubled(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._distributions import is_affine_normal
 from numpyro_bnn._keys import key_from
 from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.plates import isolated
+from numpyro_bnn.program.plates import PARAMETERS, isolated
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
 from numpyro_bnn.symmetry.finding import check
@@ -72,7 +72,7 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
         with run:
             result = model(*args, **kwargs)
         if run.values.keys() >= gauge.touched:  # not while an outer handler hides sites
-            _fill_in(model, run, args, kwargs)
+            _fill_in(handlers.substitute(model, data=run.parameters), run, args, kwargs)
         return result
 
     return on_quotient
@@ -123,7 +123,7 @@ def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
 class _InGauge(Messenger):
     """Run a model with the touched sites in the gauge, under other names, and record the run.
 
-    :ivar values: values of the latent sites; ``plates``: indices of the plates.
+    :ivar values: values of the latent sites; ``plates``: indices of the plates; ``parameters``: their values.
     :ivar keys: keys of the model's own randomness, as of dropout, in order.
     :ivar hidden: deterministic sites whose value is that of the gauge.
     """
@@ -132,6 +132,7 @@ class _InGauge(Messenger):
         self.gauge = gauge
         self.values: dict[str, jax.Array] = {}
         self.plates: dict[str, jax.Array] = {}
+        self.parameters: dict[str, Any] = {}
         self.keys: list[jax.Array | None] = []
         self.hidden: list[str] = []
         super().__init__(None)
@@ -163,6 +164,8 @@ class _InGauge(Messenger):
             msg["name"], msg["fn"] = name, fn
         if msg["type"] == "sample" and not msg["is_observed"]:
             self.values[msg["name"]] = msg["value"]
+        elif msg["type"] in PARAMETERS:
+            self.parameters[msg["name"]] = msg["value"]
         elif msg["type"] == "plate":
             self.plates[msg["name"]] = msg["value"]
         elif msg["type"] == "prng_key":
