@@ -38,8 +38,8 @@ from numpyro_bnn.guides.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, evaluate, refuse_tracers, shared, signature
+from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.row_lengths import check_plates, check_row_lengths
 
@@ -111,7 +111,7 @@ def fit(
     args, kwargs = as_arrays(args, kwargs, CALL)
     given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
     prints = {} if path is None else {name: fingerprint(value) for name, value in given.items()}
-    fixed, arrays = signature(args, kwargs)
+    fixed, arrays = Arguments.of(args, kwargs).split()
     state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
     losses = np.zeros(0, jnp.result_type(float))
     if path is not None and path.exists():
@@ -132,7 +132,7 @@ class _Chunk(NamedTuple):
     finite: bool
 
 
-def _take(compiled: Callable, arrays: list, stable: bool, state: Any, number: int) -> _Chunk:
+def _take(compiled: Callable, arrays: dict, stable: bool, state: Any, number: int) -> _Chunk:
     state, losses, taken, finite = compiled(state, number, arrays)
     losses, taken, finite = jax.device_get((losses, taken, finite))
     return _Chunk(state, losses[:taken], stable or bool(finite))
@@ -234,8 +234,8 @@ class _Run:
         return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
 
 
-# What a state of an SVI and a signature of its arguments is; empty until `_start` has made one.
-_expected: Callable[[SVI, Signature], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
+# What a state of an SVI and its arguments is; empty until `_start` has made one.
+_expected: Callable[[SVI, Arguments], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
 
 
 def _start(
@@ -300,11 +300,11 @@ def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _compiled(svi: SVI, fixed: Signature, stable: bool) -> Callable:
+def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
     update = svi.stable_update if stable else svi.update
 
     @shared
-    def steps(state: Any, number: int, arrays: list) -> tuple:
+    def steps(state: Any, number: int, arrays: dict) -> tuple:
         args, kwargs = fixed.call(arrays)
 
         def go_on(carry: tuple) -> jax.Array:

@@ -31,7 +31,8 @@ from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._jaxprs import dependence, named_inputs
-from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared, signature
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared
 from numpyro_bnn.program.plates import full_plates, random_indices
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
@@ -96,15 +97,15 @@ class Reading:
         #: Values that other blocks of a ``Gibbs`` hold; for the model they are observed.
         self.held = dict((kwargs or {}).get(CONDITIONED, {}))
         self._programs: dict[Any, Callable] = {}
-        fixed, self._arrays = signature(args, kwargs or {})
+        fixed, self._arrays = Arguments.of(args, kwargs or {}).split()
         key = random.key(0)
         try:
             trace = jax.make_jaxpr(lambda key, arrays: self._read(key, *fixed.call(arrays)), return_shape=True)
             self._closed, self._outputs = trace(key, self._arrays)
         except NEEDS_VALUES:
-            self._arrays = []
+            self._arrays = {}
             trace = jax.make_jaxpr(lambda key, arrays: self._read(key, args, kwargs or {}), return_shape=True)
-            self._closed, self._outputs = trace(key, [])
+            self._closed, self._outputs = trace(key, {})
 
     def _read(self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> list:
         seen, seeded = _marked(), handlers.seed(self._model, rng_key)
@@ -175,7 +176,7 @@ class Reading:
             rng_key = random.key(rng_key)
         if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
             rng_key = random.wrap_key_data(rng_key)
-        numbers = iter(self._programs[key](given, rng_key, *self._arrays))
+        numbers = iter(self._programs[key](given, rng_key, *jax.tree.leaves(self._arrays)))
         sites = {}
         for name in wanted:
             site = self.sites[name]
@@ -211,7 +212,7 @@ class Reading:
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
         """:meth:`run` as a function of ``given``, traced once for all values of one shape."""
 
-        def on_arrays(arrays: list, *given: Any) -> Any:
+        def on_arrays(arrays: dict, *given: Any) -> Any:
             reading = copy(self)
             reading._arrays = arrays
             return fn(reading, *given)

@@ -12,11 +12,12 @@ from numpyro.infer import MCMC
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn.infinite import GPRegression
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import CALL, Arguments
+from numpyro_bnn.results.replay import CALL
 
 
 def to_inference_data(

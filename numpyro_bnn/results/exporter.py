@@ -14,20 +14,13 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
-from numpyro_bnn.results.replay import (
-    CALL,
-    Arguments,
-    map_draws,
-    site_trace,
-    site_values,
-    sites_by_training,
-    zero_draws,
-)
+from numpyro_bnn.results.replay import CALL, map_draws, site_trace, site_values, sites_by_training, zero_draws
 
 SAMPLE_DIMS = ("chain", "draw")
 MOST_ROWS = 10_000  # training rows that are predicted without being asked for

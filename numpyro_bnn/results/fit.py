@@ -11,12 +11,12 @@ from numpyro.infer import HMC, MCMC
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn.program.arguments import fingerprints
+from numpyro_bnn.program.arguments import Arguments, fingerprints
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.row_lengths import check_row_lengths
-from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
+from numpyro_bnn.results.replay import CALL, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.
 SAMPLE_STATS = {

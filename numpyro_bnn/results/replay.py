@@ -1,9 +1,6 @@
 """Call a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -16,61 +13,17 @@ from numpyro_bnn._checks import argument_error, check_finite, check_same_length,
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
-from numpyro_bnn.program.arguments import as_arrays, as_numpy
+from numpyro_bnn.program.arguments import Arguments, Call, as_numpy
 from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
 
 CALL = "to_inference_data"
 
 Draws = Mapping[str, Any]
-Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of one call of a model, by name."""
-
-    signature: inspect.Signature
-    values: Mapping[str, Any]
-
-    def call(self, values: Mapping[str, Any] | None = None) -> Call:
-        """Positional and keyword arguments, some of them replaced by ``values``."""
-        given = {**self._on_device, **as_arrays((), values)[1]}
-        bound = self.signature.bind_partial()
-        known = self.signature.parameters
-        bound.arguments.update({name: value for name, value in given.items() if name in known})
-        rest = {name: value for name, value in given.items() if name not in known}
-        for name, parameter in known.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD and rest:
-                bound.arguments[name] = rest
-        return bound.args, bound.kwargs
-
-    @cached_property
-    def _on_device(self) -> dict[str, Any]:
-        """The values as a model takes them, copied once."""
-        return as_arrays((), self.values)[1]
-
-    @property
-    def optional(self) -> set[str]:
-        """The arguments that may be left out as ``None``."""
-        return {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """The arguments that are arrays with at least one axis."""
-        return {name: value for name, value in self.values.items() if _is_array(value)}
 
 
 def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-    """Name every argument of a call; those in ``**kwargs`` keep their names."""
-    signature = inspect.signature(model)
-    args, kwargs = as_numpy(args, kwargs)
-    values: dict[str, Any] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            values |= value
-        else:
-            values[name] = value
-    return Arguments(signature, values)
+    """The arguments of a call by name, in the precision in which they were passed."""
+    return Arguments.of(*as_numpy(args, kwargs), model)
 
 
 def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[str]) -> Arguments:
@@ -100,7 +53,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
             instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
             raise argument_error(CALL, "predictions", got, instead)
     dropped = dict.fromkeys(observed & arguments.optional - set(new))
-    return replace(arguments, values={**arguments.values, **new, **dropped})
+    return arguments.with_values({**new, **dropped})
 
 
 def _check_like(name: str, value: Any, old: Any) -> None:
