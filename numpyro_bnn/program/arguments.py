@@ -14,7 +14,11 @@ from numpyro_bnn._checks import argument_error
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 
-_ARRAY = object()
+
+class _Array:
+    """Stands for an array."""
+
+
 _ANY = inspect.signature(lambda *_, **__: None)
 
 
@@ -54,11 +58,11 @@ class Arguments:
     def split(self) -> tuple["Arguments", dict[str, Any]]:
         """The same with a placeholder for each array, and the arrays by place."""
         arrays = {place: leaf for place, leaf in self.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)}
-        return Arguments(self._exchanged(dict.fromkeys(arrays, _ARRAY)), self.signature), arrays
+        return Arguments(self._exchanged(dict.fromkeys(arrays, _Array)), self.signature), arrays
 
     def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
         """Positional and keyword arguments as a model takes them, with other ``leaves`` at some places."""
-        values = self._exchanged({**self._on_device, **as_arrays((), leaves)[1]})
+        values = self._exchanged({**self._on_device, **(leaves or {})})
         bound = self.signature.bind_partial()
         for name in self.signature.parameters.keys() & values.keys():
             bound.arguments[name] = values.pop(name)

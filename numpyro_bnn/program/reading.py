@@ -98,7 +98,7 @@ class Reading:
         self.held = dict((kwargs or {}).get(CONDITIONED, {}))
         self._programs: dict[Any, Callable] = {}
         fixed, self._arrays = Arguments.of(args, kwargs or {}).split()
-        key = random.key(0)
+        key = jax.eval_shape(random.key, 0)
         try:
             trace = jax.make_jaxpr(lambda key, arrays: self._read(key, *fixed.call(arrays)), return_shape=True)
             self._closed, self._outputs = trace(key, self._arrays)
@@ -148,7 +148,9 @@ class Reading:
             sites = self.at({}, at["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
-        return frozenset(name for name, used in dependence(indices, {"key": random.key(0)}).items() if used)
+        return frozenset(
+            name for name, used in dependence(indices, {"key": jax.eval_shape(random.key, 0)}).items() if used
+        )
 
     def shapes(self, names: Collection[str] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the values of sites, by default of the latent ones."""

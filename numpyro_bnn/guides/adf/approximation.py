@@ -16,9 +16,10 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
-from numpyro_bnn.guides.adf.reading import CALL, Arguments, outline, run_model
+from numpyro_bnn.guides.adf.reading import CALL, Data, read
 from numpyro_bnn.guides.adf.sites import Weight
 from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import shared
 
 FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
@@ -31,20 +32,20 @@ class ADFPosterior(AutoNormal):
     """
 
     _problem: Problem | None = None
-    _arguments: Arguments | None = None
+    _data: Data | None = None
     _start: dict[str, Any] | None = None
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Read the model from the arguments of a call, without fitting."""
         with jax.enable_x64(True):
-            arguments = Arguments.read(self.model, args, kwargs)
-            self._problem, self._arguments = Problem.of(arguments), arguments.head()
+            data = Data.read(self.model, args, kwargs)
+            self._problem, self._data = Problem.of(data), data.head()
 
     def _known_problem(self) -> Problem:
         """The model as it was read; after unpickling it is read again."""
-        if self._problem is None and self._arguments is not None:
+        if self._problem is None and self._data is not None:
             with jax.enable_x64(True):
-                self._problem = Problem.of(self._arguments)
+                self._problem = Problem.of(self._data)
         if self._problem is None:
             instead = "Call `run` of this guide first, or use it in `SVI`, so that it reads the model."
             raise argument_error(CALL, "params", "those of another guide", instead)
@@ -54,12 +55,12 @@ class ADFPosterior(AutoNormal):
         """Read the model, skipping AutoNormal's search for a valid start."""
         if self._problem is None:
             self._read(args, kwargs)
-        found = outline(self.model, args, kwargs)
+        sites = read(self.model, args, kwargs).sites
         self._prototype_call = (args, kwargs)
         # The values are placeholders here, so only the fields without values are stored.
         fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
-        self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in found.items()}
-        for name, site in found.items():
+        self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in sites.items()}
+        for name, site in sites.items():
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
             elif site["type"] == "sample" and not site["is_observed"]:
@@ -207,9 +208,10 @@ class ADFPosterior(AutoNormal):
             return values
         call = (args, kwargs) if args or kwargs else self._prototype_call
 
+        reading = read(self.model, *as_arrays(*call))
+
         def deterministic(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            trace = run_model(self.model, one, *call)
-            return {name: trace[name]["value"] for name in missing}
+            return {name: site["value"] for name, site in reading.at(one, only=missing).items()}
 
         return {**values, **map_samples(deterministic, values, sample_shape)}
 

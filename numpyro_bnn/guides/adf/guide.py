@@ -21,8 +21,8 @@ from numpyro_bnn._checks import (
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
-from numpyro_bnn.guides.adf.reading import CALL, Arguments
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.guides.adf.reading import CALL, Data
+from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
 
@@ -226,41 +226,38 @@ class AutoADF(ADFPosterior):
             for arg, axis in pairs
         )
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
-        arguments = Arguments.read(self.model, first, kwargs)
-        arguments.check(f"{CALL}.run")
-        mapped = Arguments.of(self.model, args, kwargs)
+        data = Data.read(self.model, first, kwargs)
+        data.check(f"{CALL}.run")
+        whole = Data.of(self.model, args, kwargs, lambda name, leaf: name in data.rows)
         labels = tuple(jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs)
-        by_leaf = Arguments.of(self.model, labels, {})
-        axis_of = {n: int(a) for n, a in zip(by_leaf.names, by_leaf.leaves, strict=True) if a != "None"}
+        by_leaf = Arguments.of(labels, jax.tree.map(lambda _: "None", kwargs), self.model).leaves
+        axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
         if axis_of:
-            mapped.check(f"{CALL}.run")
-        leaves = dict(zip(mapped.names, mapped.leaves, strict=True))
-        rows, arrays = ({name: leaves[name] for name in arguments.part(kind)} for kind in ("row", "array"))
-        row_axes, array_axes = ({n: axis_of.get(n) for n in part} for part in (rows, arrays))
-        key = ("run", batched, tuple(axis_of.items()), arguments.key)
+            whole.check(f"{CALL}.run")
+        key = ("run", batched, tuple(axis_of.items()), data.key)
         if key not in self._programs:
-            problem = Problem.of(arguments)
-            program = build(problem, batched, row_axes, array_axes, arguments.num_rows)
-            self._programs[key] = problem, program
+            row_axes, array_axes = ({name: axis_of.get(name) for name in part} for part in (whole.rows, whole.arrays))
+            problem = Problem.of(data)
+            self._programs[key] = problem, build(problem, batched, row_axes, array_axes, data.num_rows)
         self._problem, program = self._programs[key]
-        self._arguments = arguments.head()
+        self._data = data.head()
         self._setup_prototype(*first, **kwargs)
-        return program, (rows, arrays), arguments.num_rows
+        return program, (whole.rows, whole.arrays), data.num_rows
 
     def _on_new_data(
         self, method: str, args: tuple, kwargs: Any, make: Callable, *options: Any
     ) -> tuple[Callable, tuple[Any, Any]]:
         """The compiled function that ``make`` builds from the model read from these arguments, and its data."""
-        if self._arguments is None:
+        if self._data is None:
             instead = "Call `run` of this guide first, so that it reads the model."
             raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
-        arguments = self._arguments.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
-        arguments.check(f"{CALL}.{method}")
-        key = (method, *options, arguments.key)
+        data = self._data.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
+        data.check(f"{CALL}.{method}")
+        key = (method, *options, data.key)
         if key not in self._programs:
             with_value = method != "predictive_moments"
-            self._programs[key] = jax.jit(make(Problem.of(arguments, self._known_problem(), with_value)))
-        return self._programs[key], (arguments.part("row"), arguments.part("array"))
+            self._programs[key] = jax.jit(make(Problem.of(data, self._known_problem(), with_value)))
+        return self._programs[key], (data.rows, data.arrays)
 
 
 def _check_staged(method: str, *values: Any) -> None:

@@ -17,7 +17,7 @@ from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.adf.reading import refuse
-from numpyro_bnn.guides.adf.sites import Sites, Weight
+from numpyro_bnn.guides.adf.sites import Roles, Weight
 from numpyro_bnn.moments import Gaussian
 
 # Grid on which a prior is matched by a Gaussian in unconstrained space.
@@ -144,7 +144,7 @@ def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> tup
     return mean, (density * (u - mean) ** 2).sum(axis=0)
 
 
-def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str, Hyperparameter]:
+def describe(sites: Roles, noise_powers: Mapping[str, float | None]) -> dict[str, Hyperparameter]:
     """Choose how each hyperparameter is represented; for ``noise_powers`` see the likelihoods."""
     found = {}
     for name, fn in sites.hyperparameters.items():

@@ -20,9 +20,9 @@ from numpyro.distributions import constraints
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence, needed_equations, reached
-from numpyro_bnn.guides.adf.reading import Arguments, refuse, run_model
-from numpyro_bnn.guides.adf.sites import Sites
-from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.guides.adf.reading import CALL, Data, refuse
+from numpyro_bnn.guides.adf.sites import Roles
+from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.moments.elementwise import ELEMENTWISE
 from numpyro_bnn.program.compiled import shared
 
@@ -65,7 +65,7 @@ class Observation:
         }
 
 
-def observe(model: Callable, arguments: Arguments, sites: Sites, context: Context, with_value: bool) -> Observation:
+def observe(data: Data, sites: Roles, context: Context, with_value: bool) -> Observation:
     """Read the observation of one data point from the model.
 
     :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the data, the other arrays, and
@@ -76,8 +76,8 @@ def observe(model: Callable, arguments: Arguments, sites: Sites, context: Contex
     found: dict[str, Any] = {}
 
     def program(weights: Any, context: Context) -> dict[str, Any]:
-        args, kwargs = arguments.row(context["rows"], context["arrays"])
-        site = run_model(model, {**weights, **context["hyperparameters"]}, args, kwargs)[sites.observed]
+        call = data.row(context["rows"], context["arrays"])
+        site = data.site(sites.observed, {**weights, **context["hyperparameters"]}, call)
         base = unwrapped(site["fn"], masked=True)
         if base.event_dim:
             why = f"a {type(base).__name__}, whose elements are not independent given the network"
@@ -140,7 +140,7 @@ def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]
     return {name for name in parameters if name.split(" (")[0] not in free}
 
 
-def check_quantities(observation: Observation, sites: Sites, context: Context) -> None:
+def check_quantities(observation: Observation, sites: Roles, context: Context) -> None:
     """Refuse quantities of one row that are functions of fewer: they are integrated as if they were independent.
 
     Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
@@ -174,19 +174,17 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
         raise refuse(observation.name, why, instead)
 
 
-def _random_weights(sites: Sites) -> dict[str, np.ndarray]:
+def _random_weights(sites: Roles) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {n: w.loc + w.scale * random.normal(size=w.loc.shape) for n, w in sites.weights.items()}
 
 
-def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
+def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> None:
     """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
     weights = _random_weights(sites)
-    arrays = arguments.part("array")
 
     def parameters(rows: Any) -> list[jax.Array]:
-        args, kwargs = arguments.call(rows, arrays)
-        site = run_model(arguments.model, {**weights, **hyperparameters}, args, kwargs)[sites.observed]
+        site = data.site(sites.observed, {**weights, **hyperparameters}, data.call(rows, data.arrays))
         return jax.tree.leaves((unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"]))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
@@ -198,8 +196,8 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
                 found.append((jnp.broadcast_to(whole, stacked.shape), stacked))
         return found
 
-    rows = {name: leaf[:2] for name, leaf in arguments.part("row").items()}
-    if arguments.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
+    rows = data.head().rows
+    if data.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
         return
     for together, alone in shared(both, once=True)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
@@ -209,9 +207,8 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
     """The same function with sub-programs inlined and some primitives evaluated by rules."""
-    walk = moments.Interpreter(
-        rules, lambda value: True, "guides.AutoADF", default=lambda equation, *operands: equation.bind(*operands)
-    )
+    rules = {"name": lambda equation, value: value, **rules}  # a mark of a site
+    walk = moments.Interpreter(rules, lambda value: True, CALL, default=Equation.bind)
 
     def inlined(*arguments: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)

@@ -15,8 +15,8 @@ from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
-from numpyro_bnn.guides.adf.reading import Arguments
-from numpyro_bnn.guides.adf.sites import Sites, find_sites
+from numpyro_bnn.guides.adf.reading import Data
+from numpyro_bnn.guides.adf.sites import Roles, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
 
@@ -58,26 +58,26 @@ class Problem:
     :param likelihood: likelihood of one data point.
     """
 
-    sites: Sites
+    sites: Roles
     hyperparameters: Mapping[str, Hyperparameter]
     likelihood: Likelihood
 
     @classmethod
-    def of(cls, arguments: Arguments, known: "Problem | None" = None, with_value: bool = True) -> "Problem":
+    def of(cls, data: Data, known: "Problem | None" = None, with_value: bool = True) -> "Problem":
         """Read the model from one row of its arguments; if a ``known`` problem is given, take the roles from it."""
-        rows = {name: leaf[0] for name, leaf in arguments.part("row").items()}
-        arrays = arguments.part("array")
-        sites = find_sites(arguments.model, *arguments.row(rows, arrays)) if known is None else known.sites
+        rows = {name: leaf[0] for name, leaf in data.rows.items()}
+        arrays = data.arrays
+        sites = find_sites(data.model, *data.row(rows, arrays)) if known is None else known.sites
         ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
         context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
-        observation = observe(arguments.model, arguments, sites, context, with_value)
+        observation = observe(data, sites, context, with_value)
         if known is not None:
             return replace(known, likelihood=replace(known.likelihood, observation=observation))
         hypers = moment_matching.describe(sites, noise_powers(observation, sites.noise, context))
         gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
         normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
         problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
-        check_rows(arguments, sites, ones)
+        check_rows(data, sites, ones)
         check_quantities(observation, sites, context)
 
         def check() -> None:
