@@ -41,7 +41,8 @@ from numpyro_bnn.guides.checkpoints import (
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
-from numpyro_bnn.program.row_lengths import check_plates, check_row_lengths
+from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.row_lengths import check_row_lengths
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
@@ -116,7 +117,7 @@ def fit(
     losses = np.zeros(0, jnp.result_type(float))
     if path is not None and path.exists():
         state, losses = load_checkpoint(path, svi, state, prints)
-    take = partial(_take, _compiled(svi, fixed, stable_update), arrays, stable_update)
+    take = partial(_compiled(svi, fixed, stable_update), arrays)
     run = _Run(svi, take, num_steps, path, prints, every, [losses], (state, len(losses)), len(losses))
     message = run.go(progress_bar)
     if message:
@@ -130,12 +131,6 @@ class _Chunk(NamedTuple):
     state: Any
     losses: np.ndarray
     finite: bool
-
-
-def _take(compiled: Callable, arrays: dict, stable: bool, state: Any, number: int) -> _Chunk:
-    state, losses, taken, finite = compiled(state, number, arrays)
-    losses, taken, finite = jax.device_get((losses, taken, finite))
-    return _Chunk(state, losses[:taken], stable or bool(finite))
 
 
 @dataclass
@@ -249,7 +244,7 @@ def _start(
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None or not expected:
-        check_plates(svi.model, args, kwargs)
+        Reading(svi.model, args, kwargs, full=False)  # it refuses subsample sizes that are no counts of rows
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:
@@ -301,6 +296,7 @@ def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
+    """Some steps, from the arrays of a call, a state and their number."""
     update = svi.stable_update if stable else svi.update
 
     @shared
@@ -322,7 +318,12 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
         params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
         return state, losses, taken, finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params]))
 
-    return steps
+    def take(arrays: dict, state: Any, number: int) -> _Chunk:
+        state, *found = steps(state, number, arrays)
+        losses, taken, finite = jax.device_get(found)
+        return _Chunk(state, losses[:taken], stable or bool(finite))
+
+    return take
 
 
 def _next_pace(pace: int, seconds: float) -> int:

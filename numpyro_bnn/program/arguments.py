@@ -47,8 +47,9 @@ class Arguments:
         """Those of a call; if its model is known, by the names of its parameters."""
         signature = _ANY if model is None else inspect.signature(model)
         values = signature.bind(*args, **kwargs).arguments
-        for name in _rest(signature):
-            values |= values.pop(name, {})
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                values |= values.pop(name, {})
         return cls(values, signature)
 
     def with_values(self, values: Mapping[str, Any]) -> "Arguments":
@@ -96,11 +97,6 @@ class Arguments:
         # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
         leaves = self.leaves.values()
         return self._tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in leaves)
-
-
-def _rest(signature: inspect.Signature) -> list[str]:
-    """The name of ``**kwargs``."""
-    return [name for name, found in signature.parameters.items() if found.kind is inspect.Parameter.VAR_KEYWORD]
 
 
 def _hashable(value: Any) -> bool:

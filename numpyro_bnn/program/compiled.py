@@ -158,7 +158,8 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
     """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed."""
-    needed = _bytes(jax.make_jaxpr(fn)(*example))
+    equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
+    needed = sum(var.aval.size * var.aval.dtype.itemsize for equation in equations for var in equation.outvars)
     return max(1, CHUNK_BYTES // max(1, needed))
 
 
@@ -169,7 +170,3 @@ def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
     """
     size = draws_per_chunk(fn, keys[0]) if chunk is None else chunk
     return lax.map(fn, keys, batch_size=min(size, keys.shape[0]))
-
-
-def _bytes(program: ClosedJaxpr) -> int:
-    return sum(var.aval.size * var.aval.dtype.itemsize for eqn in program.jaxpr.eqns for var in eqn.outvars)

@@ -104,11 +104,10 @@ def to_inference_data(
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
         return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
-    draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
     else:
-        options = (draws_key, num_samples, log_likelihood, draws_per_chunk)
+        options = (jax.random.fold_in(rng_key, 1), num_samples, log_likelihood, draws_per_chunk)
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk)

@@ -103,9 +103,9 @@ def _check_unchanged(mcmc: MCMC) -> None:
     known = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
     if known and fingerprints(mcmc._args, mcmc._kwargs):
         last = state if is_prng_key(state.rng_key) else jax.tree.map(lambda leaf: leaf[0], state)
-        then = last.potential_energy
+        then = float(last.potential_energy)
         now = run(lambda z, a, k: kernel._potential_fn_gen(*a, **k)(z), last.z, mcmc._args, mcmc._kwargs, once=True)
-        changed = abs(now - then) > 1e-3 * (1 + abs(then))
+        changed = abs(float(now) - then) > 1e-3 * (1 + abs(then))
     if changed:
         instead = "Pass copies to `run`, e.g. `x.copy()`, or leave the arrays as they are until the export."
         raise argument_error(CALL, "result", "a run whose data have been changed in place since", instead)

@@ -170,10 +170,11 @@ class AutoADF(ADFPosterior):
         :return: new parameters.
         :raises ValueError: before the first ``run``, and for data that do not match those of the run.
         """
-        _check_staged("update", params, args, kwargs)
-        with jax.enable_x64(True):
-            sweep, data = self._on_new_data("update", args, kwargs, lambda problem: problem.sweep)
-            new = self._to_params(sweep(self._from_params(params), *data, 1.0)[0])
+
+        def make(problem: Problem) -> Callable:
+            return lambda *given: self._to_params(problem.sweep(*given)[0])
+
+        new = self._on_new_data("update", params, args, kwargs, make, 1.0)
         return {name: jnp.asarray(value, jnp.asarray(params[name]).dtype) for name, value in new.items()}
 
     def predictive_moments(
@@ -189,14 +190,11 @@ class AutoADF(ADFPosterior):
         :param noise: include the variance of the observation given the network.
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
-        _check_staged("predictive_moments", params, args, kwargs)
 
         def make(problem: Problem) -> Callable:
             return jax.vmap(partial(problem.predictive, noise=noise), in_axes=(None, 0, None))
 
-        with jax.enable_x64(True):
-            predict, data = self._on_new_data("predictive_moments", args, kwargs, make, noise)
-            found = predict(self._from_params(params), *data)
+        found = self._on_new_data("predictive_moments", params, args, kwargs, make, key=noise)
         return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
 
     def log_predictive_density(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> jax.Array:
@@ -206,15 +204,11 @@ class AutoADF(ADFPosterior):
         :param args: arguments of the model, targets included.
         :return: (N,), summed over the K outputs of one point.
         """
-        _check_staged("log_predictive_density", params, args, kwargs)
 
         def make(problem: Problem) -> Callable:
             return jax.vmap(problem.log_density, in_axes=(None, 0, None))
 
-        with jax.enable_x64(True):
-            score, data = self._on_new_data("log_predictive_density", args, kwargs, make)
-            found = score(self._from_params(params), *data)
-        return jnp.asarray(found, float)
+        return jnp.asarray(self._on_new_data("log_predictive_density", params, args, kwargs, make), float)
 
     def _prepare(self, args: tuple, kwargs: Any, batched: bool, in_axes: Any) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
@@ -245,19 +239,21 @@ class AutoADF(ADFPosterior):
         return program, (whole.rows, whole.arrays), data.num_rows
 
     def _on_new_data(
-        self, method: str, args: tuple, kwargs: Any, make: Callable, *options: Any
-    ) -> tuple[Callable, tuple[Any, Any]]:
-        """The compiled function that ``make`` builds from the model read from these arguments, and its data."""
+        self, method: str, params: Any, args: tuple, kwargs: Any, make: Callable, *more: Any, key: Any = None
+    ) -> Any:
+        """The value, compiled in float64, of the function that ``make`` builds from the model read on new data."""
+        _check_staged(method, params, args, kwargs)
         if self._data is None:
             instead = "Call `run` of this guide first, so that it reads the model."
             raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
-        data = self._data.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
-        data.check(f"{CALL}.{method}")
-        key = (method, *options, data.key)
-        if key not in self._programs:
-            with_value = method != "predictive_moments"
-            self._programs[key] = jax.jit(make(Problem.of(data, self._known_problem(), with_value)))
-        return self._programs[key], (data.rows, data.arrays)
+        with jax.enable_x64(True):
+            data = self._data.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
+            data.check(f"{CALL}.{method}")
+            key = (method, key, data.key)
+            if key not in self._programs:
+                with_value = method != "predictive_moments"
+                self._programs[key] = jax.jit(make(Problem.of(data, self._known_problem(), with_value)))
+            return self._programs[key](self._from_params(params), data.rows, data.arrays, *more)
 
 
 def _check_staged(method: str, *values: Any) -> None:

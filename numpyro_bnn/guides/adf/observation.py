@@ -36,20 +36,13 @@ HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 @dataclass(frozen=True)
 class Observation:
-    """One data point's observation: Gaussian quantities of the network, and a distribution given these.
+    """One data point's observation: Gaussian quantities of the network, and a distribution given these."""
 
-    :param kind: "normal", "categorical" or "other".
-    :param name: name of the site.
-    :param cut: the program of the distribution's parameters, the observed ``value`` and its ``mask``, if it has one.
-    :param build: builds the distribution from these parameters, elementwise.
-    :param shape: shape of one observation.
-    """
-
-    kind: str
-    name: str
-    cut: "Split"
-    build: Callable[[Mapping[str, Any]], dist.Distribution]
-    shape: tuple[int, ...]
+    kind: str  # "normal", "categorical" or "other"
+    name: str  # of the site
+    cut: "Split"  # the program of the distribution's parameters, the observed `value`, and its `mask` if it has one
+    build: Callable[[Mapping[str, Any]], dist.Distribution]  # from these parameters, elementwise
+    shape: tuple[int, ...]  # of one observation
 
     @property
     def integrated(self) -> set[str]:
@@ -220,22 +213,14 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
 
 @dataclass(frozen=True)
 class Split:
-    """A program ``fn(weights, context)`` in two parts.
+    """A program ``fn(weights, context)`` in two parts."""
 
-    :param head: computes the Gaussian quantities from weights and context.
-    :param tail: computes all outputs from quantities and context.
-    :param cuts: the Gaussian quantities, named by the first output computed from each.
-    :param random: outputs that depend on the weights, cut or not.
-    :param nonlinear: outputs that are a nonlinear function of their quantity.
-    :param own: outputs that are a quantity of their own, or computed from neither weights nor hyperparameters.
-    """
-
-    head: Callable[[Any, Any], dict[str, Any]]
-    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]
-    cuts: tuple[str, ...]
-    random: set[str]
-    nonlinear: set[str]
-    own: set[str]
+    head: Callable[[Any, Any], dict[str, Any]]  # computes the Gaussian quantities from weights and context
+    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]  # computes all outputs from quantities and context
+    cuts: tuple[str, ...]  # the Gaussian quantities, named by the first output computed from each
+    random: set[str]  # outputs that depend on the weights, cut or not
+    nonlinear: set[str]  # outputs that are a nonlinear function of their quantity
+    own: set[str]  # outputs that are a quantity of their own, or computed from neither weights nor hyperparameters
 
 
 def split(fn: Callable[[Any, Any], Mapping[str, Any]], weights: Any, context: Any, keep: Sequence[str]) -> Split:

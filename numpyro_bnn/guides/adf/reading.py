@@ -54,18 +54,12 @@ def is_scaled(site: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Data:
-    """A call of a model on a data set; its floating-point arrays are in float64.
-
-    :param model: the model.
-    :param fixed: its arguments without arrays.
-    :param rows: arrays with one row per data point, by place.
-    :param arrays: all other arrays.
-    """
+    """A call of a model on a data set; its floating-point arrays are in float64."""
 
     model: Callable
-    fixed: Arguments
-    rows: dict[str, Any]
-    arrays: dict[str, Any]
+    fixed: Arguments  # without arrays
+    rows: dict[str, Any]  # arrays with one row per data point, by place
+    arrays: dict[str, Any]  # all other arrays
 
     @classmethod
     def of(

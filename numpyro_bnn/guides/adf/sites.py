@@ -13,12 +13,9 @@ from numpyro.distributions import constraints
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
 from numpyro_bnn.guides.adf.reading import CALL, is_scaled, observed_site, read, refuse
-from numpyro_bnn.guides.initialization import check_imputed
+from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_imputed
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites
-
-# Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
-REPARAMETERIZED = ("_base", "_decentered")
 
 
 @dataclass(frozen=True)
@@ -26,42 +23,33 @@ class Weight:
     """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
 
     Any other prior on the real line is represented by its mean and sd.
-
-    :param latent: the site that the model samples: ``w`` itself, or its non-centered ``w_base``.
-    :param loc: prior mean, shaped like the site.
-    :param scale: prior sd without its hyperparameter.
-    :param hyper: name of the hyperparameter.
-    :param power: -1/2 for a precision, 1 for a scale, 1/2 for a variance.
-    :param element: for every weight, the index of its element in the flattened hyperparameter.
     """
 
-    latent: str
-    loc: np.ndarray
-    scale: np.ndarray
-    hyper: str | None = None
-    power: float = 0.0
-    element: np.ndarray | None = None
+    latent: str  # the site that the model samples: `w` itself, or its non-centered `w_base`
+    loc: np.ndarray  # prior mean, shaped like the site
+    scale: np.ndarray  # prior sd without its hyperparameter
+    hyper: str | None = None  # name of the hyperparameter
+    power: float = 0.0  # -1/2 for a precision, 1 for a scale, 1/2 for a variance
+    element: np.ndarray | None = None  # for every weight, the index of its element in the flattened hyperparameter
 
     @property
     def centered(self) -> bool:
-        return not self.latent.endswith(REPARAMETERIZED)
+        return not self.latent.endswith(BASE_SUFFIXES)
+
+    def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
+        """Prior sd at values of the hyperparameters."""
+        scale = jnp.asarray(self.scale, float)
+        return scale if self.hyper is None else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the sites of a model are for.
+    """What the sites of a model are for."""
 
-    :param weights: sites on the whole real line, by the name of the site whose value enters the network.
-    :param hyperparameters: distributions of the other latent sites: scales of weights, noise, and sites that the
-        data do not inform.
-    :param noise: the hyperparameters that the observation depends on.
-    :param observed: name of the observed site.
-    """
-
-    weights: Mapping[str, Weight]
-    hyperparameters: Mapping[str, dist.Distribution]
-    noise: tuple[str, ...]
-    observed: str
+    weights: Mapping[str, Weight]  # on the whole real line, by the name of the site whose value enters the network
+    hyperparameters: Mapping[str, dist.Distribution]  # all others: scales of weights, noise, what data do not inform
+    noise: tuple[str, ...]  # the hyperparameters that the observation depends on
+    observed: str  # name of the observed site
 
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
@@ -69,7 +57,7 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles
     reading = read(model, args, kwargs)
     observed = observed_site(reading.sites)
     _check_latent(reading, observed)
-    bases = _reparameterized(reading)
+    bases = base_sites(reading.sites)
     hypers = [name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])]
     weights = {bases.get(name, name): name for name in reading.latent if name not in hypers}
     if not weights:
@@ -99,18 +87,6 @@ def _check_latent(reading: Reading, observed: str) -> None:
     for name, site in reading.sites.items():
         if site["type"] in PARAMETERS:
             raise refuse(name, f"a `{site['type']}` site", "Give it a prior, or fix it with `handlers.substitute`.")
-
-
-def _reparameterized(reading: Reading) -> dict[str, str]:
-    """``{w_base: w}`` for the sites that a reparameterizer samples in another space."""
-    found = {}
-    for name in reading.latent:
-        for suffix in REPARAMETERIZED:
-            whole = name.removesuffix(suffix)
-            same = whole != name and reading.sites.get(whole, {}).get("type") == "deterministic"
-            if same and len({part.shape for part in reading.shapes([whole, name]).values()}) == 1:
-                found[name] = whole
-    return found
 
 
 def _is_weight(fn: dist.Distribution) -> bool:
