@@ -14,7 +14,7 @@ from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_bnn.guides import AutoMeanField, fit, fitting
-from numpyro_bnn.program.compiled import signature
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import draw_indices, random_indices
 
 X = jax.random.normal(jax.random.key(0), (50, 2))
@@ -187,9 +187,12 @@ def test_continuing_compiles_nothing(key):
 
 def test_arguments_that_are_no_arrays_are_part_of_the_program(svi, key):
     """1 and True are equal, but not the same argument; another batch size is another program."""
-    assert len({signature((value,), {})[0] for value in (1, True, 1.0)}) == 3
+    assert len({Arguments.of((value,), {}) for value in (1, True, 1.0)}) == 3
     unhashable = {1, 2}  # known by its identity
-    assert signature((unhashable,), {})[0] == signature((unhashable,), {})[0]
+    assert Arguments.of((unhashable,), {}) == Arguments.of((unhashable,), {})
+    fixed, arrays = Arguments.of((X, 5), {}).split()
+    assert fixed == Arguments.of((Y, 5), {}).split()[0]
+    assert fixed.call(arrays)[0][1] == 5
     small, large = (quiet(svi, key, 3, X, Y, batch_size=size) for size in (5, 40))
     assert not np.array_equal(small.losses, large.losses)
 

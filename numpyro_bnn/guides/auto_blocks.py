@@ -135,7 +135,7 @@ class AutoBlocks(CompiledAutoNormal):
         local, locs = self._local_sites, dict(locs)
         spreads = {name: initialization.initial_spread(site, name in local) for name, site in sites.items()}
         strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
-        if bases := initialization.base_sites(self.prototype_trace or {}):
+        if bases := initialization.base_sites(self.prototype_trace or {}, ndim=2):
             with handlers.block(), full_plates():
                 values = self._postprocess_fn(locs)
             for base, weight in bases.items():

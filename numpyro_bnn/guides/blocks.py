@@ -4,11 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
@@ -47,12 +49,14 @@ class Block(NamedTuple):
         >>> {name: value.shape for name, value in block.unflatten(jnp.ones((4, 3))).items()}
         {'a': (4, 2), 'b': (4,)}
         """
-        values, start = {}, 0
-        for name, shape in self.shapes.items():
-            end = start + prod(shape)
-            values[name] = vector[..., start:end].reshape((*vector.shape[:-1], *shape))
-            start = end
-        return values
+        return cut(vector, self.shapes)
+
+
+def cut(vector: jax.Array, shapes: Mapping[Any, Shape]) -> dict[Any, jax.Array]:
+    """Consecutive parts of a vector (..., D), by name and in these shapes."""
+    ends = pairwise(np.cumsum([0, *map(prod, shapes.values())]))
+    pairs = zip(shapes.items(), ends, strict=True)
+    return {name: vector[..., a:b].reshape((*vector.shape[:-1], *shape)) for (name, shape), (a, b) in pairs}
 
 
 class Family(ABC):

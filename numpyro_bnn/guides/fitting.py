@@ -38,10 +38,11 @@ from numpyro_bnn.guides.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.compiled import CACHE_SIZE, Signature, evaluate, refuse_tracers, shared, signature
+from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
-from numpyro_bnn.program.row_lengths import check_plates, check_row_lengths
+from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.row_lengths import check_row_lengths
 
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
@@ -111,12 +112,12 @@ def fit(
     args, kwargs = as_arrays(args, kwargs, CALL)
     given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
     prints = {} if path is None else {name: fingerprint(value) for name, value in given.items()}
-    fixed, arrays = signature(args, kwargs)
+    fixed, arrays = Arguments.of(args, kwargs).split()
     state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
     losses = np.zeros(0, jnp.result_type(float))
     if path is not None and path.exists():
         state, losses = load_checkpoint(path, svi, state, prints)
-    take = partial(_take, _compiled(svi, fixed, stable_update), arrays, stable_update)
+    take = partial(_compiled(svi, fixed, stable_update), arrays)
     run = _Run(svi, take, num_steps, path, prints, every, [losses], (state, len(losses)), len(losses))
     message = run.go(progress_bar)
     if message:
@@ -130,12 +131,6 @@ class _Chunk(NamedTuple):
     state: Any
     losses: np.ndarray
     finite: bool
-
-
-def _take(compiled: Callable, arrays: list, stable: bool, state: Any, number: int) -> _Chunk:
-    state, losses, taken, finite = compiled(state, number, arrays)
-    losses, taken, finite = jax.device_get((losses, taken, finite))
-    return _Chunk(state, losses[:taken], stable or bool(finite))
 
 
 @dataclass
@@ -234,8 +229,8 @@ class _Run:
         return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
 
 
-# What a state of an SVI and a signature of its arguments is; empty until `_start` has made one.
-_expected: Callable[[SVI, Signature], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
+# What a state of an SVI and its arguments is; empty until `_start` has made one.
+_expected: Callable[[SVI, Arguments], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
 
 
 def _start(
@@ -249,7 +244,7 @@ def _start(
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process lacks.
     if state is None or svi.constrain_fn is None or not expected:
-        check_plates(svi.model, args, kwargs)
+        Reading(svi.model, args, kwargs, full=False)  # it refuses subsample sizes that are no counts of rows
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:
@@ -300,11 +295,12 @@ def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _compiled(svi: SVI, fixed: Signature, stable: bool) -> Callable:
+def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
+    """Some steps, from the arrays of a call, a state and their number."""
     update = svi.stable_update if stable else svi.update
 
     @shared
-    def steps(state: Any, number: int, arrays: list) -> tuple:
+    def steps(state: Any, number: int, arrays: dict) -> tuple:
         args, kwargs = fixed.call(arrays)
 
         def go_on(carry: tuple) -> jax.Array:
@@ -322,7 +318,12 @@ def _compiled(svi: SVI, fixed: Signature, stable: bool) -> Callable:
         params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
         return state, losses, taken, finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params]))
 
-    return steps
+    def take(arrays: dict, state: Any, number: int) -> _Chunk:
+        state, *found = steps(state, number, arrays)
+        losses, taken, finite = jax.device_get(found)
+        return _Chunk(state, losses[:taken], stable or bool(finite))
+
+    return take
 
 
 def _next_pace(pace: int, seconds: float) -> int:

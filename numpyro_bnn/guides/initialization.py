@@ -84,14 +84,15 @@ def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
     return fan_in(name, shape) ** -0.5 if len(shape) > 1 and _weight(name) == name else 1.0
 
 
-def base_sites(trace: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """``{w_base: w}`` for the kernels that a model samples in another space."""
+def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, str]:
+    """``{w_base: w}`` for the sites, of at least ``ndim`` axes, that a model samples in another space."""
     found = {}
     for base, site in trace.items():
         whole = trace.get(_weight(base), {})
-        computed = _weight(base) != base and whole.get("type") == "deterministic" and site["type"] == "sample"
-        if computed and np.ndim(site["value"]) > 1 and np.ndim(whole["value"]) > 1:
-            found[base] = _weight(base)
+        if site["type"] == "sample" and whole.get("type") == "deterministic":
+            shape = np.shape(whole["value"])
+            if np.shape(site["value"]) == shape and len(shape) >= ndim:
+                found[base] = whole["name"]
     return found
 
 

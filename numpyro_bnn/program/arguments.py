@@ -1,7 +1,9 @@
 """Arguments of a model at the border: data as JAX arrays, plain values as they are, and whether data have changed."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,6 +13,98 @@ import numpy as np
 from numpyro_bnn._checks import argument_error
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
+
+
+class _Array:
+    """Stands for an array."""
+
+
+_ANY = inspect.signature(lambda *_, **__: None)
+
+
+class Arguments:
+    """The arguments of one call, whose leaves can be exchanged; a key of programs, equal if all leaves are.
+
+    :param values: arguments by name, those of ``**kwargs`` by their own names.
+    :param signature: that of the model, by default one that takes anything.
+
+    >>> given = Arguments.of(({"a": jnp.ones(2)}, 3), {}, lambda x, n: None)
+    >>> fixed, arrays = given.split()
+    >>> list(arrays), fixed == Arguments.of(({"a": jnp.zeros(2)}, 3), {}, lambda x, n: None).split()[0]
+    (["x['a']"], True)
+    >>> fixed.call({"x['a']": "exchanged"})
+    (({'a': 'exchanged'}, 3), {})
+    """
+
+    def __init__(self, values: Mapping[str, Any], signature: inspect.Signature = _ANY) -> None:
+        self.values, self.signature = dict(values), signature
+        flat, self._tree = jax.tree_util.tree_flatten_with_path(self.values)
+        #: Leaves by place, such as ``x`` or ``inputs['x']``.
+        self.leaves = {str(path[0].key) + jax.tree_util.keystr(path[1:]): leaf for path, leaf in flat}
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: Mapping[str, Any], model: Callable | None = None) -> "Arguments":
+        """Those of a call; if its model is known, by the names of its parameters."""
+        signature = _ANY if model is None else inspect.signature(model)
+        values = signature.bind(*args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                values |= values.pop(name, {})
+        return cls(values, signature)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Arguments":
+        """The same call with other values of some arguments."""
+        return Arguments({**self.values, **values}, self.signature)
+
+    def split(self) -> tuple["Arguments", dict[str, Any]]:
+        """The same with a placeholder for each array, and the arrays by place."""
+        arrays = {place: leaf for place, leaf in self.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)}
+        return Arguments(self._exchanged(dict.fromkeys(arrays, _Array)), self.signature), arrays
+
+    def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
+        """Positional and keyword arguments as a model takes them, with other ``leaves`` at some places."""
+        values = self._exchanged({**self._on_device, **(leaves or {})})
+        bound = self.signature.bind_partial()
+        for name in self.signature.parameters.keys() & values.keys():
+            bound.arguments[name] = values.pop(name)
+        return bound.args, bound.kwargs | values
+
+    @property
+    def optional(self) -> set[str]:
+        """The arguments that may be left out as ``None``."""
+        return {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arguments that are arrays with at least one axis."""
+        return {name: value for name, value in self.values.items() if hasattr(value, "dtype") and np.ndim(value)}
+
+    @cached_property
+    def _on_device(self) -> dict[str, Any]:
+        return as_arrays((), self.leaves)[1]
+
+    def _exchanged(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        return jax.tree.unflatten(self._tree, [leaves.get(place, leaf) for place, leaf in self.leaves.items()])
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Arguments) and self._key == other._key
+
+    @cached_property
+    def _key(self) -> Any:
+        # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
+        leaves = self.leaves.values()
+        return self._tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in leaves)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.run") -> Call:

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import needed_part
+from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the guide's data alive.
 CACHE_SIZE = 8
@@ -31,39 +32,7 @@ NEEDS_VALUES = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 
-_ARRAY = object()
 _KEPT: dict[Any, Callable] = {}
-
-
-class Signature:
-    """The fixed part of a call, as a cache key: the structure of its arguments (``tree``) and the leaves, with a
-    placeholder for each array.
-    """
-
-    def __init__(self, tree: Any, leaves: tuple) -> None:
-        self.tree = tree
-        self.leaves = leaves
-        # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
-        self._key = (tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in leaves))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._key == other._key
-
-    def call(self, arrays: list) -> tuple[tuple, dict[str, Any]]:
-        """Positional and keyword arguments, with these arrays."""
-        given = iter(arrays)
-        leaves = [next(given) if leaf is _ARRAY else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.tree, leaves)
-
-
-def signature(args: tuple, kwargs: Mapping[str, Any]) -> tuple[Signature, list]:
-    """Split the arguments of a call into the fixed part and the arrays."""
-    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-    fixed = tuple(_ARRAY if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)
-    return Signature(tree, fixed), [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
 
 
 def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
@@ -92,7 +61,7 @@ def evaluate(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], o
 
 def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Callable[[Any], Any]:
     """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of one shape."""
-    fixed, arrays = signature(args, kwargs)
+    fixed, arrays = Arguments.of(args, kwargs).split()
     of_arrays = shared(lambda given, arrays: fn(given, *fixed.call(arrays)), once)
     of_values = shared(lambda given: fn(given, args, kwargs), once)
 
@@ -189,7 +158,8 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
     """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed."""
-    needed = _bytes(jax.make_jaxpr(fn)(*example))
+    equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
+    needed = sum(var.aval.size * var.aval.dtype.itemsize for equation in equations for var in equation.outvars)
     return max(1, CHUNK_BYTES // max(1, needed))
 
 
@@ -200,15 +170,3 @@ def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
     """
     size = draws_per_chunk(fn, keys[0]) if chunk is None else chunk
     return lax.map(fn, keys, batch_size=min(size, keys.shape[0]))
-
-
-def _bytes(program: ClosedJaxpr) -> int:
-    return sum(var.aval.size * var.aval.dtype.itemsize for eqn in program.jaxpr.eqns for var in eqn.outvars)
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 from numpy.typing import NDArray
 from numpyro import handlers
@@ -22,16 +23,11 @@ Trace = Mapping[str, dict[str, Any]]
 
 
 class WeightedDraw(NamedTuple):
-    """One draw of a guide.
+    """One draw of a guide."""
 
-    :param model: trace of the model at the draw, with full plates.
-    :param log_joint: log p(D, z), () .
-    :param log_guide: log q(z), with the auxiliary variables of the guide, ().
-    """
-
-    model: Trace
-    log_joint: jax.Array
-    log_guide: jax.Array
+    model: Trace  # of the model at the draw, with full plates
+    log_joint: jax.Array  # log p(D, z), ()
+    log_guide: jax.Array  # log q(z), with the auxiliary variables of the guide, ()
 
 
 def weighted_draw(
@@ -39,11 +35,12 @@ def weighted_draw(
 ) -> WeightedDraw:
     """Draw z from the guide and evaluate both densities on the full data; ``params`` are those of guide and model."""
     guide_key, model_key = jax.random.split(rng_key)
-    seeded = handlers.seed(full_plates(guide), guide_key)
-    log_guide, guide_trace = log_density(seeded, args, kwargs, params)
-    values = {**params, **{name: site["value"] for name, site in guide_trace.items() if _is_random(site)}}
-    seeded = handlers.seed(full_plates(model), model_key)
-    log_joint, model_trace = log_density(seeded, args, kwargs, values)
+    with numpyro.validation_enabled(False):  # it would compute what is known while this is traced, one by one
+        seeded = handlers.seed(full_plates(guide), guide_key)
+        log_guide, guide_trace = log_density(seeded, args, kwargs, params)
+        values = {**params, **{name: site["value"] for name, site in guide_trace.items() if _is_random(site)}}
+        seeded = handlers.seed(full_plates(model), model_key)
+        log_joint, model_trace = log_density(seeded, args, kwargs, values)
     return WeightedDraw(model_trace, log_joint, log_guide)
 
 
@@ -121,7 +118,8 @@ def check(
         sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not is_factor(s["fn"])]
         return jnp.sum(jnp.array(sizes, int))
 
-    num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
+    with numpyro.validation_enabled(False):  # as above
+        num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
     _check_params(call, traces, params)
     guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
     left_out = [name for name, site in traces["model"].items() if _is_random(site) and name not in guided]

@@ -7,11 +7,13 @@ A reader asks a :class:`Reading` instead of running the model itself:
 - ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn, without running the model: it
   evaluates the equations that were read, of which those of some sites need few. It can stand in for the model in
   any function that JAX transforms;
-- ``depends(parts)``: from which latent sites, or indices of plates, parts of that trace are computed;
+- ``depends(parts)``, ``sources(parts)``: from which latent sites, or indices of plates, and from which data, parts
+  of that trace are computed;
 - ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs are the data of the model.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -31,7 +33,8 @@ from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._jaxprs import dependence, named_inputs
-from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared, signature
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared
 from numpyro_bnn.program.plates import full_plates, random_indices
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
@@ -102,20 +105,33 @@ class Reading:
         #: Values that other blocks of a ``Gibbs`` hold; for the model they are observed.
         self.held = dict((kwargs or {}).get(CONDITIONED, {}))
         self._programs: dict[Any, Callable] = {}
-        fixed, self._arrays = signature(args, kwargs or {})
-        key = random.key(0)
+        arguments = Arguments.of(args, kwargs or {})
+        fixed, arrays = arguments.split()
         try:
-            trace = jax.make_jaxpr(lambda key, arrays: self._read(key, *fixed.call(arrays)), return_shape=True)
-            self._closed, self._outputs = trace(key, self._arrays)
-        except NEEDS_VALUES:
-            self._arrays = []
-            trace = jax.make_jaxpr(lambda key, arrays: self._read(key, args, kwargs or {}), return_shape=True)
-            self._closed, self._outputs = trace(key, [])
+            self._trace(fixed, arrays)
+        except NEEDS_VALUES:  # data that shape the model are a part of it
+            inputs = {}
+            for place, array in arrays.items():
+                with suppress(*NEEDS_VALUES):
+                    self._trace(arguments, {place: array})
+                    inputs[place] = array
+            self._trace(arguments, inputs)
+
+    def _trace(self, arguments: Arguments, arrays: dict[str, Any]) -> None:
+        trace = jax.make_jaxpr(lambda key, given: self._read(key, *arguments.call(given)), return_shape=True)
+        self._closed, self._outputs = trace(jax.eval_shape(random.key, 0), arrays)
+        self._arrays = arrays
+
+    def _on(self, arrays: dict[str, Any]) -> "Reading":
+        """The same model on other arrays of these shapes."""
+        found = copy(self)
+        found._arrays = arrays
+        return found
 
     def _read(self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> list:
         seen, seeded = _marked(), handlers.seed(self._model, rng_key)
         with seen:
-            drawn = handlers.substitute(seeded, substitute_fn=init_to_sample)
+            drawn = handlers.substitute(seeded, substitute_fn=_drawn)
             found = handlers.trace(drawn).get_trace(*args, **kwargs)
             if seen.loops:  # values must reach the inside of loops
                 latent = {name: found[name]["value"] for name in _names(found, observed=False)}
@@ -155,7 +171,9 @@ class Reading:
             sites = self.at({}, at["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
-        return frozenset(name for name, used in dependence(indices, {"key": random.key(0)}).items() if used)
+        return frozenset(
+            name for name, used in dependence(indices, {"key": jax.eval_shape(random.key, 0)}).items() if used
+        )
 
     def shapes(self, names: Collection[str] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the values of sites, by default of the latent ones."""
@@ -183,7 +201,7 @@ class Reading:
             rng_key = random.key(rng_key)
         if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
             rng_key = random.wrap_key_data(rng_key)
-        numbers = iter(self._programs[key](given, rng_key, *self._arrays))
+        numbers = iter(self._programs[key](given, rng_key, *jax.tree.leaves(self._arrays)))
         sites = {}
         for name in wanted:
             site = self.sites[name]
@@ -209,6 +227,15 @@ class Reading:
         found = dependence(lambda values: parts(self.at(values)), self.shapes(on.union(self.latent)))
         return {part: used & on for part, used in found.items()}
 
+    def sources(self, parts: Callable[[Sites], Mapping[Any, Any]]) -> dict[Any, set[str]]:
+        """For each part of a trace at given latent sites, the places of the arguments from which it is computed."""
+
+        def program(given: Mapping[str, Any]) -> Mapping[Any, Any]:
+            return parts(self._on({place: given[place] for place in self._arrays}).at(given[""]))
+
+        found = dependence(program, {**self._arrays, "": self.shapes()})
+        return {part: used - {""} for part, used in found.items()}
+
     def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
         """``fn(reading, *given)`` by a compiled program, which equal ones share, also with other data.
 
@@ -219,10 +246,8 @@ class Reading:
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
         """:meth:`run` as a function of ``given``, traced once for all values of one shape."""
 
-        def on_arrays(arrays: list, *given: Any) -> Any:
-            reading = copy(self)
-            reading._arrays = arrays
-            return fn(reading, *given)
+        def on_arrays(arrays: dict, *given: Any) -> Any:
+            return fn(self._on(arrays), *given)
 
         program = shared(on_arrays, once)
         return lambda *given: program(self._arrays, *given)
@@ -263,6 +288,10 @@ def initial_values(
         if not isinstance(valid, jax.core.Tracer) and not valid:
             z, _, trace = search(rng_key, args, kwargs)  # raises, and warns of values outside of supports
     return z, trace
+
+
+def _drawn(site: Site) -> Any:
+    return init_to_sample(site) if site["value"] is None else None
 
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:

@@ -12,11 +12,6 @@ from numpyro_bnn._jaxprs import indexed_lengths
 from numpyro_bnn.program.reading import Reading
 
 
-def check_plates(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Refuse subsample sizes that are no counts of rows, by one reading of the model."""
-    Reading(model, args, kwargs, full=False)
-
-
 def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
     """Refuse an argument that a plate indexes and that has more or fewer rows than the plate.
 

@@ -16,11 +16,12 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, unknown_name
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics.health import LEAST_DRAWS, HealthWarning, explained, health
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text, members_of
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import CALL, Arguments
+from numpyro_bnn.results.replay import CALL
 
 
 def to_inference_data(
@@ -107,11 +108,10 @@ def to_inference_data(
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
         return _reported(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
-    draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
     else:
-        options = (draws_key, num_samples, log_likelihood, draws_per_chunk)
+        options = (jax.random.fold_in(rng_key, 1), num_samples, log_likelihood, draws_per_chunk)
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk)

@@ -2,32 +2,23 @@
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from numpyro import handlers
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import dependence
-from numpyro_bnn.program.compiled import NEEDS_VALUES
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS
+from numpyro_bnn.program.reading import Reading, Sites
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
-from numpyro_bnn.results.replay import (
-    CALL,
-    Arguments,
-    map_draws,
-    site_trace,
-    site_values,
-    sites_by_training,
-    zero_draws,
-)
+from numpyro_bnn.results.replay import CALL, map_draws, site_trace, site_values, sites_by_training, zero_draws
 
 SAMPLE_DIMS = ("chain", "draw")
 MOST_ROWS = 10_000  # training rows that are predicted without being asked for
@@ -41,51 +32,37 @@ class Exporter:
         self.coords = {**dict(fit.stat_coords.values()), **coords}
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
-        self.first = fit.params | {name: jnp.asarray(value[0, 0]) for name, value in fit.posterior.items()}
+        self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
         self.map_draws: Callable = map_draws
         self._check_parameters()
         self._check_names()
         sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
         self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
-        found = self._sources(self._values, fit.arguments.arrays)
-        self._find_observations(found)
-        computed = [name for name, site in self.sites.items() if site["type"] == "deterministic"]
-        self.dependent = [name for name in computed if found[name]]
+        reading = self._read()
+        sources = reading.sources(_values)
+        self._find_observations(reading, sources)
+        self.dependent = [n for n, s in self.sites.items() if s["type"] == "deterministic" and sources[n]]
 
     # -- the model at the first draw -------------------------------------------------------------------
 
-    def _values(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of the observed and deterministic sites as a function of the array arguments."""
-        call, kinds = self.fit.arguments.call(arrays), ("sample", "deterministic")
-        sites = site_trace(self.fit.model, self.first, jax.random.key(0), *call)
-        return {name: site["value"] for name, site in sites.items() if site["type"] in kinds}
+    def _read(self) -> Reading:
+        """What the model is as a function of its array arguments."""
 
-    def _densities(self, observed: Mapping[str, Any]) -> dict[str, Any]:
-        """Log densities of the sites as a function of the values of observed sites."""
-        call = self.fit.arguments.call()
-        sites = site_trace(self.fit.model, {**self.first, **observed}, jax.random.key(0), *call)
-        return {n: s["fn"].log_prob(s["value"]) for n, s in sites.items() if s["type"] == "sample"}
+        def model(**arrays: Any) -> Any:
+            args, kwargs = self.fit.arguments.call(arrays)
+            return handlers.substitute(self.fit.model, data=self.fit.params)(*args, **kwargs)
 
-    def _sources(self, fn: Callable, arrays: Mapping[str, Any]) -> dict[str, set]:
-        """The arrays from which ``fn`` computes each site; those whose values shape the model count for none."""
-        with suppress(*NEEDS_VALUES):
-            return dependence(fn, arrays)
-        found: dict[str, set] = {name: set() for name in self.sites}
-        for name, value in arrays.items():
-            with suppress(*NEEDS_VALUES):
-                for site, used in dependence(fn, {name: value}).items():
-                    found[site] |= used
-        return found
+        return Reading(model, (), self.fit.arguments.arrays)
 
-    def _find_observations(self, sources: Mapping[str, set]) -> None:
+    def _find_observations(self, reading: Reading, sources: Mapping[str, set]) -> None:
         """Tell observations from fixed values, such as weights given to ``handlers.condition``.
 
         A value is fixed if other sites depend on it and no argument of the model gives it. An observation is redrawn
         in predictions, unless it is an input of the others: a site of x, of which y is a function.
         """
-        given = {name: site["value"] for name, site in self.sites.items() if replay.is_data(site)}
-        below = self._sources(self._densities, given)
+        given = [name for name, site in self.sites.items() if replay.is_data(site)]
+        below = reading.depends(_densities, given)
         inner = {name for name in given if any(name in below[n] for n in below if n != name)}
         self.observed_sites = [name for name in given if sources[name] or name not in inner]
         self.observed = set().union(*(sources[name] for name in given if name not in inner))
@@ -107,20 +84,13 @@ class Exporter:
     def _check_names(self) -> None:
         """Variables and plates must keep apart once they are renamed for netCDF."""
         for types in (("sample", "deterministic"), ("plate",)):
-            known: dict[str, str] = {}
+            known: dict[str, str] = {dim: f"{dim!r} (an axis of the draws)" for dim in SAMPLE_DIMS}
             for name in (name for name, site in self.sites.items() if site["type"] in types):
-                if safe(name) in SAMPLE_DIMS:
-                    got, reason = (
-                        f"a model with a site or plate {name!r}",
-                        "ArviZ uses this name for an axis of the draws",
-                    )
-                    raise argument_error(CALL, "result", got, f"{reason}: rename it in the model.")
-                other = known.setdefault(safe(name), name)
-                if other != name:
-                    got = f"a model with the names {other!r} and {name!r}"
-                    raise argument_error(
-                        CALL, "result", got, f"Both are exported as {safe(name)!r}: rename one of them."
-                    )
+                other = known.setdefault(safe(name), repr(name))
+                if other != repr(name):
+                    got = f"a model with the names {other} and {name!r}"
+                    instead = f"Both are exported as {safe(name)!r}: rename one in the model."
+                    raise argument_error(CALL, "result", got, instead)
 
     def _derived(self, name: str, suffix: str) -> str:
         """Name of a variable that is computed from a site, which no other site may have."""
@@ -308,3 +278,12 @@ class Exporter:
         sizes = {dim: n for axes, value in apart.values() for dim, n in zip(axes, value.shape, strict=True)}
         fitting = {dim: values for dim, values in self.coords.items() if sizes.get(dim) == len(values)}
         return _arviz.dataset(apart, fitting)
+
+
+def _values(sites: Sites) -> dict[str, Any]:
+    return {name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")}
+
+
+def _densities(sites: Sites) -> dict[str, Any]:
+    samples = {name: site for name, site in sites.items() if site["type"] == "sample"}
+    return {name: site["fn"].log_prob(site["value"]) for name, site in samples.items()}

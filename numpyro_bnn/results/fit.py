@@ -12,12 +12,12 @@ from numpyro.infer.svi import SVIRunResult
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn.program.arguments import fingerprints
+from numpyro_bnn.program.arguments import Arguments, fingerprints
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.row_lengths import check_row_lengths
-from numpyro_bnn.results.replay import CALL, Arguments, bind, map_draws
+from numpyro_bnn.results.replay import CALL, bind, map_draws
 
 # ArviZ's names of NumPyro's fields.
 SAMPLE_STATS = {
@@ -104,9 +104,9 @@ def _check_unchanged(mcmc: MCMC) -> None:
     known = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
     if known and fingerprints(mcmc._args, mcmc._kwargs):
         last = state if is_prng_key(state.rng_key) else jax.tree.map(lambda leaf: leaf[0], state)
-        then = last.potential_energy
+        then = float(last.potential_energy)
         now = run(lambda z, a, k: kernel._potential_fn_gen(*a, **k)(z), last.z, mcmc._args, mcmc._kwargs, once=True)
-        changed = abs(now - then) > 1e-3 * (1 + abs(then))
+        changed = abs(float(now) - then) > 1e-3 * (1 + abs(then))
     if changed:
         instead = "Pass copies to `run`, e.g. `x.copy()`, or leave the arrays as they are until the export."
         raise argument_error(CALL, "result", "a run whose data have been changed in place since", instead)

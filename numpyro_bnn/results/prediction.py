@@ -10,11 +10,13 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.networks import record_statistics
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS, full_trace
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.naming import safe
-from numpyro_bnn.results.replay import Arguments, bind, site_trace
+from numpyro_bnn.results.replay import bind
 
 
 def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None = None, **kwargs: Any) -> Any:
@@ -51,21 +53,17 @@ def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None =
     exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None)
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     with record_statistics() as recorded:
-        jax.eval_shape(lambda: _none(site_trace(model, exporter.first, jax.random.key(0), *arguments.call())))
+        Reading(model, *arguments.call())
     if lacking and any(recorded.calls):
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."
         raise argument_error("predict", "idata", f"no `constant_data` of {lacking}", instead)
     training = {name: value for name, value in constants.items() if name in arguments.values}
     training |= dict.fromkeys(exporter.observed & arguments.optional)
-    exporter.fit = replace(exporter.fit, arguments=replace(arguments, values={**arguments.values, **training}))
+    exporter.fit = replace(exporter.fit, arguments=arguments.with_values(training))
     fixed = set(exporter.observed_sites) - set(exporter.redrawn)
     exporter.redrawn = [name for name in exporter.sites if safe(name) in observed and name not in fixed]
     key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)[1]
     return exporter.prediction_groups(key, arguments, set(arguments.values), {})["predictions"]
-
-
-def _none(_: Any) -> None:
-    """Drop a trace, whose distributions no compiled program may return."""
 
 
 def _values(idata: Any, group: str) -> dict[str, np.ndarray]:

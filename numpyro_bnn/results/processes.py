@@ -10,7 +10,8 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite import GPRegression
-from numpyro_bnn.results.replay import CALL, Arguments, for_prediction
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.results.replay import CALL, for_prediction
 
 SIGNATURE = inspect.signature(lambda x, y=None: None)
 
@@ -81,7 +82,7 @@ def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
 
 def _new_inputs(gp: GPRegression, predictions: Mapping[str, Any]) -> dict[str, np.ndarray]:
     new = {name: np.asarray(value) for name, value in predictions.items()}
-    for_prediction(Arguments(SIGNATURE, {"x": gp.x, "y": gp.y}), new, {"y"})
+    for_prediction(Arguments({"x": gp.x, "y": gp.y}, SIGNATURE), new, {"y"})
     if "x" not in new:
         instead = 'Write `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", "no value for 'x'", instead)

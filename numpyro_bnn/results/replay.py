@@ -1,9 +1,6 @@
 """Call a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -16,61 +13,19 @@ from numpyro_bnn._checks import argument_error, check_finite, check_same_length,
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
-from numpyro_bnn.program.arguments import as_arrays, as_numpy
+from numpyro_bnn.program.arguments import Arguments, Call, as_numpy
 from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
 
 CALL = "to_inference_data"
+# Draws of which this many times more would fit into the memory of a chunk are few.
+QUICK = 4
 
 Draws = Mapping[str, Any]
-Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of one call of a model, by name."""
-
-    signature: inspect.Signature
-    values: Mapping[str, Any]
-
-    def call(self, values: Mapping[str, Any] | None = None) -> Call:
-        """Positional and keyword arguments, some of them replaced by ``values``."""
-        given = {**self._on_device, **as_arrays((), values)[1]}
-        bound = self.signature.bind_partial()
-        known = self.signature.parameters
-        bound.arguments.update({name: value for name, value in given.items() if name in known})
-        rest = {name: value for name, value in given.items() if name not in known}
-        for name, parameter in known.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD and rest:
-                bound.arguments[name] = rest
-        return bound.args, bound.kwargs
-
-    @cached_property
-    def _on_device(self) -> dict[str, Any]:
-        """The values as a model takes them, copied once."""
-        return as_arrays((), self.values)[1]
-
-    @property
-    def optional(self) -> set[str]:
-        """The arguments that may be left out as ``None``."""
-        return {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """The arguments that are arrays with at least one axis."""
-        return {name: value for name, value in self.values.items() if _is_array(value)}
 
 
 def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-    """Name every argument of a call; those in ``**kwargs`` keep their names."""
-    signature = inspect.signature(model)
-    args, kwargs = as_numpy(args, kwargs)
-    values: dict[str, Any] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            values |= value
-        else:
-            values[name] = value
-    return Arguments(signature, values)
+    """The arguments of a call by name, in the precision in which they were passed."""
+    return Arguments.of(*as_numpy(args, kwargs), model)
 
 
 def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[str]) -> Arguments:
@@ -83,36 +38,28 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
         argument with one row per training point and no new value.
     """
     new = as_numpy((), new)[1]
-    for name, value in new.items():
+    arrays, before = Arguments(new).arrays, arguments.arrays
+    for name in new:
         if name not in arguments.values:
             raise unknown_name(CALL, "predictions", name, arguments.values)
-        if _is_array(value):
-            _check_like(name, value, arguments.values[name])
-    arrays = {name: value for name, value in new.items() if _is_array(value)}
-    for length in {np.shape(value)[0] for value in arguments.arrays.values()}:
+    for name, value in arrays.items():
+        if np.issubdtype(np.asarray(value).dtype, np.floating):
+            check_finite(CALL, f"predictions[{name!r}]", value)
+        if name in before and np.shape(value)[1:] != np.shape(before[name])[1:]:
+            old = np.shape(before[name])
+            instead = f"Pass (M, *{old[1:]}), one row per new point, as in the run's {old}."
+            raise argument_error(CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead)
+    known = {name: len(value) for name, value in before.items()}
+    for length in set(known.values()):
         # Arguments with one length in the run are columns of one table, so their new lengths must agree.
-        table = {k: v for k, v in arrays.items() if np.shape(arguments.values[k])[:1] == (length,)}
-        check_same_length(CALL, **table)
-    lengths = {np.shape(arguments.values[name])[0] for name in arrays if _is_array(arguments.values[name])}
-    for name, value in arguments.arrays.items():
-        if name not in arrays and name not in observed and np.shape(value)[0] in lengths:
+        check_same_length(CALL, **{name: value for name, value in arrays.items() if known.get(name) == length})
+    for name, length in known.items():
+        if name not in arrays and name not in observed and length in {known.get(new) for new in arrays}:
             got = f"no value for {name!r}, which has one row per training point"
             instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
             raise argument_error(CALL, "predictions", got, instead)
     dropped = dict.fromkeys(observed & arguments.optional - set(new))
-    return replace(arguments, values={**arguments.values, **new, **dropped})
-
-
-def _check_like(name: str, value: Any, old: Any) -> None:
-    if np.issubdtype(np.asarray(value).dtype, np.floating):
-        check_finite(CALL, f"predictions[{name!r}]", value)
-    if _is_array(old) and np.shape(value)[1:] != np.shape(old)[1:]:
-        instead = f"Pass (M, *{np.shape(old)[1:]}), one row per new point, as in the run's {np.shape(old)}."
-        raise argument_error(CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead)
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and np.ndim(value) > 0
+    return arguments.with_values({**new, **dropped})
 
 
 def site_trace(
@@ -160,7 +107,7 @@ def site_values(
         sites.update(sites_by_training(model, *given, *calls, predict=observed or ()))
         return {name: _computed(site, observed) for name, site in sites.items()}
 
-    found = compiled.run(values, (draw, rng_key), (call, training), {})
+    found = jax.device_get(compiled.run(values, (draw, rng_key), (call, training), {}))
     return {name: {**site, **found[name]} for name, site in sites.items()}
 
 
@@ -241,19 +188,23 @@ def map_draws(
     chains, length = next(iter(draws.values())).shape[:2]
     total = chains * length
     flat = {name: np.asarray(value).reshape((total, *value.shape[2:])) for name, value in draws.items()}
-    keys = jax.random.split(rng_key, total)
-    first = {name: value[0] for name, value in flat.items()}, keys[0]
-    size = min(total, draws_per_chunk or compiled.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first))
+    first = {name: value[0] for name, value in flat.items()}, rng_key
+    fitting = compiled.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first)
+    size = min(total, draws_per_chunk or fitting)
 
     def at_draws(given: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
-        return jax.vmap(lambda draw, key: fn(draw, key, *shared))(*given)
+        draws, index, rng_key = given
+        keys = jax.random.split(rng_key, total)[index]
+        return jax.vmap(lambda draw, key: fn(draw, key, *shared))(draws, keys)
 
-    program = compiled.prepare(at_draws, shared, {})
+    # Few draws take less time than a program that is optimized for many.
+    program = compiled.prepare(at_draws, shared, {}, once=QUICK * total <= fitting)
     results: dict[str, np.ndarray] = {}
     for start in range(0, total, size):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
-        chunk = jax.device_get(program(({name: value[index] for name, value in flat.items()}, keys[index])))
+        given = {name: value[index] for name, value in flat.items()}, index, rng_key
+        chunk = jax.device_get(program(given))
         kept = min(size, total - start)
         for name, value in chunk.items():
             if name not in results:

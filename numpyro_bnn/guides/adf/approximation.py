@@ -16,9 +16,9 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
-from numpyro_bnn.guides.adf.reading import CALL, Arguments, outline, run_model
-from numpyro_bnn.guides.adf.sites import Weight
+from numpyro_bnn.guides.adf.reading import CALL, Data, read
 from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import shared
 
 FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
@@ -31,20 +31,20 @@ class ADFPosterior(AutoNormal):
     """
 
     _problem: Problem | None = None
-    _arguments: Arguments | None = None
+    _data: Data | None = None
     _start: dict[str, Any] | None = None
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Read the model from the arguments of a call, without fitting."""
         with jax.enable_x64(True):
-            arguments = Arguments.read(self.model, args, kwargs)
-            self._problem, self._arguments = Problem.of(arguments), arguments.head()
+            data = Data.read(self.model, args, kwargs)
+            self._problem, self._data = Problem.of(data), data.head()
 
     def _known_problem(self) -> Problem:
         """The model as it was read; after unpickling it is read again."""
-        if self._problem is None and self._arguments is not None:
+        if self._problem is None and self._data is not None:
             with jax.enable_x64(True):
-                self._problem = Problem.of(self._arguments)
+                self._problem = Problem.of(self._data)
         if self._problem is None:
             instead = "Call `run` of this guide first, or use it in `SVI`, so that it reads the model."
             raise argument_error(CALL, "params", "those of another guide", instead)
@@ -54,12 +54,12 @@ class ADFPosterior(AutoNormal):
         """Read the model, skipping AutoNormal's search for a valid start."""
         if self._problem is None:
             self._read(args, kwargs)
-        found = outline(self.model, args, kwargs)
+        sites = read(self.model, args, kwargs).sites
         self._prototype_call = (args, kwargs)
         # The values are placeholders here, so only the fields without values are stored.
         fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
-        self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in found.items()}
-        for name, site in found.items():
+        self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in sites.items()}
+        for name, site in sites.items():
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
             elif site["type"] == "sample" and not site["is_observed"]:
@@ -87,7 +87,7 @@ class ADFPosterior(AutoNormal):
                 name, weight = by_latent[latent]
                 loc, scale = parameter(name, "loc"), parameter(name, "scale")
                 if not weight.centered:
-                    unit = _prior_scale(weight, values)
+                    unit = weight.prior_sd(values)
                     loc, scale = (loc - jnp.asarray(weight.loc, float)) / unit, scale / unit
                 fn: dist.Distribution = dist.Normal(loc, scale)
             else:
@@ -149,14 +149,9 @@ class ADFPosterior(AutoNormal):
         :param args: arguments of the model for its deterministic sites; by default those of the run.
         :param sample_shape: shape of the batch of draws.
         """
-        problem, state = self._known_problem(), self._from_params(params)
-        keys = iter(jax.random.split(rng_key, len(problem.hyperparameters) + len(problem.sites.weights)))
-        values: dict[str, jax.Array] = {}
-        for name, hyper in problem.hyperparameters.items():
-            fn = _distribution(hyper, state.hyperparameters[name])
-            values[name] = fn.sample(next(keys), sample_shape)
-        for name, (mean, var) in state.weights.items():
-            values[name] = dist.Normal(mean, jnp.sqrt(var)).sample(next(keys), sample_shape)
+        fns = self._distributions(params)
+        keys = dict(zip(fns, jax.random.split(rng_key, len(fns)), strict=True))
+        values = {name: fn.sample(keys[name], sample_shape) for name, fn in fns.items()}
         return self._complete(values, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -172,19 +167,15 @@ class ADFPosterior(AutoNormal):
         :param params: parameters from a run.
         :param quantiles: Q probabilities.
         """
-        problem, state = self._known_problem(), self._from_params(params)
-        q = jnp.asarray(quantiles, float)
-
-        def aligned(shape: tuple[int, ...]) -> jax.Array:
-            return q.reshape((-1,) + (1,) * len(shape))
-
-        values: dict[str, jax.Array] = {}
-        for name, hyper in problem.hyperparameters.items():
-            part = state.hyperparameters[name]
-            values[name] = _quantile(hyper, part, aligned(part[0].shape))
-        for name, (mean, var) in state.weights.items():
-            values[name] = dist.Normal(mean, jnp.sqrt(var)).icdf(aligned(mean.shape))
+        q, fns = jnp.asarray(quantiles, float), self._distributions(params)
+        values = {name: _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape()))) for name, fn in fns.items()}
         return self._complete(values, q.shape, (), {})
+
+    def _distributions(self, params: Mapping[str, Any]) -> dict[str, dist.Distribution]:
+        """Posteriors of hyperparameters and weights."""
+        hypers, state = self._known_problem().hyperparameters, self._from_params(params)
+        found = {name: _distribution(hyper, state.hyperparameters[name]) for name, hyper in hypers.items()}
+        return found | {name: dist.Normal(mean, jnp.sqrt(var)) for name, (mean, var) in state.weights.items()}
 
     def _complete(
         self, values: dict[str, jax.Array], sample_shape: tuple, args: tuple, kwargs: Any
@@ -195,7 +186,7 @@ class ADFPosterior(AutoNormal):
 
         def bases(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {
-                weight.latent: (one[name] - jnp.asarray(weight.loc, float)) / _prior_scale(weight, one)
+                weight.latent: (one[name] - jnp.asarray(weight.loc, float)) / weight.prior_sd(one)
                 for name, weight in weights.items()
                 if not weight.centered
             }
@@ -207,9 +198,10 @@ class ADFPosterior(AutoNormal):
             return values
         call = (args, kwargs) if args or kwargs else self._prototype_call
 
+        reading = read(self.model, *as_arrays(*call))
+
         def deterministic(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            trace = run_model(self.model, one, *call)
-            return {name: trace[name]["value"] for name in missing}
+            return {name: site["value"] for name, site in reading.at(one, only=missing).items()}
 
         return {**values, **map_samples(deterministic, values, sample_shape)}
 
@@ -225,23 +217,13 @@ def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:
     return dist.TransformedDistribution(dist.Normal(state.mean, jnp.sqrt(state.var)), hyper.transform)
 
 
-def _prior_scale(weight: Weight, values: Mapping[str, Any]) -> jax.Array:
-    """Prior sd of a weight at a value of its hyperparameter."""
-    scale = jnp.asarray(weight.scale, float)
-    if weight.hyper is None:
-        return scale
-    return scale * jnp.ravel(values[weight.hyper])[weight.element] ** weight.power
+def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
+    if isinstance(fn, dist.TransformedDistribution):
+        return dist.transforms.ComposeTransform(fn.transforms)(fn.base_dist.icdf(probability))
+    return _gamma_quantile(fn, probability) if isinstance(fn, dist.Gamma) else fn.icdf(probability)
 
 
-def _quantile(hyper: Hyperparameter, state: Any, probability: jax.Array) -> jax.Array:
-    """Quantile of a hyperparameter; ``probability`` broadcasts against it."""
-    if isinstance(state, Gamma):
-        return _gamma_quantile(state, probability)
-    z = jax.scipy.special.ndtri(probability)
-    return hyper.transform(state.mean + z * jnp.sqrt(state.var))
-
-
-def _gamma_quantile(gamma: Gamma, probability: jax.Array) -> jax.Array:
+def _gamma_quantile(gamma: dist.Gamma, probability: jax.Array) -> jax.Array:
     """Inverse cdf of a Gamma distribution, by bisection of log x."""
     a = gamma.concentration
     low, high = jnp.log(a) - 20.0 - 20.0 / a, jnp.log(a) + 5.0 + jnp.log1p(20.0 / a)

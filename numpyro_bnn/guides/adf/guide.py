@@ -21,8 +21,8 @@ from numpyro_bnn._checks import (
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
-from numpyro_bnn.guides.adf.reading import CALL, Arguments
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.guides.adf.reading import CALL, Data
+from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
 
@@ -170,10 +170,11 @@ class AutoADF(ADFPosterior):
         :return: new parameters.
         :raises ValueError: before the first ``run``, and for data that do not match those of the run.
         """
-        _check_staged("update", params, args, kwargs)
-        with jax.enable_x64(True):
-            sweep, data = self._on_new_data("update", args, kwargs, lambda problem: problem.sweep)
-            new = self._to_params(sweep(self._from_params(params), *data, 1.0)[0])
+
+        def make(problem: Problem) -> Callable:
+            return lambda *given: self._to_params(problem.sweep(*given)[0])
+
+        new = self._on_new_data("update", params, args, kwargs, make, 1.0)
         return {name: jnp.asarray(value, jnp.asarray(params[name]).dtype) for name, value in new.items()}
 
     def predictive_moments(
@@ -189,14 +190,11 @@ class AutoADF(ADFPosterior):
         :param noise: include the variance of the observation given the network.
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
-        _check_staged("predictive_moments", params, args, kwargs)
 
         def make(problem: Problem) -> Callable:
             return jax.vmap(partial(problem.predictive, noise=noise), in_axes=(None, 0, None))
 
-        with jax.enable_x64(True):
-            predict, data = self._on_new_data("predictive_moments", args, kwargs, make, noise)
-            found = predict(self._from_params(params), *data)
+        found = self._on_new_data("predictive_moments", params, args, kwargs, make, key=noise)
         return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
 
     def log_predictive_density(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> jax.Array:
@@ -206,15 +204,11 @@ class AutoADF(ADFPosterior):
         :param args: arguments of the model, targets included.
         :return: (N,), summed over the K outputs of one point.
         """
-        _check_staged("log_predictive_density", params, args, kwargs)
 
         def make(problem: Problem) -> Callable:
             return jax.vmap(problem.log_density, in_axes=(None, 0, None))
 
-        with jax.enable_x64(True):
-            score, data = self._on_new_data("log_predictive_density", args, kwargs, make)
-            found = score(self._from_params(params), *data)
-        return jnp.asarray(found, float)
+        return jnp.asarray(self._on_new_data("log_predictive_density", params, args, kwargs, make), float)
 
     def _prepare(self, args: tuple, kwargs: Any, batched: bool, in_axes: Any) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
@@ -226,41 +220,40 @@ class AutoADF(ADFPosterior):
             for arg, axis in pairs
         )
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
-        arguments = Arguments.read(self.model, first, kwargs)
-        arguments.check(f"{CALL}.run")
-        mapped = Arguments.of(self.model, args, kwargs)
+        data = Data.read(self.model, first, kwargs)
+        data.check(f"{CALL}.run")
+        whole = Data.of(self.model, args, kwargs, lambda name, leaf: name in data.rows)
         labels = tuple(jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs)
-        by_leaf = Arguments.of(self.model, labels, {})
-        axis_of = {n: int(a) for n, a in zip(by_leaf.names, by_leaf.leaves, strict=True) if a != "None"}
+        by_leaf = Arguments.of(labels, jax.tree.map(lambda _: "None", kwargs), self.model).leaves
+        axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
         if axis_of:
-            mapped.check(f"{CALL}.run")
-        leaves = dict(zip(mapped.names, mapped.leaves, strict=True))
-        rows, arrays = ({name: leaves[name] for name in arguments.part(kind)} for kind in ("row", "array"))
-        row_axes, array_axes = ({n: axis_of.get(n) for n in part} for part in (rows, arrays))
-        key = ("run", batched, tuple(axis_of.items()), arguments.key)
+            whole.check(f"{CALL}.run")
+        key = ("run", batched, tuple(axis_of.items()), data.key)
         if key not in self._programs:
-            problem = Problem.of(arguments)
-            program = build(problem, batched, row_axes, array_axes, arguments.num_rows)
-            self._programs[key] = problem, program
+            row_axes, array_axes = ({name: axis_of.get(name) for name in part} for part in (whole.rows, whole.arrays))
+            problem = Problem.of(data)
+            self._programs[key] = problem, build(problem, batched, row_axes, array_axes, data.num_rows)
         self._problem, program = self._programs[key]
-        self._arguments = arguments.head()
+        self._data = data.head()
         self._setup_prototype(*first, **kwargs)
-        return program, (rows, arrays), arguments.num_rows
+        return program, (whole.rows, whole.arrays), data.num_rows
 
     def _on_new_data(
-        self, method: str, args: tuple, kwargs: Any, make: Callable, *options: Any
-    ) -> tuple[Callable, tuple[Any, Any]]:
-        """The compiled function that ``make`` builds from the model read from these arguments, and its data."""
-        if self._arguments is None:
+        self, method: str, params: Any, args: tuple, kwargs: Any, make: Callable, *more: Any, key: Any = None
+    ) -> Any:
+        """The value, compiled in float64, of the function that ``make`` builds from the model read on new data."""
+        _check_staged(method, params, args, kwargs)
+        if self._data is None:
             instead = "Call `run` of this guide first, so that it reads the model."
             raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
-        arguments = self._arguments.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
-        arguments.check(f"{CALL}.{method}")
-        key = (method, *options, arguments.key)
-        if key not in self._programs:
-            with_value = method != "predictive_moments"
-            self._programs[key] = jax.jit(make(Problem.of(arguments, self._known_problem(), with_value)))
-        return self._programs[key], (arguments.part("row"), arguments.part("array"))
+        with jax.enable_x64(True):
+            data = self._data.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
+            data.check(f"{CALL}.{method}")
+            key = (method, key, data.key)
+            if key not in self._programs:
+                with_value = method != "predictive_moments"
+                self._programs[key] = jax.jit(make(Problem.of(data, self._known_problem(), with_value)))
+            return self._programs[key](self._from_params(params), data.rows, data.arrays, *more)
 
 
 def _check_staged(method: str, *values: Any) -> None:

@@ -36,16 +36,11 @@ States = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """An observation together with the posterior of its noise sites.
-
-    :param observation: the observation of the model.
-    :param noise: the noise hyperparameters that are Gaussian in unconstrained space.
-    :param gamma: the noise precision with a Gamma posterior, if there is one.
-    """
+    """An observation together with the posterior of its noise sites."""
 
     observation: Observation
-    noise: Mapping[str, Hyperparameter]
-    gamma: str | None
+    noise: Mapping[str, Hyperparameter]  # those that are Gaussian in unconstrained space
+    gamma: str | None  # the noise precision with a Gamma posterior, if there is one
 
     def log_z(
         self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int = 0

@@ -17,7 +17,8 @@ from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.adf.reading import refuse
-from numpyro_bnn.guides.adf.sites import Sites, Weight
+from numpyro_bnn.guides.adf.sites import Roles, Weight
+from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.moments import Gaussian
 
 # Grid on which a prior is matched by a Gaussian in unconstrained space.
@@ -86,18 +87,12 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A latent site other than the weights.
+    """A latent site other than the weights."""
 
-    :param kind: "gamma" for a precision with the published updates, "normal" for a Gaussian in unconstrained space.
-    :param fn: prior.
-    :param transform: transform from unconstrained space.
-    :param prior: the prior as the guide represents it: shape and rate, or mean and variance in unconstrained space.
-    """
-
-    kind: str
-    fn: dist.Distribution
-    transform: Transform
-    prior: tuple[np.ndarray, np.ndarray]
+    kind: str  # "gamma" for a precision with the published updates, "normal" for a Gaussian in unconstrained space
+    fn: dist.Distribution  # prior
+    transform: Transform  # from unconstrained space
+    prior: tuple[np.ndarray, np.ndarray]  # as the guide represents it: shape and rate, or unconstrained moments
 
     @classmethod
     def of(cls, kind: str, fn: dist.Distribution) -> "Hyperparameter":
@@ -144,7 +139,7 @@ def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> tup
     return mean, (density * (u - mean) ** 2).sum(axis=0)
 
 
-def describe(sites: Sites, noise_powers: Mapping[str, float | None]) -> dict[str, Hyperparameter]:
+def describe(sites: Roles, noise_powers: Mapping[str, float | None]) -> dict[str, Hyperparameter]:
     """Choose how each hyperparameter is represented; for ``noise_powers`` see the likelihoods."""
     found = {}
     for name, fn in sites.hyperparameters.items():
@@ -185,13 +180,9 @@ class _Flat(NamedTuple):
 
 
 def _unflatten(flat: Any, names: Sequence[str], sites: Mapping[str, Weight]) -> dict[str, Any]:
-    ends = np.cumsum([sites[name].loc.size for name in names])
-    found = {}
-    for name, end in zip(names, ends, strict=True):
-        loc = sites[name].loc
-        part = slice(int(end) - loc.size, int(end))
-        found[name] = jax.tree.map(lambda leaf, p=part, s=loc.shape: leaf[p].reshape(s), flat)
-    return found
+    shapes = {name: sites[name].loc.shape for name in names}
+    parts = [cut(leaf, shapes) for leaf in flat]
+    return {name: type(flat)(*(part[name] for part in parts)) for name in names}
 
 
 def refine(

@@ -20,9 +20,9 @@ from numpyro.distributions import constraints
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence, needed_equations, reached
-from numpyro_bnn.guides.adf.reading import Arguments, refuse, run_model
-from numpyro_bnn.guides.adf.sites import Sites
-from numpyro_bnn.moments import Gaussian
+from numpyro_bnn.guides.adf.reading import CALL, Data, refuse
+from numpyro_bnn.guides.adf.sites import Roles
+from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.moments.elementwise import ELEMENTWISE
 from numpyro_bnn.program.compiled import shared
 
@@ -36,20 +36,13 @@ HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 @dataclass(frozen=True)
 class Observation:
-    """One data point's observation: Gaussian quantities of the network, and a distribution given these.
+    """One data point's observation: Gaussian quantities of the network, and a distribution given these."""
 
-    :param kind: "normal", "categorical" or "other".
-    :param name: name of the site.
-    :param cut: the program of the distribution's parameters, the observed ``value`` and its ``mask``, if it has one.
-    :param build: builds the distribution from these parameters, elementwise.
-    :param shape: shape of one observation.
-    """
-
-    kind: str
-    name: str
-    cut: "Split"
-    build: Callable[[Mapping[str, Any]], dist.Distribution]
-    shape: tuple[int, ...]
+    kind: str  # "normal", "categorical" or "other"
+    name: str  # of the site
+    cut: "Split"  # the program of the distribution's parameters, the observed `value`, and its `mask` if it has one
+    build: Callable[[Mapping[str, Any]], dist.Distribution]  # from these parameters, elementwise
+    shape: tuple[int, ...]  # of one observation
 
     @property
     def integrated(self) -> set[str]:
@@ -65,7 +58,7 @@ class Observation:
         }
 
 
-def observe(model: Callable, arguments: Arguments, sites: Sites, context: Context, with_value: bool) -> Observation:
+def observe(data: Data, sites: Roles, context: Context, with_value: bool) -> Observation:
     """Read the observation of one data point from the model.
 
     :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the data, the other arrays, and
@@ -76,8 +69,8 @@ def observe(model: Callable, arguments: Arguments, sites: Sites, context: Contex
     found: dict[str, Any] = {}
 
     def program(weights: Any, context: Context) -> dict[str, Any]:
-        args, kwargs = arguments.row(context["rows"], context["arrays"])
-        site = run_model(model, {**weights, **context["hyperparameters"]}, args, kwargs)[sites.observed]
+        call = data.row(context["rows"], context["arrays"])
+        site = data.site(sites.observed, {**weights, **context["hyperparameters"]}, call)
         base = unwrapped(site["fn"], masked=True)
         if base.event_dim:
             why = f"a {type(base).__name__}, whose elements are not independent given the network"
@@ -140,7 +133,7 @@ def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]
     return {name for name in parameters if name.split(" (")[0] not in free}
 
 
-def check_quantities(observation: Observation, sites: Sites, context: Context) -> None:
+def check_quantities(observation: Observation, sites: Roles, context: Context) -> None:
     """Refuse quantities of one row that are functions of fewer: they are integrated as if they were independent.
 
     Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
@@ -174,19 +167,17 @@ def check_quantities(observation: Observation, sites: Sites, context: Context) -
         raise refuse(observation.name, why, instead)
 
 
-def _random_weights(sites: Sites) -> dict[str, np.ndarray]:
+def _random_weights(sites: Roles) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {n: w.loc + w.scale * random.normal(size=w.loc.shape) for n, w in sites.weights.items()}
 
 
-def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str, Any]) -> None:
+def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> None:
     """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
     weights = _random_weights(sites)
-    arrays = arguments.part("array")
 
     def parameters(rows: Any) -> list[jax.Array]:
-        args, kwargs = arguments.call(rows, arrays)
-        site = run_model(arguments.model, {**weights, **hyperparameters}, args, kwargs)[sites.observed]
+        site = data.site(sites.observed, {**weights, **hyperparameters}, data.call(rows, data.arrays))
         return jax.tree.leaves((unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"]))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
@@ -198,8 +189,8 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
                 found.append((jnp.broadcast_to(whole, stacked.shape), stacked))
         return found
 
-    rows = {name: leaf[:2] for name, leaf in arguments.part("row").items()}
-    if arguments.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
+    rows = data.head().rows
+    if data.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
         return
     for together, alone in shared(both, once=True)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
@@ -209,9 +200,8 @@ def check_rows(arguments: Arguments, sites: Sites, hyperparameters: Mapping[str,
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
     """The same function with sub-programs inlined and some primitives evaluated by rules."""
-    walk = moments.Interpreter(
-        rules, lambda value: True, "guides.AutoADF", default=lambda equation, *operands: equation.bind(*operands)
-    )
+    rules = {"name": lambda equation, value: value, **rules}  # a mark of a site
+    walk = moments.Interpreter(rules, lambda value: True, CALL, default=Equation.bind)
 
     def inlined(*arguments: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
@@ -223,22 +213,14 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
 
 @dataclass(frozen=True)
 class Split:
-    """A program ``fn(weights, context)`` in two parts.
+    """A program ``fn(weights, context)`` in two parts."""
 
-    :param head: computes the Gaussian quantities from weights and context.
-    :param tail: computes all outputs from quantities and context.
-    :param cuts: the Gaussian quantities, named by the first output computed from each.
-    :param random: outputs that depend on the weights, cut or not.
-    :param nonlinear: outputs that are a nonlinear function of their quantity.
-    :param own: outputs that are a quantity of their own, or computed from neither weights nor hyperparameters.
-    """
-
-    head: Callable[[Any, Any], dict[str, Any]]
-    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]
-    cuts: tuple[str, ...]
-    random: set[str]
-    nonlinear: set[str]
-    own: set[str]
+    head: Callable[[Any, Any], dict[str, Any]]  # computes the Gaussian quantities from weights and context
+    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]  # computes all outputs from quantities and context
+    cuts: tuple[str, ...]  # the Gaussian quantities, named by the first output computed from each
+    random: set[str]  # outputs that depend on the weights, cut or not
+    nonlinear: set[str]  # outputs that are a nonlinear function of their quantity
+    own: set[str]  # outputs that are a quantity of their own, or computed from neither weights nor hyperparameters
 
 
 def split(fn: Callable[[Any, Any], Mapping[str, Any]], weights: Any, context: Any, keep: Sequence[str]) -> Split:

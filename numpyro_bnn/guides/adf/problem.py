@@ -13,10 +13,10 @@ from jax import lax
 
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
-from numpyro_bnn.guides.adf.moment_matching import Factor, Gamma, Hyperparameter
+from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
 from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
-from numpyro_bnn.guides.adf.reading import Arguments
-from numpyro_bnn.guides.adf.sites import Sites, find_sites
+from numpyro_bnn.guides.adf.reading import Data
+from numpyro_bnn.guides.adf.sites import Roles, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
 
@@ -51,33 +51,28 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A model read for assumed density filtering.
+    """A model read for assumed density filtering."""
 
-    :param sites: roles of its sites.
-    :param hyperparameters: representation of the sites other than weights.
-    :param likelihood: likelihood of one data point.
-    """
-
-    sites: Sites
+    sites: Roles
     hyperparameters: Mapping[str, Hyperparameter]
-    likelihood: Likelihood
+    likelihood: Likelihood  # of one data point
 
     @classmethod
-    def of(cls, arguments: Arguments, known: "Problem | None" = None, with_value: bool = True) -> "Problem":
+    def of(cls, data: Data, known: "Problem | None" = None, with_value: bool = True) -> "Problem":
         """Read the model from one row of its arguments; if a ``known`` problem is given, take the roles from it."""
-        rows = {name: leaf[0] for name, leaf in arguments.part("row").items()}
-        arrays = arguments.part("array")
-        sites = find_sites(arguments.model, *arguments.row(rows, arrays)) if known is None else known.sites
+        rows = {name: leaf[0] for name, leaf in data.rows.items()}
+        arrays = data.arrays
+        sites = find_sites(data.model, *data.row(rows, arrays)) if known is None else known.sites
         ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
         context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
-        observation = observe(arguments.model, arguments, sites, context, with_value)
+        observation = observe(data, sites, context, with_value)
         if known is not None:
             return replace(known, likelihood=replace(known.likelihood, observation=observation))
         hypers = moment_matching.describe(sites, noise_powers(observation, sites.noise, context))
         gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
         normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
         problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
-        check_rows(arguments, sites, ones)
+        check_rows(data, sites, ones)
         check_quantities(observation, sites, context)
 
         def check() -> None:
@@ -93,35 +88,30 @@ class Problem:
         hypers = {n: hyper.value(state.hyperparameters[n]) for n, hyper in self.hyperparameters.items()}
         return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
 
+    def _prior(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """States of the hyperparameters, and at typical values of them the variances of the weights."""
+        hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
+        typical = {name: hyper.value(hypers[name]) for name, hyper in self.hyperparameters.items()}
+        return hypers, {name: weight.prior_sd(typical) ** 2 for name, weight in self.sites.weights.items()}
+
     def start(self, means: Mapping[str, Any]) -> ADFState:
         """The prior, but with these means of the weights."""
-        hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
-        weights, factors = {}, {}
-        for name, weight in self.sites.weights.items():
-            var = jnp.asarray(self._prior_var(name, hypers))
-            weights[name] = Gaussian(jnp.asarray(means[name], float), var)
-            if weight.hyper is not None:
+        (hypers, variances), factors = self._prior(), {}
+        weights = {name: Gaussian(jnp.asarray(means[name], float), var) for name, var in variances.items()}
+        for name, var in variances.items():
+            if self.sites.weights[name].hyper is not None:
                 zero = jnp.zeros(var.shape)
-                factors[name] = Factor(1 / var, jnp.asarray(weight.loc) / var, zero, zero)
+                factors[name] = Factor(1 / var, jnp.asarray(self.sites.weights[name].loc) / var, zero, zero)
         return ADFState(weights, hypers, factors)
-
-    def _prior_var(self, name: str, hypers: Mapping[str, Any]) -> Any:
-        weight = self.sites.weights[name]
-        if weight.hyper is None:
-            return weight.scale**2
-        typical = jnp.ravel(self.hyperparameters[weight.hyper].value(hypers[weight.hyper]))
-        return (weight.scale * typical[weight.element] ** weight.power) ** 2
 
     def random_means(self, rng_key: jax.Array) -> dict[str, Any]:
         """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden units."""
-        hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
-        keys = jax.random.split(rng_key, len(self.sites.weights))
+        _, variances = self._prior()
         means = {}
-        for key, (name, weight) in zip(keys, self.sites.weights.items(), strict=True):
-            shape = weight.loc.shape
-            fan_in = np.prod(shape[:-1]) if len(shape) > 1 else max(1, weight.loc.size)
-            sd = jnp.sqrt(self._prior_var(name, hypers) / fan_in)
-            means[name] = jnp.asarray(weight.loc) + sd * jax.random.normal(key, shape)
+        for key, (name, var) in zip(jax.random.split(rng_key, len(variances)), variances.items(), strict=True):
+            fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
+            noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
+            means[name] = jnp.asarray(self.sites.weights[name].loc) + noise
         return means
 
     def learn(self, state: ADFState, rows: Any, arrays: Any) -> tuple[ADFState, jax.Array, jax.Array]:
@@ -145,14 +135,11 @@ class Problem:
         for name in noise:
             hypers[name] = moment_matching.gaussian_update(noise[name], gradients[1][name])[0]
         if likelihood.gamma is not None:
-            hypers[likelihood.gamma] = self._learn_precision(likelihood.gamma, quantities, state, context)
+            before = state.hyperparameters[likelihood.gamma]
+            terms = [likelihood.log_z(quantities, state.hyperparameters, context, order) for order in range(3)]
+            sums = jnp.stack([sum_to(term, before.concentration.shape) for term in terms])
+            hypers[likelihood.gamma] = moment_matching.gamma_update(before, sums)
         return ADFState(weights, hypers, state.factors), value, refused
-
-    def _learn_precision(self, name: str, quantities: Any, state: ADFState, context: Context) -> Gamma:
-        before = state.hyperparameters[name]
-        shape = before.concentration.shape
-        log_z = [self.likelihood.log_z(quantities, state.hyperparameters, context, k) for k in range(3)]
-        return moment_matching.gamma_update(before, jnp.stack([sum_to(z, shape) for z in log_z]))
 
     def sweep(self, state: ADFState, rows: Any, arrays: Any, one: Any) -> tuple[ADFState, Records]:
         """One pass over rows in the order given; for ``one`` see :func:`fusion_barrier`."""

@@ -12,13 +12,10 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unmasked_elements, unwrapped
-from numpyro_bnn._jaxprs import dependence
-from numpyro_bnn.guides.adf.reading import CALL, Trace, is_scaled, observed_site, outline, refuse, run_model
-from numpyro_bnn.guides.initialization import check_imputed
-from numpyro_bnn.program.compiled import shared
-
-# Suffixes of the sites that NumPyro's reparameterizers sample instead of the original site.
-REPARAMETERIZED = ("_base", "_decentered")
+from numpyro_bnn.guides.adf.reading import CALL, is_scaled, observed_site, read, refuse
+from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_imputed
+from numpyro_bnn.program.plates import PARAMETERS
+from numpyro_bnn.program.reading import Reading, Sites
 
 
 @dataclass(frozen=True)
@@ -26,68 +23,58 @@ class Weight:
     """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
 
     Any other prior on the real line is represented by its mean and sd.
-
-    :param latent: the site that the model samples: ``w`` itself, or its non-centered ``w_base``.
-    :param loc: prior mean, shaped like the site.
-    :param scale: prior sd without its hyperparameter.
-    :param hyper: name of the hyperparameter.
-    :param power: -1/2 for a precision, 1 for a scale, 1/2 for a variance.
-    :param element: for every weight, the index of its element in the flattened hyperparameter.
     """
 
-    latent: str
-    loc: np.ndarray
-    scale: np.ndarray
-    hyper: str | None = None
-    power: float = 0.0
-    element: np.ndarray | None = None
+    latent: str  # the site that the model samples: `w` itself, or its non-centered `w_base`
+    loc: np.ndarray  # prior mean, shaped like the site
+    scale: np.ndarray  # prior sd without its hyperparameter
+    hyper: str | None = None  # name of the hyperparameter
+    power: float = 0.0  # -1/2 for a precision, 1 for a scale, 1/2 for a variance
+    element: np.ndarray | None = None  # for every weight, the index of its element in the flattened hyperparameter
 
     @property
     def centered(self) -> bool:
-        return not self.latent.endswith(REPARAMETERIZED)
+        return not self.latent.endswith(BASE_SUFFIXES)
+
+    def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
+        """Prior sd at values of the hyperparameters."""
+        scale = jnp.asarray(self.scale, float)
+        return scale if self.hyper is None else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
 
 
 @dataclass(frozen=True)
-class Sites:
-    """Roles of the sites of a model.
+class Roles:
+    """What the sites of a model are for."""
 
-    :param weights: sites on the whole real line, by the name of the site whose value enters the network.
-    :param hyperparameters: distributions of the other latent sites: scales of weights, noise, and sites that the
-        data do not inform.
-    :param noise: the hyperparameters that the observation depends on.
-    :param observed: name of the observed site.
-    """
-
-    weights: Mapping[str, Weight]
-    hyperparameters: Mapping[str, dist.Distribution]
-    noise: tuple[str, ...]
-    observed: str
+    weights: Mapping[str, Weight]  # on the whole real line, by the name of the site whose value enters the network
+    hyperparameters: Mapping[str, dist.Distribution]  # all others: scales of weights, noise, what data do not inform
+    noise: tuple[str, ...]  # the hyperparameters that the observation depends on
+    observed: str  # name of the observed site
 
 
-def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Sites:
+def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
     """The role of every site of ``model``, called with the arguments of one data point; refuse other models."""
-    trace = outline(model, args, kwargs)
-    latent = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
-    observed = observed_site(trace)
-    _check_latent(trace, latent, observed)
-    bases = _reparameterized(trace, latent)
-    hypers = [name for name, site in latent.items() if not _is_weight(site["fn"])]
-    weights = {bases.get(name, name): name for name in latent if name not in hypers}
+    reading = read(model, args, kwargs)
+    observed = observed_site(reading.sites)
+    _check_latent(reading, observed)
+    bases = base_sites(reading.sites)
+    hypers = [name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])]
+    weights = {bases.get(name, name): name for name in reading.latent if name not in hypers}
     if not weights:
         raise argument_error(CALL, "model", "no weights", "Give the weights a Normal prior.")
-    run = _Runs(model, args, kwargs, trace, weights, hypers)
-    reached = run.reached(observed)
-    at, distributions = run.priors()
+    reached = _reached(reading, weights, hypers, observed)
+    at, distributions = _priors(reading, weights, hypers)
     found = {name: _weight(name, base, reached[name], at) for name, base in weights.items()}
     noise = tuple(name for name in hypers if name in reached[observed])
     _check_roles(found, reached[observed], noise)
-    return Sites(found, distributions, noise, observed)
+    return Roles(found, distributions, noise, observed)
 
 
-def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
-    check_imputed(CALL, trace)
-    data_plates = {frame.name for frame in trace[observed]["cond_indep_stack"]}
-    for name, site in latent.items():
+def _check_latent(reading: Reading, observed: str) -> None:
+    check_imputed(CALL, reading.sites)
+    data_plates = {frame.name for frame in reading.sites[observed]["cond_indep_stack"]}
+    for name in reading.latent:
+        site = reading.sites[name]
         if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(site):
             instead = "Change the prior itself; for a flat one pass a wide prior."
             raise refuse(name, "whose prior is masked or scaled", instead)
@@ -97,21 +84,9 @@ def _check_latent(trace: Trace, latent: Trace, observed: str) -> None:
         if local:
             why = f"inside the plate {local[0]!r} of the data"
             raise refuse(name, why, "Each data point would have its own weight.")
-    for name, site in trace.items():
-        if site["type"] in ("param", "mutable"):
+    for name, site in reading.sites.items():
+        if site["type"] in PARAMETERS:
             raise refuse(name, f"a `{site['type']}` site", "Give it a prior, or fix it with `handlers.substitute`.")
-
-
-def _reparameterized(trace: Trace, latent: Trace) -> dict[str, str]:
-    """``{w_base: w}`` for the sites that a reparameterizer samples in another space."""
-    found = {}
-    for name in latent:
-        for suffix in REPARAMETERIZED:
-            whole = name.removesuffix(suffix)
-            same = whole != name and trace.get(whole, {}).get("type") == "deterministic"
-            if same and jnp.shape(trace[whole]["value"]) == jnp.shape(trace[name]["value"]):
-                found[name] = whole
-    return found
 
 
 def _is_weight(fn: dist.Distribution) -> bool:
@@ -130,86 +105,66 @@ def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(loc, float), jnp.asarray(scale, float)
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """Runs of the model that show how its sites depend on each other."""
+def _reached(
+    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
+) -> dict[str, set[str]]:
+    """The latent sites from which the prior of each weight, and the observation, are computed."""
 
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
-    trace: Trace
-    weights: Mapping[str, str]
-    hypers: Sequence[str]
+    def priors(sites: Sites) -> dict[str, Any]:
+        values = {name: sites[name]["value"] if name != latent else 0.0 for name, latent in weights.items()}
+        return {name: [_projected(sites[weights[name]]["fn"]), value] for name, value in values.items()}
 
-    def __call__(self, values: Mapping[str, Any]) -> Trace:
-        return run_model(self.model, values, self.args, self.kwargs)
+    def others(sites: Sites) -> dict[tuple[str, str], Any]:
+        fn = sites[observed]["fn"]
+        found = {("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers}
+        found["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
+        return found | {("data", observed): [sites[observed]["value"], unmasked_elements(fn)]}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return np.shape(self.trace[name]["value"])
+    reached = {name: found - {weights[name]} for name, found in reading.depends(priors).items()}
+    whole = reading.depends(others, {*reading.latent, *weights})
+    above = {name: whole["prior", name] for name in hypers}
+    above |= {name: reached[name] - set(hypers) for name in weights}
+    for name, parents in above.items():
+        if parents:
+            instead = "A weight may have one positive hyperparameter, its scale, and no more."
+            raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
+    if parents := whole["data", observed]:
+        raise refuse(observed, f"whose values, or mask, depend on {min(parents)!r}", "Pass them as data.")
+    return {**reached, observed: whole["likelihood", observed]}
 
-    def reached(self, observed: str) -> dict[str, set[str]]:
-        """The latent sites from which the prior of each weight, and the observation, are computed."""
-        latents = {*self.weights.values(), *self.hypers}
-        values = {name: np.ones(self.shape(name)) for name in latents | set(self.weights)}
 
-        def programs(values: Mapping[str, Any]) -> dict[str, Any]:
-            prior = self({k: v for k, v in values.items() if k in latents})
-            found = {
-                name: [_projected(prior[latent]["fn"]), prior[name]["value"] if name != latent else 0.0]
-                for name, latent in self.weights.items()
-            }
-            whole = self(values)
-            hypers = {f"{name} ": jax.tree.leaves(whole[name]["fn"]) for name in self.hypers}
-            data = [whole[observed]["value"], unmasked_elements(whole[observed]["fn"])]
-            likelihood = jax.tree.leaves(unwrapped(whole[observed]["fn"], masked=True))
-            return {**found, **hypers, observed: likelihood, f"{observed} ": data}
+def _priors(
+    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str]
+) -> tuple[list[dict], dict[str, dist.Distribution]]:
+    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...; priors of the rest.
 
-        reached = dependence(programs, values)
-        for name, latent in self.weights.items():
-            reached[name].discard(latent)
-        above = {name: reached[f"{name} "] for name in self.hypers}
-        above |= {name: reached[name] - set(self.hypers) for name in self.weights}
-        for name, parents in above.items():
-            if parents:
-                instead = "A weight may have one positive hyperparameter, its scale, and no more."
-                raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
-        if parents := reached[f"{observed} "]:
-            raise refuse(observed, f"whose values, or mask, depend on {min(parents)!r}", "Pass them as data.")
-        return reached
+    The sd of a weight that is not an affine function of its own base is NaN.
+    """
+    random = np.random.default_rng(0)
+    bases = {w: latent for w, latent in weights.items() if w != latent}
+    probes = {w: random.normal(size=shape.shape) for w, shape in reading.shapes(bases).items()}
+    ends = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
 
-    def priors(self) -> tuple[list[dict], dict[str, dist.Distribution]]:
-        """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...; priors of the rest.
+    def prior(reading: Reading, values: dict) -> dict[str, Any]:
+        at = [reading.at(values | {bases[w]: p for w, p in point.items()}) for point in (*ends, probes)]
+        found = {w: _projected(at[0][latent]["fn"]) for w, latent in weights.items()}
+        for w in bases:
+            zero, one, checked = (sites[w]["value"] for sites in at)
+            mean, sd = found[w]
+            plain = jnp.isclose(checked, zero + (one - zero) * probes[w]) & (mean == 0) & (sd == 1)
+            found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
+        return found
 
-        The sd of a weight that is not an affine function of its own base is NaN.
-        """
-        random = np.random.default_rng(0)
-        bases = {w: latent for w, latent in self.weights.items() if w != latent}
-        probes = {name: random.normal(size=self.shape(name)) for name in bases}
-        ends = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
+    counts = {n: 1.0 + np.arange(s.size).reshape(s.shape) for n, s in reading.shapes(hypers).items()}
+    points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
+    values = {name: np.stack([f * count**power for f, power in points]) for name, count in counts.items()}
 
-        def prior(values: dict) -> dict[str, Any]:
-            sites = self(values)
-            found = {w: _projected(sites[w]["fn"]) for w, latent in self.weights.items() if w == latent}
-            at = [self(values | {bases[w]: p for w, p in point.items()}) for point in (*ends, probes)]
-            for w, latent in bases.items():
-                zero, one, checked = (sites[w]["value"] for sites in at)
-                mean, sd = _projected(at[0][latent]["fn"])
-                plain = jnp.isclose(checked, zero + (one - zero) * probes[w]) & (mean == 0) & (sd == 1)
-                found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
-            return found
+    def program(reading: Reading, values: dict) -> tuple[dict, dict]:
+        at = jax.lax.map(lambda one: prior(reading, one[1]), (np.arange(len(points)), values))
+        return at, {name: site["fn"] for name, site in reading.at({}, only=hypers).items()}
 
-        shapes = {name: self.shape(name) for name in self.hypers}
-        counts = {n: 1.0 + np.arange(np.prod(s, dtype=int)).reshape(s) for n, s in shapes.items()}
-        points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
-        values = {name: np.stack([f * counts[name] ** power for f, power in points]) for name in self.hypers}
-
-        def program(values: dict) -> tuple[dict, dict]:
-            sites = self({})
-            at = jax.lax.map(lambda one: prior(one[1]), (np.arange(len(points)), values))
-            return at, {name: sites[name]["fn"] for name in self.hypers}
-
-        at, fns = jax.device_get(shared(program, once=True)(values))
-        return [jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))], fns
+    at, fns = jax.device_get(reading.run(program, values))
+    return [jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))], fns
 
 
 def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from numpyro_bnn.guides.elbo.weight_uses import dot_axes
+from numpyro_bnn.moments.elementwise import ELEMENTWISE
 from numpyro_bnn.moments.interpret import Equation
 
 
@@ -152,7 +153,8 @@ LINEAR: dict[str, Linear] = {
     "in cases": lambda holders: 0 not in holders,
 }
 STAY = _to(lambda equation, place: place.axis)
-RULES: dict[str, tuple[Move, str]] = {
+RULES: dict[str, tuple[Move, str]] = dict.fromkeys(ELEMENTWISE, (STAY, "in none"))
+RULES |= {
     "transpose": (_to(lambda eqn, place: tuple(eqn.params["permutation"]).index(place.axis)), "in all"),
     "broadcast_in_dim": (_to(lambda eqn, place: eqn.params["broadcast_dimensions"][place.axis]), "in all"),
     "reduce_sum": (_reduce, "in all"),
@@ -179,11 +181,8 @@ RULES |= dict.fromkeys(_LINEAR.split(), (STAY, "in all"))
 _REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 RULES |= dict.fromkeys(_REDUCTIONS.split(), (_reduce, "in none"))
 RULES |= dict.fromkeys(("cummax", "cummin", "cumprod", "cumlogsumexp"), (_unless_along("axis"), "in none"))
-_ELEMENTWISE = """
-    abs ceil floor round sign square sqrt rsqrt cbrt exp exp2 expm1 log log1p logistic
-    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
-    erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e
-    max min clamp rem pow integer_pow nextafter convert_element_type bitcast_convert_type population_count
-    eq ne lt le gt ge is_finite and or xor not shift_left shift_right_arithmetic shift_right_logical
+_OTHERS = """
+    ceil floor round polygamma zeta igamma igammac regularized_incomplete_beta rem nextafter bitcast_convert_type
+    population_count shift_left shift_right_arithmetic shift_right_logical
 """
-RULES |= dict.fromkeys(_ELEMENTWISE.split(), (STAY, "in none"))
+RULES |= dict.fromkeys(_OTHERS.split(), (STAY, "in none"))

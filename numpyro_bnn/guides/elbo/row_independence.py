@@ -226,7 +226,7 @@ class _Search:
         use = enters_as(equation, i)
         if use is None or (use.kind == "gather" and isinstance(values[1], Rows)):
             return None
-        return self._enter(weight.site, use, self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]))
+        return self._enter(equation, weight.site, use, self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]))
 
     def _value(self, equation: Equation, weight: _Weight, i: int) -> Rows | _Free:
         """A weight as an ordinary value: drawn for every row if it has been broadcast."""
@@ -242,11 +242,12 @@ class _Search:
         own = tuple(1 if a in grown else n for a, n in enumerate(shape))
         rows = {axis: [Piece(shape[axis], True)] for axis in grown}
         outputs = tuple(a for a in range(len(shape)) if a not in grown)
-        return self._enter(weight.site, Use("broadcast", own, shape, rows, outputs, equation.where()))
+        return self._enter(equation, weight.site, Use("broadcast", own, shape, rows, outputs, equation.where()))
 
-    def _enter(self, site: str, use: Use, data: Rows | None = None) -> Rows | _Free:
+    def _enter(self, equation: Equation, site: str, use: Use, data: Rows | None = None) -> Rows | _Free:
         """Record a use, and give its output the labels of its rows."""
         known = self.uses.setdefault(site, use)
+        known.entries.append(equation.jaxpr_equation)
         both_broadcast = known.kind == use.kind == "broadcast" and known.rows.keys() == use.rows.keys()
         alike = both_broadcast and (known.shape, known.out_shape) == (use.shape, use.out_shape)
         if known is not use and not alike:  # two identical broadcasts take the same random numbers

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
+from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
 AFFINE = frozenset({"add", "sub", "mul", "div"})
@@ -39,6 +40,7 @@ class Use:
     other_shape: tuple[int, ...] = ()  # of the operand that multiplies the weight
     links: Mapping[int, int] = field(default_factory=dict)  # output axis of rows -> axis of that operand
     inputs: tuple[int, ...] = ()  # axes of that operand which index inputs of the weight
+    entries: list[Any] = field(default_factory=list)  # the equations of the program where it enters
 
     @property
     def local(self) -> bool:
@@ -142,25 +144,17 @@ def _spread(values: jax.Array, axes: Axes) -> jax.Array:
     return values.reshape([prod(parts) for parts in sizes])
 
 
-def _cut(flat: jax.Array, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, jax.Array]:
-    parts, start = {}, 0
-    for name, shape in shapes.items():
-        parts[name] = flat[start : start + prod(shape)].reshape(shape)
-        start += prod(shape)
-    return parts
-
-
 def _normals(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
     shapes = {name: _compact(axes) for name, axes in wanted.items()}
     flat = random.normal(rng_key, (sum(map(prod, shapes.values())),))
-    return {name: _spread(part, wanted[name]) for name, part in _cut(flat, shapes).items()}
+    return {name: _spread(part, wanted[name]) for name, part in cut(flat, shapes).items()}
 
 
 def _signs(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that rows are contiguous."""
     shapes = {name: _compact(axes) for name, axes in wanted.items()}
     words = {name: _word_shape(shape) for name, shape in shapes.items()}
-    bits = _cut(random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32), words)
+    bits = cut(random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32), words)
     return {name: _spread(_unpack(part, shapes[name]), wanted[name]) for name, part in bits.items()}
 
 
@@ -174,54 +168,39 @@ def _unpack(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return (1 - 2 * bits.astype(jnp.int32)).reshape(-1)[: prod(shape)].reshape(shape).astype(float)
 
 
-@dataclass(frozen=True)
-class RandomWeight:
-    """Independent N(mean, sd^2); ``sd`` may be negative, ``grown`` says whether broadcasting has repeated it."""
+class RandomWeight(NamedTuple):
+    """Independent N(mean, sd^2), or their affine images; ``sd`` may be negative."""
 
     site: str
     mean: jax.Array
     sd: jax.Array
-    grown: bool = False
 
 
-def run(program: Any, values: Sequence[Any], needed: Sequence[bool], noise: Mapping, call: str) -> list[Any]:
+def run(
+    program: Any, values: Sequence[Any], needed: Sequence[bool], uses: Mapping[str, Use], noise: Mapping, call: str
+) -> list[Any]:
     """Outputs of a program some of whose inputs are :class:`RandomWeight`, with the noise of their uses."""
-    walk = Interpreter({}, lambda value: isinstance(value, RandomWeight), call, _Sampler(noise).visit)
+    walk = Interpreter({}, lambda value: isinstance(value, RandomWeight), call, _Sampler(uses, noise).visit)
     return walk.run(program.jaxpr, program.consts, values, needed)
 
 
 @dataclass(frozen=True)
 class _Sampler:
+    uses: Mapping[str, Use]
     noise: Mapping[str, Noise]
 
     def visit(self, equation: Equation, *operands: Any) -> Any:
-        """The rule of every primitive; ``find_uses`` has found which weights enter where."""
-        weights = [i for i, value in enumerate(operands) if isinstance(value, RandomWeight)]
-        if len(weights) == 1:
-            result = self._one_weight(equation, list(operands), weights[0])
-            if result is not None:
-                return result
-        return equation.bind(*(self._value(v) if isinstance(v, RandomWeight) else v for v in operands))
-
-    def _one_weight(self, equation: Equation, operands: list[Any], i: int) -> Any:
-        weight, name = operands[i], equation.name
-
-        def image(part: jax.Array) -> jax.Array:
-            return equation.bind(*operands[:i], part, *operands[i + 1 :])
-
-        same = equation.outputs[0].shape == weight.mean.shape
-        if name in ELEMENTWISE or (name in SHAPING and not weight.grown):
-            sd = -weight.sd if name == "neg" else image(weight.sd)
-            return RandomWeight(weight.site, image(weight.mean), sd, weight.grown)
-        if name in AFFINE and same and not (name == "div" and i == 1):
-            sd = image(weight.sd) if name in ("mul", "div") else weight.sd
-            sd = -sd if name == "sub" and i == 1 else sd
-            return RandomWeight(weight.site, image(weight.mean), sd, weight.grown)
-        if name == "broadcast_in_dim" and not weight.grown:
-            return RandomWeight(weight.site, image(weight.mean), image(weight.sd), bool(grown_axes(equation)))
-        if not weight.grown and enters_as(equation, i) is not None:
-            return self._enter(equation, operands, i)
-        return None
+        """The rule of every primitive: a weight is drawn where it enters, and until then keeps its moments."""
+        values = list(operands)
+        for i, weight in enumerate(operands):
+            if isinstance(weight, RandomWeight):
+                use = self.uses[weight.site]
+                if not any(equation.jaxpr_equation is entry for entry in use.entries):
+                    return _affine_image(equation, values, i)
+                if use.kind != "broadcast":
+                    return self._enter(equation, values, i)
+                values[i] = self._value(weight)
+        return equation.bind(*values)
 
     def _value(self, weight: RandomWeight) -> jax.Array:
         """A broadcast weight, drawn for each row."""
@@ -250,6 +229,16 @@ class _Sampler:
         else:
             sd = _sqrt(product(jnp.square(other), jnp.square(weight.sd)))
         return product(other, weight.mean) + sd * noise.normal.astype(sd.dtype)
+
+
+def _affine_image(equation: Equation, operands: list[Any], i: int) -> RandomWeight:
+    weight, name = operands[i], equation.name
+
+    def image(part: jax.Array) -> jax.Array:
+        return equation.bind(*operands[:i], part, *operands[i + 1 :])
+
+    sd = weight.sd if name in ("add", "sub", "neg") else image(weight.sd)
+    return RandomWeight(weight.site, image(weight.mean), -sd if (name, i) in (("sub", 1), ("neg", 0)) else sd)
 
 
 def _positions(equation: Equation, operand: int, signs_out: jax.Array) -> tuple[int, int, int] | None:
