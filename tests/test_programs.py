@@ -176,6 +176,25 @@ def test_a_second_export_of_a_guide_compiles_nothing(compiled):
     assert counts[1] == 0 < counts[0]
 
 
+@pytest.mark.parametrize("way", ["kernel", "guide"])
+def test_a_first_export_compiles_few_programs(way, compiled):
+    """No operation by itself; the shapes are new to this process. They were 24 and 13."""
+    rows = {"kernel": 21, "guide": 23}[way]
+    x = random.normal(random.key(0), (rows, 2))
+    if way == "kernel":
+        result = MCMC(infer.MALA(line, step_size=0.1), num_warmup=0, num_samples=5, progress_bar=False)
+        result.run(random.key(0), x, x[:, 0])
+        options = {}
+    else:
+        guide = guides.AutoMeanField(line)
+        svi = SVI(line, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
+        result = guides.fit(svi, random.key(0), 5, x, x[:, 0], progress_bar=False)
+        options = {"guide": guide, "args": (x, x[:, 0]), "num_samples": 5}
+    before = len(compiled)
+    to_inference_data(result, **options)
+    assert len(compiled) - before <= 10
+
+
 def test_symmetries_of_other_data_compile_nothing(compiled):
     """Finding them, and preparing moves along them, uses the programs of the data before."""
     net = nn.MLP([5, 1], "relu")
@@ -307,6 +326,27 @@ def test_values_reach_the_inside_of_loops():
     assert float(reading.at({"z": jnp.array([5.0, 6.0, 7.0])})["last"]["value"]) == 7.0
     depends = reading.depends(lambda sites: {"last": sites["last"]["value"], "y": sites["y"]["fn"]})
     assert all("z" in used for used in depends.values())  # a loop mixes what it is given
+
+
+def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
+    """The sites follow from the data that are inputs; each is known by its place among the arguments."""
+
+    def model(group, x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+        f = numpyro.deterministic("f", w[group] * x)
+        numpyro.sample("y", dist.Normal(f, 1.0).to_event(1), obs=y)
+
+    reading = Reading(model, (np.array([0, 1, 1]), X), {"y": 2 * X})
+    sources = reading.sources(lambda sites: {name: site["value"] for name, site in sites.items()})
+    assert sources == {"w": set(), "f": {"_[1]"}, "y": {"y"}}
+    np.testing.assert_array_equal(reading.at({"w": jnp.array([1.0, 2.0])})["f"]["value"], [0.0, 2.0, 4.0])
+
+
+def test_a_fixed_site_is_read_without_a_warning():
+    """``handlers.substitute`` gives it a value, which another may replace."""
+    reading = Reading(handlers.substitute(linear, {"w": 3.0}), (X, X))
+    assert float(reading.at()["y"]["fn"].loc[1]) == 3.0
+    assert float(reading.at({"w": 5.0})["y"]["fn"].loc[1]) == 5.0
 
 
 def test_distributions_of_users_are_read():

@@ -117,7 +117,6 @@ class AutoBlocks(CompiledAutoNormal):
         self._make_blocks()
 
     def _subsampled_plates(self, name: str) -> list[str]:
-        """The subsampled plates that contain a site."""
         frames = self._latent()[name]["cond_indep_stack"]
         return [f.name for f in frames if f.size != self._prototype_frame_full_sizes[f.name]]
 
@@ -278,13 +277,11 @@ class AutoBlocks(CompiledAutoNormal):
             raise argument_error(f"{self._call}.{method}", "params", "those of another guide", instead)
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
-        """The distributions of the sites outside the blocks."""
         joint = {name for block, _ in self._blocks for name in block.shapes}
         prefixes = {name: f"{name}_{self.prefix}" for name in self._transforms if name not in joint}
         return {n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"]) for n, at in prefixes.items()}
 
     def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
-        """The distributions of the blocks."""
 
         def build() -> list[dist.Distribution]:
             return [family.distribution(block) for block, family in self._blocks]

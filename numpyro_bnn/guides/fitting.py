@@ -153,7 +153,6 @@ class _Run:
 
     @property
     def count(self) -> int:
-        """Steps taken."""
         return self.done[1]
 
     @property

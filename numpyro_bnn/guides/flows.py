@@ -38,13 +38,9 @@ class Conditioner(NamedTuple):
 
 
 def declare_conditioner(name: str, inputs: int, outputs: int, hidden: Sequence[int]) -> Conditioner:
-    """Declare the parameters ``<name>_kernel<i>`` and ``<name>_bias<i>`` of a conditioner.
+    """Declare the parameters ``<name>_kernel<i>`` and ``<name>_bias<i>`` of a conditioner with these hidden layers.
 
-    With h hidden units there are h (inputs + 1) + outputs (h + 1) of them: linear in both. The last layer starts at
-    zero, so that the transform starts as the identity.
-
-    :param inputs: size of the half that the conditioner reads.
-    :param hidden: widths of the hidden layers.
+    The last layer starts at zero, so that the transform starts as the identity.
     """
     sizes = [inputs, *hidden, outputs]
     kernels, biases = [], []
@@ -67,17 +63,10 @@ class AffineCoupling(Transform):
 
     .. math:: y_A = x_A, \qquad y_B = x_B \odot e^{b \tanh(s(x_A)/b)} + t(x_A).
 
-    A is the leading part of ``split`` coordinates and B the rest; with ``swap`` the other way round. Inverse and
-    log det cost as much as the forward pass. Any number of batch dimensions may precede the vector. It is the
-    identity if its conditioner gives zero; it changes a scale by at most the factor e^b, so that no step of an
-    optimizer can overflow; Gaussian tails stay Gaussian, heavy tails stay heavy.
-
-    :param conditioner: maps (..., D_A) to (..., 2 D_B): s, then t.
-    :param split: size of the leading part.
-    :param swap: change the leading part instead of the rest.
-    :param bound: b > 0.
-
-    Reference: Dinh, Sohl-Dickstein & Bengio (2017), *Density estimation using Real NVP*, equations 4-8.
+    A is the leading part of ``split`` coordinates and B the rest; with ``swap`` the other way round. The conditioner
+    maps (..., D_A) to (..., 2 D_B): s, then t. Inverse and log det cost as much as the forward pass. It is the
+    identity if its conditioner gives zero, and changes a scale by at most the factor e^b, so that no step of an
+    optimizer can overflow. Reference: Dinh, Sohl-Dickstein & Bengio (2017), equations 4-8.
     """
 
     domain = constraints.real_vector

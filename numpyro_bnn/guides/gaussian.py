@@ -21,11 +21,8 @@ class AutoMeanField(AutoBlocks):
     given its hyper-sites h is Normal too. This is valid because h does not depend on w in this guide.
 
     :param model: a NumPyro model.
-    :param init_scale: see :class:`AutoBlocks`; by pattern, e.g. ``{"*.kernel": 0.01}``, to control single sites.
-    :param init_loc_fn: strategy for the initial means.
-    :param condition_on_scales: let weights with centered hierarchical priors follow their scales.
-    :param prefix: part of the parameter names ``<site>_<prefix>_loc`` and ``<site>_<prefix>_scale``.
-    :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for minibatches.
+    :param settings: ``init_scale`` (by pattern, e.g. ``{"*.kernel": 0.01}``, to control single sites),
+        ``init_loc_fn``, ``condition_on_scales``, ``prefix``, ``create_plates`` of :class:`AutoBlocks`.
 
     Reference: Blundell et al. (2015), *Weight uncertainty in neural networks*; Graves (2011).
 

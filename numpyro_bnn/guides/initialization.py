@@ -67,13 +67,11 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
 
 
 def _normal_moments(fn: Any) -> list[jax.Array] | None:
-    """Loc and scale of a normal prior, as floats."""
     found = affine_normal(fn, masked=True)
     return found and [jnp.asarray(part, jnp.result_type(part, float)) for part in found]
 
 
 def _weight(name: str) -> str:
-    """The weight that a base site belongs to."""
     for suffix in BASE_SUFFIXES:
         name = name.removesuffix(suffix)
     return name

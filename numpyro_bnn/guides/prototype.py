@@ -21,7 +21,6 @@ class CompiledAutoNormal(AutoNormal):
     """AutoNormal with the same initial values, found by one program; NumPyro runs each operation by itself."""
 
     def _latent(self) -> dict[str, dict[str, Any]]:
-        """The latent sites of the model, in its order."""
         trace = (self.prototype_trace or {}).items()
         return {n: s for n, s in trace if s["type"] == "sample" and not s["is_observed"]}
 

@@ -129,9 +129,17 @@ class Reading:
         return found
 
     def _read(self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> list:
+        #: Sites, also parameters, whose values are given inside the model.
+        self.fixed: set[str] = set()
+
+        def value(site: Site) -> Any:
+            if site["value"] is None:
+                return init_to_sample(site)
+            return self.fixed.add(site["name"])
+
         seen, seeded = _marked(), handlers.seed(self._model, rng_key)
         with seen:
-            drawn = handlers.substitute(seeded, substitute_fn=_drawn)
+            drawn = handlers.substitute(seeded, substitute_fn=value)
             found = handlers.trace(drawn).get_trace(*args, **kwargs)
             if seen.loops:  # values must reach the inside of loops
                 latent = {name: found[name]["value"] for name in _names(found, observed=False)}
@@ -288,10 +296,6 @@ def initial_values(
         if not isinstance(valid, jax.core.Tracer) and not valid:
             z, _, trace = search(rng_key, args, kwargs)  # raises, and warns of values outside of supports
     return z, trace
-
-
-def _drawn(site: Site) -> Any:
-    return init_to_sample(site) if site["value"] is None else None
 
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:

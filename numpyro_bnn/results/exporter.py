@@ -17,11 +17,17 @@ from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
-from numpyro_bnn.results.naming import parameter_dims, safe, site_dims
-from numpyro_bnn.results.replay import CALL, map_draws, site_trace, site_values, sites_by_training, zero_draws
+from numpyro_bnn.results.replay import CALL, map_draws, site_values, sites_at, zero_draws
 
 SAMPLE_DIMS = ("chain", "draw")
 MOST_ROWS = 10_000  # training rows that are predicted without being asked for
+# Names of the axes of a network parameter, by the last part of its name and its rank.
+PARAMETER_AXES = {
+    ("kernel", 2): ("in", "out"),
+    ("kernel", 4): ("h", "w", "in", "out"),
+    ("bias", 1): ("out",),
+    ("scale", 1): ("out",),
+}
 
 
 class Exporter:
@@ -103,10 +109,8 @@ class Exporter:
 
     def predicts_training_rows(self, asked: bool | None) -> bool:
         """Whether to predict the training rows: as asked, else with a warning only if there are few."""
-        rows = max(
-            (np.shape(self.sites[name]["value"])[0] for name in self.redrawn if np.ndim(self.sites[name]["value"])),
-            default=0,
-        )
+        shapes = [np.shape(self.sites[name]["value"]) for name in self.redrawn]
+        rows = max((shape[0] for shape in shapes if shape), default=0)
         if asked is None and rows > MOST_ROWS:
             message = f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for it by"
             warnings.warn(f"{message} `posterior_predictive=True`, or leave it out by `False`.", stacklevel=3)
@@ -130,7 +134,7 @@ class Exporter:
 
         def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple) -> dict[str, jax.Array]:
             values: dict[str, jax.Array] = {}
-            at: Callable = partial(site_trace, fit.model, {**params, **draw}, key, *call)
+            at: Callable = partial(sites_at, fit.model, {**params, **draw}, key, call)
             given = at()
             if predictive:
                 values |= self._predicted(at(predict=self.redrawn)) | self._functions(given)
@@ -161,11 +165,11 @@ class Exporter:
         scored = bool(self.observed) and self.observed <= given
 
         def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: Any) -> dict[str, jax.Array]:
-            at: Callable = partial(sites_by_training, model, {**params, **draw}, key, *calls)
+            at: Callable = partial(sites_at, model, {**params, **draw}, key, *calls)
             sites = at(predict=self.redrawn)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
-                scores = self._log_likelihood(at(predict=()))
+                scores = self._log_likelihood(at())
                 values |= {self._derived(name, "log_likelihood"): value for name, value in scores.items()}
             return values
 
@@ -200,23 +204,20 @@ class Exporter:
             values[safe(name)] = sites[name]["value"]
             mean = replay.observation_mean(sites[name]["fn"])
             if mean is not None:
-                values[self._derived(name, mean.suffix)] = mean.value
+                values[self._derived(name, mean[0])] = mean[1]
         return values
 
     def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        """Deterministic sites that are functions of the inputs."""
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
     def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        """Pointwise log likelihoods of the observed sites."""
         return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in self.observed_sites}
 
     # -- datasets --------------------------------------------------------------------------------------
 
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
-        dims = {name: SAMPLE_DIMS + self._dims(name, value.shape[2:]) for name, value in values.items()}
-        return self._dataset({name: (dims[name], value) for name, value in values.items()})
+        return self._dataset({n: (SAMPLE_DIMS + self._dims(n, v.shape[2:]), v) for n, v in values.items()})
 
     def _sampled(
         self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
@@ -287,3 +288,46 @@ def _values(sites: Sites) -> dict[str, Any]:
 def _densities(sites: Sites) -> dict[str, Any]:
     samples = {name: site for name, site in sites.items() if site["type"] == "sample"}
     return {name: site["fn"].log_prob(site["value"]) for name, site in samples.items()}
+
+
+def safe(name: str) -> str:
+    """Variable name that netCDF and DataTree accept: the ``/`` of a site becomes a dot.
+
+    >>> safe("net/Dense_0.kernel")
+    'net.Dense_0.kernel'
+    """
+    return name.replace("/", ".")
+
+
+def parameter_dims(name: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """Dimensions of a posterior variable without chain and draw.
+
+    Kernels and biases get ``_in``, ``_out`` (and ``_h``, ``_w``) after their name, everything else ArviZ's
+    ``<name>_dim_<i>``.
+
+    >>> parameter_dims("net.Dense_0.kernel", (3, 8))
+    ('net.Dense_0.kernel_in', 'net.Dense_0.kernel_out')
+    >>> parameter_dims("tau", (2,))
+    ('tau_dim_0',)
+    """
+    leaf = name.rsplit(".", 1)[-1].removesuffix("_base")
+    axes = PARAMETER_AXES.get((leaf, len(shape))) if "." in name else None
+    return tuple(f"{name}_{axis}" for axis in axes or [f"dim_{i}" for i in range(len(shape))])
+
+
+def site_dims(site: Mapping[str, Any], name: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """Dimensions of a value of a site, without chain and draw: plates by their names, the other axes numbered.
+
+    >>> from numpyro.primitives import CondIndepStackFrame
+    >>> site_dims({"cond_indep_stack": [CondIndepStackFrame("data", -1, 5)]}, "y", (5, 2))
+    ('data', 'y_dim_1')
+    """
+    # Batch axes come before event axes, the outermost plate (most negative dim) first.
+    plates = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
+    dims = [f"{name}_dim_{i}" for i in range(len(shape))]
+    offset = -plates[0].dim if plates else 0
+    for frame in plates:
+        axis = offset + frame.dim
+        if axis < len(shape) and np.shape(shape) and shape[axis] == frame.size:
+            dims[axis] = safe(frame.name)
+    return tuple(dims)

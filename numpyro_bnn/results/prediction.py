@@ -10,12 +10,10 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.networks import record_statistics
-from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.plates import PARAMETERS, full_trace
+from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
-from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
+from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
 from numpyro_bnn.results.fit import Fit
-from numpyro_bnn.results.naming import safe
 from numpyro_bnn.results.replay import bind
 
 
@@ -49,11 +47,11 @@ def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None =
     """
     held, arguments = _arviz.opened(idata), bind(model, args, kwargs)
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
-    draws = _draws_of_sites(model, arguments, _values(held, "posterior"), observed)
+    with record_statistics() as recorded:
+        reading = Reading(model, *arguments.call())
+    draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
     exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None)
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
-    with record_statistics() as recorded:
-        Reading(model, *arguments.call())
     if lacking and any(recorded.calls):
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."
         raise argument_error("predict", "idata", f"no `constant_data` of {lacking}", instead)
@@ -76,32 +74,20 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
 
 
 def _draws_of_sites(
-    model: Callable, arguments: Arguments, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
+    reading: Reading, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Draws by site: every latent site must have some, and every variable must be a site."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    known: dict[str, str] = {}
-    learned: list[str] = []
-
-    def note(site: dict[str, Any]) -> None:
-        known[safe(site["name"])] = site["name"]
-        if site["type"] == "sample" and site["value"] is None and safe(site["name"]) not in observed:
-            shapes[site["name"]] = site["fn"].shape()
-        elif site["type"] in PARAMETERS and site["value"] is None:
-            learned.append(site["name"])
-
-    def read() -> None:
-        trace = full_trace(model, note, *arguments.call())
-        # A network of another library has placeholders for the weights that are sampled.
-        learned[:] = [name for name in learned if jax.tree.leaves(trace[name]["value"])]
-
-    jax.eval_shape(read)
+    drawn = [name for name in reading.latent if name not in reading.fixed and safe(name) not in observed]
+    shapes = {name: found.shape for name, found in reading.shapes(drawn).items()}
+    params = {n: s["value"] for n, s in reading.sites.items() if s["type"] in PARAMETERS and n not in reading.fixed}
+    # A network of another library has placeholders for the weights that are sampled.
+    learned = [name for name, value in params.items() if jax.tree.leaves(value)]
     found = {name: posterior[safe(name)] for name in shapes if safe(name) in posterior}
     unlike = [f"{n!r} is {found[n].shape[2:]}, not {shapes[n]}" for n in found if found[n].shape[2:] != shapes[n]]
     faults = {
         "no draws of the sites": sorted(shapes.keys() - found.keys()),
         "no values of the parameters": learned,
-        "variables that are no sites": sorted(posterior.keys() - known.keys()),
+        "variables that are no sites": sorted(posterior.keys() - set(map(safe, reading.sites))),
         "draws of another shape": unlike,
     }
     if any(faults.values()):

@@ -1,7 +1,7 @@
 """Call a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, Call, as_numpy
 from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
+from numpyro_bnn.program.reading import Sites
 
 CALL = "to_inference_data"
 # Draws of which this many times more would fit into the memory of a chunk are few.
@@ -62,38 +63,37 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
     return arguments.with_values({**new, **dropped})
 
 
-def site_trace(
-    model: Callable,
-    draw: Draws,
-    rng_key: jax.Array,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    predict: Collection[str] = (),
-) -> dict[str, dict[str, Any]]:
+def sites_at(
+    model: Callable, draw: Draws, rng_key: Any, call: Call, training: Call | None = None, *, predict: Any = ()
+) -> Sites:
     """Trace of ``model`` with its latent sites at ``draw`` and its plates full.
 
     :param draw: values of latent sites, and of parameters that are known.
-    :param predict: observed sites to be drawn instead of using their data.
+    :param training: use the statistics of batch normalizations of this call.
+    :param predict: names of observed sites to be drawn instead of using their data.
     """
 
     def latent(site: dict[str, Any]) -> Any:
         # Deterministic sites are recomputed: the draw holds their values for the training data.
         return draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
 
+    def run(call: Call, predict: Collection[str] = ()) -> Sites:
+        return full_trace(unobserved(model, predict), latent, *call, rng_key)
+
     # Draws of a diverged chain are NaN; validation would raise an error and lose the other chains.
     with numpyro.validation_enabled(False):
-        return full_trace(unobserved(model, predict), latent, args, kwargs, rng_key)
+        if training is None:
+            return run(call, predict)
+        with record_statistics() as recorded:
+            run(training)
+        with use_statistics(recorded.calls):
+            return run(call, predict)
 
 
 def site_values(
-    model: Callable,
-    draw: Draws,
-    rng_key: jax.Array,
-    call: Call,
-    training: Call | None = None,
-    observed: Collection[str] | None = None,
-) -> dict[str, dict[str, Any]]:
-    """:func:`site_trace` with the values of parameters and observed sites, computed by one program.
+    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None = None, observed: Any = None
+) -> Sites:
+    """:func:`sites_at` with the values of parameters and observed sites, computed by one program.
 
     Each observed site also says which of its elements no mask leaves out, as ``"unmasked"``. Of other sites only what
     is known without computing can be read.
@@ -101,10 +101,10 @@ def site_values(
     :param training: use the statistics of batch normalizations of this call.
     :param observed: names of observed sites, to be drawn; by default those that the model observes, with their data.
     """
-    sites: dict[str, dict[str, Any]] = {}
+    sites: Sites = {}
 
-    def values(given: tuple, calls: tuple, _: Any) -> dict[str, dict[str, Any]]:
-        sites.update(sites_by_training(model, *given, *calls, predict=observed or ()))
+    def values(given: tuple, calls: tuple, _: Any) -> Sites:
+        sites.update(sites_at(model, *given, *calls, predict=observed or ()))
         return {name: _computed(site, observed) for name, site in sites.items()}
 
     found = jax.device_get(compiled.run(values, (draw, rng_key), (call, training), {}))
@@ -124,37 +124,18 @@ def _computed(site: Mapping[str, Any], observed: Collection[str] | None) -> dict
     return {}
 
 
-def sites_by_training(
-    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None, *, predict: Collection[str]
-) -> dict[str, dict[str, Any]]:
-    """:func:`site_trace` whose networks use their batch statistics on the training data, if there are any."""
-    if training is None:
-        return site_trace(model, draw, rng_key, *call, predict)
-    with record_statistics() as recorded:
-        site_trace(model, draw, rng_key, *training)
-    with use_statistics(recorded.calls):
-        return site_trace(model, draw, rng_key, *call, predict)
-
-
-class Summary(NamedTuple):
-    """Mean of an observation; ``suffix`` is "mean", or "probs" for class probabilities."""
-
-    suffix: str
-    value: jax.Array
-
-
-def observation_mean(fn: dist.Distribution) -> Summary | None:
-    """Mean of an observation, or its class probabilities (last axis); ``None`` for a distribution without a mean."""
+def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
+    """``"mean"`` and the mean of an observation, or ``"probs"`` and class probabilities (..., K), if it has one."""
     base = unwrapped(fn, masked=True)
     shape = fn.batch_shape + fn.event_shape
     if isinstance(base, dist.CategoricalProbs | dist.CategoricalLogits):
         classes = jnp.arange(base.probs.shape[-1]).reshape((-1,) + (1,) * len(shape))
-        return Summary("probs", jnp.moveaxis(jnp.exp(base.log_prob(classes)), 0, -1))
+        return "probs", jnp.moveaxis(jnp.exp(base.log_prob(classes)), 0, -1)
     try:
         mean = fn.mean
     except NotImplementedError:
         return None
-    return Summary("mean", jnp.broadcast_to(mean, shape))
+    return "mean", jnp.broadcast_to(mean, shape)
 
 
 def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np.ndarray:

@@ -34,12 +34,6 @@ class ADFPosterior(AutoNormal):
     _data: Data | None = None
     _start: dict[str, Any] | None = None
 
-    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Read the model from the arguments of a call, without fitting."""
-        with jax.enable_x64(True):
-            data = Data.read(self.model, args, kwargs)
-            self._problem, self._data = Problem.of(data), data.head()
-
     def _known_problem(self) -> Problem:
         """The model as it was read; after unpickling it is read again."""
         if self._problem is None and self._data is not None:
@@ -53,7 +47,9 @@ class ADFPosterior(AutoNormal):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         """Read the model, skipping AutoNormal's search for a valid start."""
         if self._problem is None:
-            self._read(args, kwargs)
+            with jax.enable_x64(True):
+                data = Data.read(self.model, args, kwargs)
+                self._problem, self._data = Problem.of(data), data.head()
         sites = read(self.model, args, kwargs).sites
         self._prototype_call = (args, kwargs)
         # The values are placeholders here, so only the fields without values are stored.
@@ -126,7 +122,6 @@ class ADFPosterior(AutoNormal):
         return params
 
     def _from_params(self, params: Mapping[str, Any]) -> ADFState:
-        """The state, without approximate prior factors."""
         problem = self._known_problem()
 
         def read(name: str, kind: str) -> Any:
@@ -172,7 +167,6 @@ class ADFPosterior(AutoNormal):
         return self._complete(values, q.shape, (), {})
 
     def _distributions(self, params: Mapping[str, Any]) -> dict[str, dist.Distribution]:
-        """Posteriors of hyperparameters and weights."""
         hypers, state = self._known_problem().hyperparameters, self._from_params(params)
         found = {name: _distribution(hyper, state.hyperparameters[name]) for name, hyper in hypers.items()}
         return found | {name: dist.Normal(mean, jnp.sqrt(var)) for name, (mean, var) in state.weights.items()}
@@ -211,7 +205,6 @@ def _sqrt(value: Any) -> Any:
 
 
 def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:
-    """Posterior of a hyperparameter."""
     if isinstance(state, Gamma):
         return dist.Gamma(state.concentration, state.rate)
     return dist.TransformedDistribution(dist.Normal(state.mean, jnp.sqrt(state.var)), hyper.transform)

@@ -275,7 +275,6 @@ def _narrow(value: Any) -> jax.Array:
 
 
 def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
-    """The mapped axis of each positional argument."""
     if in_axes is None:
         return (None,) * len(args)
     instead = "" if batched else "It needs one key per data set: `jax.random.split(key, R)`."

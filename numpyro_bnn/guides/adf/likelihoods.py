@@ -109,7 +109,6 @@ class Likelihood:
         return loc, noise_variance, self._integrated(rest, states)
 
     def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
-        """The Gaussians to integrate over by quadrature."""
         return {**quantities, **{name: states[name] for name in self.noise}}
 
     def _parameters(self, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
@@ -242,7 +241,6 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
         return logsumexp(jax.vmap(at)(x) + log_weights, axis=0)
 
     def both(z: jax.Array, spacing: Any) -> jax.Array:
-        """By a grid, and by half of it."""
         x, log_weights = _points(first, z, spacing)
         half = jnp.where(_column(np.arange(len(z)) % 2, first) == 0, np.log(2.0), -jnp.inf)
         rules = jnp.stack([log_weights, log_weights + half])

@@ -16,8 +16,7 @@ from jax import lax
 from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.adf.reading import refuse
-from numpyro_bnn.guides.adf.sites import Roles, Weight
+from numpyro_bnn.guides.adf.reading import Roles, Weight, refuse
 from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.moments import Gaussian
 
@@ -62,7 +61,11 @@ def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax
     new_var = var - var * var * (d_mean * d_mean - 2 * d_var)
     # If the new variance is finite, so are both gradients, and hence the new mean.
     good = (new_var > 0) & (new_var < jnp.inf)
-    return Gaussian(jnp.where(good, mean + var * d_mean, mean), jnp.where(good, new_var, var)), ~good
+    return _where(good, Gaussian(mean + var * d_mean, new_var), before), ~good
+
+
+def _where(good: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
 def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
@@ -82,7 +85,7 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
     concentration = 1 / (jnp.exp(z2 - 2 * z1 + z0) * (a + 1) / a - 1)
     rate = 1 / (jnp.exp(z2 - z1) * (a + 1) / b - jnp.exp(z1 - z0) * a / b)
     good = (concentration > 1) & (concentration < jnp.inf) & (rate > 0) & (rate < jnp.inf)
-    return Gamma(jnp.where(good, concentration, a), jnp.where(good, rate, b))
+    return _where(good, Gamma(concentration, rate), before)
 
 
 @dataclass(frozen=True)
@@ -244,10 +247,7 @@ def _refine_one(one: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
         updated.rate - rest.rate,
     )
 
-    def keep(old: Any, new: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(good, b, a), old, new)
-
-    return keep(weight, new), keep(factor, share), keep(gamma, updated)
+    return _where(good, new, weight), _where(good, share, factor), _where(good, updated, gamma)
 
 
 def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaussian, Factor, Gaussian]:
@@ -295,7 +295,10 @@ def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaus
     at = share[:, flat.element]
     new_mean = (at * tilted_mean).sum(axis=0)
     new_var = (at * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
-    new = Gaussian(jnp.where(good, new_mean, flat.weights.mean), jnp.where(good, new_var, flat.weights.var))
+    new = _where(good, Gaussian(new_mean, new_var), flat.weights)
     updated = flat.factor._replace(precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision)
-    factor = jax.tree.map(lambda a, b: jnp.where(good, b, a), flat.factor, updated)
-    return new, factor, Gaussian(center.reshape(start.mean.shape), var.reshape(start.mean.shape))
+    return (
+        new,
+        _where(good, updated, flat.factor),
+        Gaussian(center.reshape(start.mean.shape), var.reshape(start.mean.shape)),
+    )

@@ -15,8 +15,7 @@ from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
 from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
-from numpyro_bnn.guides.adf.reading import Data
-from numpyro_bnn.guides.adf.sites import Roles, find_sites
+from numpyro_bnn.guides.adf.reading import Data, Roles, find_sites
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
 
@@ -38,15 +37,12 @@ class ADFState(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Records of one pass over the data, or of each epoch: (E,), or (R, E) for R runs at once.
+    """Records of one pass over the data, or of each epoch: (E,), or (R, E) for R runs at once."""
 
-    :param log_z: sum over the data of log Z, the log density of each point just before it is absorbed. In the first
-        epoch it estimates the log evidence, log p(y); later epochs have already seen the data.
-    :param refused: fraction of refused updates of single weights, counted on a sample of the weights.
-    """
-
+    # Sum over the data of log Z, the log density of each point just before it is absorbed. In the first epoch it
+    # estimates the log evidence, log p(y); later epochs have already seen the data.
     log_z: jax.Array
-    refused: jax.Array
+    refused: jax.Array  # fraction of refused updates of single weights, counted on a sample of the weights
 
 
 @dataclass(frozen=True)

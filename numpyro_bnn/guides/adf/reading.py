@@ -1,17 +1,21 @@
-"""What AutoADF reads from a call of the model: its trace, and which arguments hold data."""
+"""What AutoADF reads from a call of the model: which arguments are data, and the role of every site."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from numpyro import handlers
+from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length
-from numpyro_bnn._distributions import is_factor
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
+from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
+from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Site, Sites
 
 CALL = "guides.AutoADF"
@@ -145,3 +149,196 @@ def _wide(leaf: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     return (leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
+
+    Any other prior on the real line is represented by its mean and sd.
+    """
+
+    latent: str  # the site that the model samples: `w` itself, or its non-centered `w_base`
+    loc: np.ndarray  # prior mean, shaped like the site
+    scale: np.ndarray  # prior sd without its hyperparameter
+    hyper: str | None = None  # name of the hyperparameter
+    power: float = 0.0  # -1/2 for a precision, 1 for a scale, 1/2 for a variance
+    element: np.ndarray | None = None  # for every weight, the index of its element in the flattened hyperparameter
+
+    @property
+    def centered(self) -> bool:
+        return not self.latent.endswith(BASE_SUFFIXES)
+
+    def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
+        """Prior sd at values of the hyperparameters."""
+        scale = jnp.asarray(self.scale, float)
+        return scale if self.hyper is None else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the sites of a model are for."""
+
+    weights: Mapping[str, Weight]  # on the whole real line, by the name of the site whose value enters the network
+    hyperparameters: Mapping[str, dist.Distribution]  # all others: scales of weights, noise, what data do not inform
+    noise: tuple[str, ...]  # the hyperparameters that the observation depends on
+    observed: str  # name of the observed site
+
+
+def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
+    """The role of every site of ``model``, called with the arguments of one data point; refuse other models."""
+    reading = read(model, args, kwargs)
+    observed = observed_site(reading.sites)
+    _check_latent(reading, observed)
+    bases = base_sites(reading.sites)
+    hypers = [name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])]
+    weights = {bases.get(name, name): name for name in reading.latent if name not in hypers}
+    if not weights:
+        raise argument_error(CALL, "model", "no weights", "Give the weights a Normal prior.")
+    reached = _reached(reading, weights, hypers, observed)
+    at, distributions = _priors(reading, weights, hypers)
+    found = {name: _weight(name, base, reached[name], at) for name, base in weights.items()}
+    noise = tuple(name for name in hypers if name in reached[observed])
+    _check_roles(found, reached[observed], noise)
+    return Roles(found, distributions, noise, observed)
+
+
+def _check_latent(reading: Reading, observed: str) -> None:
+    check_imputed(CALL, reading.sites)
+    data_plates = {frame.name for frame in reading.sites[observed]["cond_indep_stack"]}
+    for name in reading.latent:
+        site = reading.sites[name]
+        if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(site):
+            instead = "Change the prior itself; for a flat one pass a wide prior."
+            raise refuse(name, "whose prior is masked or scaled", instead)
+        if site["fn"].support.is_discrete:
+            raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
+        local = [f.name for f in site["cond_indep_stack"] if f.size == 1 and f.name in data_plates]
+        if local:
+            why = f"inside the plate {local[0]!r} of the data"
+            raise refuse(name, why, "Each data point would have its own weight.")
+    for name, site in reading.sites.items():
+        if site["type"] in PARAMETERS:
+            raise refuse(name, f"a `{site['type']}` site", "Give it a prior, or fix it with `handlers.substitute`.")
+
+
+def _is_weight(fn: dist.Distribution) -> bool:
+    """Whether a site is normal, or elementwise on the whole real line, so that a normal can stand for its prior."""
+    base = unwrapped(fn)
+    return is_affine_normal(fn) or (
+        not base.event_dim
+        and not isinstance(base, dist.TransformedDistribution | dist.ImproperUniform)
+        and base.support == constraints.real
+    )
+
+
+def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
+    """Mean and sd of the prior of a weight site."""
+    loc, scale = affine_normal(fn) or (fn.mean, jnp.sqrt(fn.variance))
+    return jnp.asarray(loc, float), jnp.asarray(scale, float)
+
+
+def _reached(
+    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
+) -> dict[str, set[str]]:
+    """The latent sites from which the prior of each weight, and the observation, are computed."""
+
+    def priors(sites: Sites) -> dict[str, Any]:
+        values = {name: sites[name]["value"] if name != latent else 0.0 for name, latent in weights.items()}
+        return {name: [_projected(sites[weights[name]]["fn"]), value] for name, value in values.items()}
+
+    def others(sites: Sites) -> dict[tuple[str, str], Any]:
+        fn = sites[observed]["fn"]
+        found = {("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers}
+        found["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
+        return found | {("data", observed): [sites[observed]["value"], unmasked_elements(fn)]}
+
+    reached = {name: found - {weights[name]} for name, found in reading.depends(priors).items()}
+    whole = reading.depends(others, {*reading.latent, *weights})
+    above = {name: whole["prior", name] for name in hypers}
+    above |= {name: reached[name] - set(hypers) for name in weights}
+    for name, parents in above.items():
+        if parents:
+            instead = "A weight may have one positive hyperparameter, its scale, and no more."
+            raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
+    if parents := whole["data", observed]:
+        raise refuse(observed, f"whose values, or mask, depend on {min(parents)!r}", "Pass them as data.")
+    return {**reached, observed: whole["likelihood", observed]}
+
+
+def _priors(
+    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str]
+) -> tuple[list[dict], dict[str, dist.Distribution]]:
+    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...; priors of the rest.
+
+    The sd of a weight that is not an affine function of its own base is NaN.
+    """
+    random = np.random.default_rng(0)
+    bases = {w: latent for w, latent in weights.items() if w != latent}
+    probes = {w: random.normal(size=shape.shape) for w, shape in reading.shapes(bases).items()}
+    ends = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
+
+    def prior(reading: Reading, values: dict) -> dict[str, Any]:
+        at = [reading.at(values | {bases[w]: p for w, p in point.items()}) for point in (*ends, probes)]
+        found = {w: _projected(at[0][latent]["fn"]) for w, latent in weights.items()}
+        for w in bases:
+            zero, one, checked = (sites[w]["value"] for sites in at)
+            mean, sd = found[w]
+            plain = jnp.isclose(checked, zero + (one - zero) * probes[w]) & (mean == 0) & (sd == 1)
+            found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
+        return found
+
+    counts = {n: 1.0 + np.arange(s.size).reshape(s.shape) for n, s in reading.shapes(hypers).items()}
+    points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
+    values = {name: np.stack([f * count**power for f, power in points]) for name, count in counts.items()}
+
+    def program(reading: Reading, values: dict) -> tuple[dict, dict]:
+        at = jax.lax.map(lambda one: prior(reading, one[1]), (np.arange(len(points)), values))
+        return at, {name: site["fn"] for name, site in reading.at({}, only=hypers).items()}
+
+    at, fns = jax.device_get(reading.run(program, values))
+    return [jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))], fns
+
+
+def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
+    """Read the prior of a weight site: its mean and sd, and how its hyperparameter scales it."""
+    (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (values[name] for values in at)
+    if latent == name and not np.all(np.isfinite(scale)):
+        raise refuse(name, "whose prior has no finite variance", "Pass a prior with lighter tails.")
+    if not np.all(scale > 0):
+        why = f"which is not a multiple of a unit normal {latent!r}"
+        raise refuse(name, why, "Use independent weights.")
+    if len(parents) > 1:
+        why = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
+        raise refuse(name, why, "Use one hyperparameter per weight.")
+    if not parents:
+        return Weight(latent, loc, scale)
+    (hyper,) = parents
+    if not np.allclose(loc, loc_doubled):
+        why = f"whose prior mean depends on {hyper!r}"
+        raise refuse(name, why, "Only its scale may have a hyperparameter.")
+    power = float(np.log2(doubled.flat[0] / scale.flat[0]))
+    element = np.full(loc.shape, -1)
+    if power:
+        element = np.rint((counted / scale) ** (1 / power) / 2 - 1).astype(int)
+    if not (
+        np.all(element >= 0)
+        and np.allclose(doubled / scale, 2**power)
+        and np.allclose(tripled / scale, 3**power)
+        and np.allclose(counted / scale, (2.0 * element + 2) ** power)
+    ):
+        why = f"whose sd is not a constant times a power of {hyper!r}"
+        raise refuse(name, why, "Scale it by a scale, a variance or a precision.")
+    # 32-bit indices work in either precision of JAX.
+    return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
+
+
+def _check_roles(weights: Mapping[str, Weight], reached: set[str], noise: tuple[str, ...]) -> None:
+    if not reached & set(weights):
+        came = "an observation that does not depend on any Gaussian weight"
+        raise argument_error(CALL, "model", came, "Check the prior of the weights.")
+    for name, weight in weights.items():
+        if weight.hyper in noise:
+            why = f"which scales {name!r} and also enters the likelihood"
+            instead = "Write the weight centered, or non-centered with `numpyro.infer.reparam`."
+            raise refuse(str(weight.hyper), why, instead)
