@@ -39,6 +39,8 @@ SHORT = {
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
     "examples.benchmarks.compilation": "--kernels NUTS --rows 6 --width 1 --num-chains 1",
     "examples.benchmarks.first_draw": "--ways NUTS AutoMeanField --rows 6 --width 1",
+    "examples.benchmarks.minibatches": "--rows 40 --gradients 300 --width 2 --batch-size 8 --num-chains 2"
+    " --reference-gradients 6000",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
@@ -145,6 +147,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
         ("examples.benchmarks.first_draw", ["--rows", "0"]),
+        ("examples.benchmarks.minibatches", ["--gradients", "0"]),
         ("examples.benchmarks.orbit_moves", ["--tree-depth", "0"]),
         ("examples.benchmarks.orbit_moves", ["--batches", "65"]),
         ("examples.benchmarks.coupling_step", ["--widths", "3", "0"]),
@@ -356,6 +359,26 @@ def test_a_process_of_first_draw(way, capsys):
     assert tuple(found) == module.PHASES[: 3 if way in module.BY_HAND else 5]
     assert all(seconds >= 0 and programs >= 0 for seconds, programs in found.values())
     assert found["first"][0] > 0
+
+
+@pytest.mark.slow
+def test_minibatches(tmp_path):
+    """Everything once; a second run leaves out what the file has; gradients are close to what was asked for."""
+    path, page = tmp_path / "out.json", page_with(tmp_path, "minibatches")
+    some = ["--methods", "SGNHT", "MCLMC", "long chain", "deep ensemble", "AutoMeanField"]
+    report = run("examples.benchmarks.minibatches", *some, "--output", path, "--gradients", "4000", "--docs", page)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(report, default=str))
+    assert {"jax", "numpyro"} <= set(report["versions"])
+    assert len(report["rows"]) == 5
+    for row in report["rows"]:
+        assert all(math.isfinite(row[name]) for name in ("sd", "rmse", "lppd", "sigma"))
+        if row["method"] in ("SGNHT", "MCLMC"):
+            assert 0.75 * 4000 < row["spent"] < 1.25 * 4000
+            assert len(row["variance_covered"]) == 2
+    assert "| 40 | 4,000 | SGNHT | " in page.read_text()
+    before = path.read_text()
+    run("examples.benchmarks.minibatches", *some, "--output", path, "--gradients", "4000", "--docs", page)
+    assert json.loads(path.read_text())["rows"] == json.loads(before)["rows"]
 
 
 @pytest.mark.slow
@@ -897,6 +920,7 @@ KEPT = {
     "hierarchical_hmc": "hierarchical.md",
     "infinite_kernel": "infinite.md",
     "infinite_uci": "infinite.md",
+    "minibatches": "minibatches.md",
     "microcanonical": "microcanonical.md",
     "microcanonical_cost": "microcanonical.md",
     "orbit_moves": "speed.md",

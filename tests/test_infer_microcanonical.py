@@ -88,7 +88,7 @@ def test_the_bias_falls_with_the_target():
 
     def bias(target):
         kernel = infer.MCLMC(
-            normal, integrator="leapfrog", energy_variance=target, preconditioner=None, steps_per_draw=10
+            normal, integrator="leapfrog", energy_variance=target, preconditioner="identity", steps_per_draw=10
         )
         mcmc = run(kernel, 120, 150, chains=2)
         energy = float(np.mean(mcmc.last_state.tuning.energy))
@@ -105,7 +105,7 @@ def test_the_bias_falls_with_the_target():
 
 
 def test_fixed_values_stay():
-    kernel = infer.MCLMC(gaussian, 0.3, decoherence_length=4.0, preconditioner=None, steps_per_draw=5)
+    kernel = infer.MCLMC(gaussian, 0.3, decoherence_length=4.0, preconditioner="identity", steps_per_draw=5)
     state = run(kernel, 60, 5, chains=2).last_state
     np.testing.assert_allclose(state.step_size, 0.3)
     np.testing.assert_allclose(state.decoherence_length, 4.0)
@@ -121,7 +121,7 @@ def test_a_divergence_in_warm_up_is_undone():
         x = numpyro.sample("w", dist.Normal(0.0, 1.0))
         numpyro.factor("wall", jnp.where(jnp.abs(x) < 3, jnp.sqrt(9 - x**2), jnp.nan))
 
-    kernel = infer.MCLMC(walled, energy_variance=1e-3, steps_per_draw=10, warm_start=0.0, preconditioner=None)
+    kernel = infer.MCLMC(walled, energy_variance=1e-3, steps_per_draw=10, warm_start=0.0, preconditioner="identity")
     start = {"x": jnp.zeros((4, 3)), "w": jnp.zeros(4)}
     state = kernel.init(jax.random.split(jax.random.key(0), 4), 60, start, (), {})
 
@@ -179,7 +179,7 @@ def test_a_cliff_that_no_gradient_shows_is_not_passed():
         x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([20]).to_event(1))
         numpyro.factor("cliff", jnp.where(x[0] > 1.0, -1e4, 0.0))
 
-    kernel = infer.MCLMC(cliff, 0.4, warm_start=0.0, steps_per_draw=40, preconditioner=None)
+    kernel = infer.MCLMC(cliff, 0.4, warm_start=0.0, steps_per_draw=40, preconditioner="identity")
     start = {"x": jnp.zeros((16, 20))}
     mcmc = MCMC(kernel, num_warmup=10, num_samples=400, num_chains=16, chain_method="vectorized", progress_bar=False)
     mcmc.run(jax.random.key(0), init_params=start, extra_fields=("refused_steps",))
@@ -244,7 +244,7 @@ def test_a_chain_that_is_lost_in_warm_up_is_marked():
 
 
 def test_many_refused_steps_are_reported():
-    kernel = infer.MCLMC(gaussian, 3.0, warm_start=0.5, steps_per_draw=20, preconditioner=None)
+    kernel = infer.MCLMC(gaussian, 3.0, warm_start=0.5, steps_per_draw=20, preconditioner="identity")
     mcmc = run(kernel, 20, 20, chains=2)
     with pytest.warns(UserWarning, match=r"refused_steps: chain \d refused \d+% of its steps"):
         about = bnn.to_inference_data(mcmc).attrs
@@ -330,7 +330,7 @@ def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
     kernel = infer.MCLMC(
         regression, preconditioner="gradient_noise", integrator="leapfrog", energy_variance=1e-4, steps_per_draw=25
     )
-    mcmc = run(kernel, 60, 100, X, Y, batch_size=B, chains=8)
+    mcmc = run(kernel, 120, 100, X, Y, batch_size=B, chains=8)
     about = kernel.describe(mcmc.last_state)
     assert about["biased"]
     assert about["implied_bias"] < 0.05
@@ -338,11 +338,21 @@ def test_minibatches_are_marked_biased_and_their_noise_is_evened_out():
     squares = (((draws - MEAN) @ np.linalg.cholesky(HESSIAN)) ** 2).mean((1, 2))
     print(f"excess variance on minibatches of {B} of {N}: {squares.mean() - 1:.3f}")
     assert -0.1 < squares.mean() - 1 < 0.25  # standard error 0.02
-    # Noise of a direction is proportional to its input; estimated from 32 minibatches, within 4 (2 / 31)^(1/2) / 2.
-    ratio = np.log(np.asarray(mcmc.last_state.engine.adaptation) * np.sqrt((INPUTS**2).mean(0)))
-    assert np.abs(ratio - ratio.mean(1, keepdims=True)).max() < 0.7
+    # G is the inverse of E[g g']: behind it, noise and curvature are 1 in each direction. Rows x have the noise
+    # N^2 / B times the covariance of x (y - x w) / 0.25. Eigenvalues of an inverse sample covariance from n gradients
+    # lie within 1 / (1 -+ (P / n)^(1/2))^2; four standard errors (2 / n)^(1/2) for these edges.
+    root = np.asarray(mcmc.last_state.engine.adaptation, np.float64)
+    rows = INPUTS * (np.asarray(Y, np.float64) - INPUTS @ MEAN)[:, None] / 0.25
+    white = root.transpose(0, 2, 1) @ (N**2 / B * np.cov(rows.T, bias=True) + HESSIAN) @ root
+    sizes, worth = np.linalg.eigvalsh(white), np.asarray(mcmc.last_state.moment.worth).min()
+    print(f"noise behind the preconditioner: {sizes.min():.2f} to {sizes.max():.2f}, from {worth:.0f} gradients")
+    slack = np.exp(4 * np.sqrt(2 / worth))
+    assert sizes.min() > (1 + np.sqrt(P / worth)) ** -2 / slack
+    assert sizes.max() < (1 - np.sqrt(P / worth)) ** -2 * slack
     counts = np.asarray(mcmc.last_state.num_gradients)
-    assert (counts == 15 * 25 + 145 * 25 * 2).all()  # Adam, then two gradients per leapfrog step
+    collected = mcmc.sampler.policy.noise
+    # Adam, then two gradients per leapfrog step, and those that are collected.
+    assert (counts == 30 * 25 + 190 * 25 * 2 + (120 - 15) * collected.count).all()
 
 
 # -- warm-started ensembles -------------------------------------------------------------------------

@@ -86,8 +86,22 @@ def test_chosen_step_sizes_of_sghmc_have_the_bias_they_state(decay):
 
 def test_first_steps_of_mclmc_have_a_quarter_of_the_stable_length():
     """Leapfrog steps on a curvature lam are stable up to h = 2 / sqrt(lam), a distance of h sqrt(P)."""
-    step = infer.MCLMC(lambda: None).choose_step_size(jnp.array(9.0), jnp.array(0.0), 16)
+    step = infer.MCLMC(lambda: None).choose_step_size(jnp.array(9.0), Noise(0.0, 0.0, 0.0), 16)
     assert float(step) == pytest.approx(2 / 3 / 4 * 4)
+
+
+@pytest.mark.parametrize("largest", [50.0, 20.0])
+def test_noise_turns_mclmc_within_the_tolerance(largest):
+    """A refresh turns by 2 eps / L = 1/5 in squared angle, noise V = 20 by eps^2 V / (P T^2): no more, and in a
+    direction of noise W with an excess (eps^2 W / P T^2 + 1/5) / (eps^2 V / P T^2 + 1/5) - 1 of the tolerance.
+    """
+    kernel = infer.MCLMC(lambda: None, bias_tolerance=0.02, temperature=2.0)
+    noise = Noise(jnp.array(largest), jnp.array(20.0), 0.0)
+    squared = float(kernel.choose_step_size(jnp.array(1e-9), noise, 16)) ** 2 / (16 * 2.0**2)
+    if largest == 20:
+        assert squared * 20 == pytest.approx(0.2, rel=1e-4)
+        return
+    assert (squared * largest + 0.2) / (squared * 20 + 0.2) - 1 == pytest.approx(0.02, rel=1e-3)
 
 
 @pytest.mark.parametrize("step_size", [1e-4, 0.04])
@@ -115,14 +129,12 @@ def test_step_sizes_are_adapted_to_an_acceptance():
 def energy_tuner(**options):
     plain = {
         "stages": Stages.of(0, 100),
-        "num_warmup": 100,
         "steps_per_draw": 3,
         "energy_targets": (1e-3, 1e-3),
         "max_energy_error": lambda size: 5.0,
         "steers_step_size": True,
         "sets_length": True,
         "sets_scales": False,
-        "evens_noise": False,
     }
     return EnergyTuner(**plain | options)
 
@@ -214,21 +226,6 @@ def test_new_scales_make_the_spread_even_and_set_the_length():
     np.testing.assert_allclose(evened, evened[0], rtol=1e-3)
     np.testing.assert_allclose(state.engine.memory.length, evened.sum() ** 0.5, rtol=1e-3)
     assert state.tuning.spread.total == 0
-
-
-def test_scales_even_out_the_noise_of_gradients():
-    """L' V L is the same in every direction, but for a hundredth of the mean."""
-    noise = np.array([1.0, 4.0, 100.0, 0.0])
-
-    class Sampler:
-        def gradient_noise(self, engine, num_batches):
-            return jnp.asarray(noise)
-
-    engine = Engine(position=jnp.zeros(4), adaptation=jnp.ones(4))
-    found = energy_tuner(evens_noise=True).precondition(Sampler(), engine, jnp.array(0)).adaptation
-    evened = np.asarray(found) ** 2 * (noise + 0.01 * noise.mean())
-    np.testing.assert_allclose(evened, evened[0], rtol=1e-5)
-    np.testing.assert_allclose(np.prod(found), 1.0, rtol=1e-5)
 
 
 def test_running_variances_are_those_of_all_positions():
@@ -356,9 +353,15 @@ def test_gradients_make_the_preconditioner(dense):
     found = np.asarray(scales.adapted(SecondMoment(jnp.asarray(moment, jnp.float32), jnp.array(1e4))))
     if not dense:
         np.testing.assert_allclose(found, moment**-0.5, rtol=1e-5)
+        noise = Noise(jnp.array(150.0), jnp.array(4.0), jnp.array(16.0))
+        assert scales.averaged(SecondMoment(jnp.ones(3), jnp.array(1e4)), noise) == noise
         return
     np.testing.assert_allclose(found, np.tril(found))
     np.testing.assert_allclose(found.T @ moment @ found, np.eye(3), atol=0.05)
+    # Averaged over positions the noise is 1 in all directions, and 1 / (1 - P / n) on gradients that are not among n.
+    here = Noise(jnp.array(150.0), jnp.array(4.0), jnp.array(16.0))
+    averages = [scales.averaged(SecondMoment(jnp.eye(3), jnp.array(n)), here)[:2] for n in (5.0, 12.0)]
+    np.testing.assert_allclose(averages, [(150, 1), (4 / 3, 1)], rtol=1e-5)
     # Nothing collected: the identity. One gradient: half of it is the diagonal.
     blank = scales.start(jnp.zeros(3))
     np.testing.assert_allclose(scales.adapted(blank), np.eye(3))
@@ -384,7 +387,7 @@ def quadratic(slopes, curvature, batch_size):
         numpyro.factor("slope", slopes[i] @ w)
 
 
-@pytest.mark.parametrize("kind", [infer.SGLD, infer.SGHMC, infer.SGNHT], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [infer.SGLD, infer.SGHMC, infer.SGNHT, infer.MCLMC], ids=lambda k: k.__name__)
 def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias(kind):
     """Chosen steps: variances 1 to 1.05 along each exact principal axis, within 4 standard errors over 300 chains.
 
@@ -545,7 +548,7 @@ def linear_run(kernel, batch_size, num_samples=200):
     return mcmc, np.sqrt(np.diag(np.linalg.inv(np.eye(3) + np.asarray(x, np.float64).T @ np.asarray(x))))
 
 
-@pytest.mark.parametrize("name", ["SGLD", "SGHMC", "SGNHT"])
+@pytest.mark.parametrize("name", ["SGLD", "PSGLD", "SGHMC", "SGNHT", "MCLMC"])
 def test_minibatch_kernels_cover_the_posterior_by_default(name):
     """Sds within a fifth of the exact ones in all directions: 400 draws, bias 0.05 of a variance.
 

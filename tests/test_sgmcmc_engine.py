@@ -379,7 +379,6 @@ def test_metropolis_rejects_what_is_not_finite():
         (lambda: SAMPLERS["SGLD"].init(jnp.zeros((2, 2)), jax.random.key(0)), "position"),
         (lambda: SAMPLERS["pSGLD"].init(jnp.zeros(3), jax.random.key(0)), "num_warmup"),
         (lambda: SAMPLERS["SGLD"].run(start(SAMPLERS["SGLD"]), 0), "num_steps"),
-        (lambda: SAMPLERS["SGLD"].gradient_noise(start(SAMPLERS["SGLD"]), 1), "num_batches"),
     ],
 )
 def test_bad_arguments_are_refused(make, argument):

@@ -5,7 +5,7 @@
     python -m examples.benchmarks all --data FOLDER                  all, as the docs have them
 
 `all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement, which is not run again, and
-the longest one, `uci`, resumes within its file.
+`uci` and `minibatches` resume within their files.
 """
 
 import argparse
@@ -48,6 +48,7 @@ MEASUREMENTS = {
     "coupling_step": _json("coupling_step", "--docs docs/speed.md", data=False),
     "compilation": _json("compilation", "--docs docs/speed.md", data=False),
     "first_draw": _json("first_draw", "--docs docs/speed.md", data=False),
+    "minibatches": _json("minibatches", "--docs docs/minibatches.md", data=False, continues=True),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
     "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),

@@ -67,6 +67,7 @@ class SGMCMCKernel(ArgumentKernel):
     exact = False
     target_accept_prob: float | None = None
     preconditioners: tuple[str, ...] = ()  # names in addition to those that all kernels accept
+    usual_preconditioner = "identity"  # the default where it is not learned from gradient noise
     uses_minibatches = True
 
     def __init__(
@@ -158,7 +159,7 @@ class SGMCMCKernel(ArgumentKernel):
         tolerated = 4 * self._bias_tolerance / (curvature + noise.largest / max(self._temperature, 1e-12))
         return jnp.minimum(1 / curvature, tolerated)
 
-    def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+    def stable_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         """eps on the way to the typical set: a quarter of the stability limit.
 
         ``noise`` is the summed variance of the gradient over its squared norm. Far from the mode both grow alike, and
@@ -199,10 +200,15 @@ class SGMCMCKernel(ArgumentKernel):
             tuner=tuner,
         )
 
+    def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
+        """The policy with a preconditioner that is learned from gradient noise."""
+        return replace(policy, noise=noise)
+
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
         """Assemble the engine for a potential ``evaluate(z, batch)``; this costs nothing at run time."""
         unravel, schedule = ravel_pytree(z)[1], self.schedule
         noise, given = self.policy.noise, self._preconditioner
+        given = self.usual_preconditioner if given is None else given
         metric = resolve(self._call, given, z, target.num_data) if noise is None else noise.preconditioner
         stream = stream_of(target, self._minibatches)
 
@@ -267,9 +273,10 @@ class SGMCMCKernel(ArgumentKernel):
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
         policy = self.make_policy(target, num_warmup)
         noisy = target.subsampled and self.uses_minibatches
-        if learns_from_noise(self._call, self._preconditioner, self.preconditioners, noisy, self._step_size):
+        if learns_from_noise(self._call, self._preconditioner, noisy, self._step_size):
             size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
-            policy = replace(policy, noise=NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw))
+            noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw)
+            policy = self.learning_noise(policy, noise)
         self._policy = policy
         self._sample_fn = Chain(policy, model_args, model_kwargs).transition
 
@@ -352,11 +359,12 @@ class SGMCMCKernel(ArgumentKernel):
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a run."""
         size = int(state.engine.position.shape[-1])
         low, high = temperature_band(size, self._temperature)
-        covered = state.coverage.share(self._temperature) if self._covers(state) else None
-        movement = {"variance_covered": covered, "mean_accept_prob": state.coverage.accept_prob}
+        seen, frozen = state.coverage, state.coverage.frozen(self._temperature, self._steps_per_draw)
+        covered = seen.share(self._temperature) if seen.known(self._temperature) else None
+        movement = {"variance_covered": covered, "mean_accept_prob": seen.accept_prob}
         return {
             **{name: listed(value) for name, value in movement.items() if value is not None},
-            "frozen_chains": str(np.flatnonzero(self._frozen(state)).tolist()),
+            "frozen_chains": str(np.flatnonzero(frozen).tolist()),
             "temperature_band_low": low,
             "temperature_band_high": high,
             "steps_per_draw": self._steps_per_draw,
@@ -366,14 +374,6 @@ class SGMCMCKernel(ArgumentKernel):
             "first_divergence": listed(state.engine.first_divergence),
             "num_parameters": size,
         }
-
-    def _covers(self, state: SGMCMCState) -> bool:
-        """Whether the share of the variance is known; steps of MCLMC end where their minibatch's noise leads them."""
-        noisy = self.target.subsampled and self.dynamics(lambda z: z, 1.0).reports_energy
-        return self._temperature > 0 and bool(np.min(state.coverage.draws)) and not noisy
-
-    def _frozen(self, state: SGMCMCState) -> np.ndarray:
-        return state.coverage.frozen(self._temperature, self._steps_per_draw, self._covers(state))
 
 
 def listed(by_chain: jax.Array) -> str:

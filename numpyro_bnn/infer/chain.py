@@ -69,10 +69,6 @@ class Tuner:
         """The tuning state at the start of a chain."""
         return ()
 
-    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-        """Set the preconditioner where noise and curvature are measured, before transition ``i``."""
-        return engine
-
     def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Adapt a chain after transition ``i``; ``before`` is its state before it, with caches renewed."""
         return after
@@ -110,7 +106,7 @@ class Policy:
     :param steers_step_size: whether the chosen step size is a first guess that the tuner adapts.
     :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
     :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
-    :param stable_step_size: ``stable_step_size(curvature, noise)``: the largest for traveling to the typical set.
+    :param stable_step_size: ``stable_step_size(curvature, noise, P)``: the largest for traveling to the typical set.
     :param sampler: ``sampler(z, base_step_size, evaluate)`` puts the engine together.
     :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``.
     :param tuner: what else is adapted.
@@ -129,7 +125,7 @@ class Policy:
     steers_step_size: bool
     schedule: Callable[[Any], Any]
     choose_step_size: Callable[[jax.Array, Noise, int], jax.Array]
-    stable_step_size: Callable[[jax.Array, jax.Array], jax.Array]
+    stable_step_size: Callable[[jax.Array, jax.Array, int], jax.Array]
     sampler: Callable[..., sgmcmc.Sampler]
     run: Callable[[sgmcmc.Sampler, sgmcmc.State, jax.Array], sgmcmc.State]
     tuner: Tuner
@@ -214,18 +210,14 @@ class Chain:
         state = lax.cond(due, lambda s: self._measure(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
         engine = policy.run(sampler, sgmcmc.engine.reset_statistics(state.engine), i)
-        return policy.tuner.adapt(state, self._collect(state, engine, sampler, i), sampler, i)
-
-    def _collect(
-        self, state: SGMCMCState, engine: sgmcmc.State, sampler: sgmcmc.Sampler, i: jax.Array
-    ) -> SGMCMCState:
-        return state._replace(
+        after = state._replace(
             step_size=jnp.asarray(sampler.schedule(engine.step - 1), state.step_size.dtype),
             num_gradients=state.num_gradients + engine.statistics.num_gradients,
             engine=engine,
-            coverage=state.coverage.add(engine.statistics, i >= self.policy.num_warmup),
+            coverage=state.coverage.add(engine.statistics, i >= policy.num_warmup),
             **_statistics(engine),
         )
+        return policy.tuner.adapt(state, after, sampler, i)
 
     def _collect_gradients(self, state: SGMCMCState, noise: NoisePreconditioner, i: jax.Array) -> SGMCMCState:
         sampler = self._sampler(state.z, state.base_step_size)
@@ -246,17 +238,18 @@ class Chain:
             adaptation = policy.noise.adapted(state.moment)
             adaptation = jnp.where(i <= policy.num_warmup, adaptation, state.engine.adaptation)
             state = state._replace(engine=state.engine._replace(adaptation=adaptation))
-        engine = policy.tuner.precondition(sampler, sampler.refresh(state.engine, recenter=i <= warm), i)
+        engine = sampler.refresh(state.engine, recenter=i <= warm)
         noise = gradient_noise(sampler, engine)
         state = state._replace(engine=engine, gradient_noise=noise.mean)
         if not policy.chooses_step_size:
             return state
-        curvature = largest_curvature(sampler, engine)
-        chosen = policy.choose_step_size(curvature, noise, engine.position.size)
+        curvature, size = largest_curvature(sampler, engine), engine.position.size
+        average = noise if policy.noise is None else policy.noise.averaged(state.moment, noise)
+        chosen = policy.choose_step_size(curvature, average, size)
         if policy.steers_step_size:
             chosen = jnp.where(i <= warm, chosen, state.base_step_size)
         elif policy.num_warmup:
-            stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative))
+            stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative, size))
             chosen = jnp.where(i < warm + self._traveling, stable, chosen)
         chosen = chosen.astype(state.base_step_size.dtype)
         memory = engine.memory
@@ -280,7 +273,7 @@ class Chain:
             sampler, state.engine, warm.transformation, old.optimizer, state.i * steps, steps
         )
         if policy.scales_from_gradients:
-            values = sgmcmc.preconditioners.from_squared_gradients(squares, target.num_data).values
+            values = 1 / (1e-5 + jnp.sqrt(squares) / target.num_data)
             # Only the shape of G comes from the gradients; its scale is absorbed by the step size.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
         member = Member(memory, engine.position, old.score)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infer.base import SGMCMCKernel, listed
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
-from numpyro_bnn.infer.preconditioning import is_named
+from numpyro_bnn.infer.preconditioning import NoisePreconditioner, is_named
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, implied_bias
 
@@ -27,10 +27,10 @@ GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the s
 FROZEN = 200  # refused steps in a row after which a chain counts as frozen
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
-NOISE_BATCHES = 32  # minibatches from which the noise of each coordinate is estimated
-LEAST_NOISE = 1e-2  # lower limit of the noise of a coordinate, as a fraction of the mean
 LEAST_MEASURED = 10  # steps per draw that report their energy error, or a tenth of them if that is more
 DECOHERENCE = 0.4  # decoherence length as a fraction of the distance traveled per effective draw
+INTEGRATORS = ("mclachlan", "leapfrog")  # the default without and with minibatches
+NOISY_LENGTH = 10.0  # decoherence length in steps, where gradient noise limits these
 
 
 class MCLMC(SGMCMCKernel):
@@ -51,18 +51,22 @@ class MCLMC(SGMCMCKernel):
     from at most a hundred times the target; then variances of the draws set preconditioner and decoherence length,
     and their autocorrelation time sets that length again.
 
-    With a subsampled plate each step integrates the potential of its own minibatch, at the cost of one more gradient.
-    Gradient noise then adds a bias that the energy error does not show; if the noise has the same size in all
-    directions, its main effect is a less precise direction, and ``preconditioner="gradient_noise"`` makes it so.
+    With a subsampled plate a step integrates the potential of its own minibatch, at the cost of one more gradient.
+    Energy errors do not show the bias from gradient noise: steps as long as they allow follow a minibatch until their
+    direction is all noise. Noise of one size in all directions is only another refresh. So the preconditioner is
+    learned from it, and what is uneven limits the steps (:meth:`choose_step_size`). This does what
+    :class:`~numpyro_bnn.infer.SGNHT` does, for twice the gradients: use it for all the data.
 
     :param step_size: length of a step, or a schedule of them; ``None`` chooses it in warm-up.
     :param decoherence_length: L, distance after which the direction is forgotten; ``None`` chooses it in warm-up.
-    :param integrator: ``"mclachlan"`` (two gradients per step) or ``"leapfrog"`` (one).
+    :param integrator: ``"mclachlan"`` (two gradients per step) or ``"leapfrog"`` (one); by default the first, with
+        minibatches the second.
     :param energy_variance: target of the variance of a step's energy error, per parameter; or a pair: the target at
         the start and at the end of the first part of warm-up. By default it ends at the value that implies
-        ``bias_tolerance`` and starts at a hundred times that, or where refusals would become frequent.
-    :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up), ``"gradient_noise"``
-        (diagonal: one over the variance of the minibatch gradients), or as for the other kernels.
+        ``bias_tolerance`` and starts at a hundred times that, or where refusals would become frequent. With a
+        preconditioner learned from gradient noise, steps aim for it only if it is given.
+    :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up; the default without
+        minibatches or if ``step_size`` is given), or as for the other kernels.
     :raises ValueError: for numbers out of range; on initialization, for fewer than two parameters.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``num_gradients`` counts every gradient.
@@ -79,7 +83,8 @@ class MCLMC(SGMCMCKernel):
     True
     """
 
-    preconditioners = ("variance", "gradient_noise")
+    preconditioners = ("variance",)
+    usual_preconditioner = "variance"
 
     def __init__(
         self,
@@ -87,15 +92,14 @@ class MCLMC(SGMCMCKernel):
         step_size: Any = None,
         *,
         decoherence_length: float | None = None,
-        integrator: str = "mclachlan",
+        integrator: str | None = None,
         energy_variance: Any = None,
-        preconditioner: Any = "variance",
         **options: Any,
     ) -> None:
         self._length = decoherence_length
         self._integrator = integrator
         self._energy_variance = energy_variance
-        super().__init__(model, step_size, preconditioner=preconditioner, **options)
+        super().__init__(model, step_size, **options)
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -112,10 +116,9 @@ class MCLMC(SGMCMCKernel):
     @property
     def energy_targets(self) -> tuple[float, float]:
         """First and last target of the energy variance of a step, per parameter."""
-        if isinstance(self._energy_variance, tuple):
-            return self._energy_variance
-        if self._energy_variance is not None:
-            return self._energy_variance, self._energy_variance
+        given = self._energy_variance
+        if given is not None:
+            return given if isinstance(given, tuple) else (given, given)
         tolerated = self._bias_tolerance
         last = 4 * tolerated**3 / (1 + tolerated) ** 2
         return EARLY * last, last
@@ -131,32 +134,47 @@ class MCLMC(SGMCMCKernel):
         return max(LARGEST * last, early, LEAST_LARGEST)
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.Microcanonical(self._length, self._integrator, max_energy_error=math.inf)
+        return sgmcmc.Microcanonical(self._length, self._integrator or INTEGRATORS[0], max_energy_error=math.inf)
 
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
         built, size = super().sampler(target, z, base, evaluate), sum(map(jnp.size, jax.tree.leaves(z)))
-        dynamics = sgmcmc.Microcanonical(self._length, self._integrator, target.subsampled)
+        integrator = self._integrator or INTEGRATORS[target.subsampled]
+        dynamics = sgmcmc.Microcanonical(self._length, integrator, target.subsampled)
         return replace(built, dynamics=replace(dynamics, max_energy_error=self.max_energy_error(size)))
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
-        """A first guess: a time step h has length h sqrt(P), the speed of a momentum drawn from N(0, I)."""
-        return jnp.sqrt(0.25 / curvature * size)
+        """A quarter of the stable length, where a time step h has length h sqrt(P), as a momentum from N(0, I) has.
+
+        Per step, noise of variance V turns the direction by a squared angle eps^2 V / (P T^2), at most that of the
+        refreshes, 2 eps / L; noise V + D makes a variance too large by eps^2 D / (eps^2 V + 2 P T^2 eps / L).
+        """
+        turned = 2 / NOISY_LENGTH * noise.limit(self._bias_tolerance, 1.0)
+        noisy = self._temperature * jnp.sqrt(size * turned)
+        return jnp.minimum(self.stable_step_size(curvature, jnp.zeros(()), size), noisy)
+
+    def stable_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+        return jnp.sqrt(0.25 / (curvature * (1 + noise)) * size)
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
         policy = super().make_policy(target, num_warmup)
         tuner = EnergyTuner(
             stages=Stages.of(policy.warm_start_length, num_warmup),
-            num_warmup=num_warmup,
             steps_per_draw=self._steps_per_draw,
             energy_targets=self.energy_targets,
             max_energy_error=self.max_energy_error,
             steers_step_size=policy.chooses_step_size,
             sets_length=self._length is None,
-            sets_scales=is_named(self._preconditioner, "variance"),
-            evens_noise=is_named(self._preconditioner, "gradient_noise"),
+            sets_scales=self._preconditioner is None or is_named(self._preconditioner, "variance"),
         )
         run = partial(_measure_some_steps, self._steps_per_draw)
         return replace(policy, steers_step_size=True, run=run, tuner=tuner)
+
+    def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
+        """Noise limits the steps, unless a target of their energy errors is given."""
+        steers, free = self._energy_variance is not None, self._length is None
+        given = {"steers_step_size": steers and policy.chooses_step_size, "sets_length": steers and free}
+        given |= {"sets_scales": False, "fixes_refreshes": free and not steers}
+        return replace(policy, noise=noise, steers_step_size=steers, tuner=replace(cast(Any, policy.tuner), **given))
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """Attributes of a run, with the bias of variances that the energy errors of its draws imply.
@@ -169,7 +187,7 @@ class MCLMC(SGMCMCKernel):
         bias, bound = (implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size))
         return {
             **super().describe(state),
-            "integrator": self._integrator,
+            "integrator": self._integrator or INTEGRATORS[self.target.subsampled],
             "decoherence_length": listed(lengths),
             "mean_energy_variance": listed(energies),
             "target_energy_variance": self.energy_targets[1],
@@ -187,11 +205,10 @@ def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.
     The others are refused by an estimate from gradients. Where there is one potential, they are undone together if it
     changed by what no gradient showed: a cliff, or the border of the support.
     """
-    measured = min(num_steps, max(LEAST_MEASURED, num_steps // 10))
+    measured, dynamics = min(num_steps, max(LEAST_MEASURED, num_steps // 10)), cast(Any, sampler.dynamics)
     begin, rest = sampler.run(engine, measured), num_steps - measured
     if not rest:
         return begin
-    dynamics: Any = sampler.dynamics
     end = replace(sampler, dynamics=replace(dynamics, energy=False)).run(begin, rest)
     if dynamics.fresh:  # each step has its own potential
         return end
@@ -217,8 +234,7 @@ class Tuning(NamedTuple):
     :param spread: running variances of whitened positions.
     :param record: positions (M, K), for the autocorrelation time.
     :param energy: mean energy variance of the steps taken since warm-up.
-    :param taken: fraction of the steps that were taken, summed over these draws.
-    :param draws: number of these draws.
+    :param taken: fraction of the steps that were taken, summed over these draws; ``draws``: number of them.
     :param stuck: number of steps refused in a row, in whole transitions.
     """
 
@@ -246,35 +262,26 @@ class Tuning(NamedTuple):
 class EnergyTuner(Tuner):
     """Adapt step size, decoherence length and preconditioner in warm-up.
 
-    :param num_warmup: transitions before the draws that are kept.
     :param energy_targets: first and last target of the energy variance.
     :param max_energy_error: the largest energy error, in nats, for a number of parameters.
     :param steers_step_size: whether the step size is adapted; ``sets_length``: the decoherence length.
-    :param sets_scales: whether variances of the draws set the preconditioner; ``evens_noise``: gradient noise.
+    :param sets_scales: whether variances of the draws set the preconditioner; ``fixes_refreshes``: whether the
+        decoherence length is a number of steps.
     """
 
     stages: Stages
-    num_warmup: int
     steps_per_draw: int
     energy_targets: tuple[float, float]
     max_energy_error: Callable[[int], float]
     steers_step_size: bool
     sets_length: bool
     sets_scales: bool
-    evens_noise: bool
+    fixes_refreshes: bool = False
 
     def start(self, position: jax.Array, step_size: jax.Array) -> Tuning:
         zeros, zero = jnp.zeros_like(position), jnp.zeros((), position.dtype)
         record = jnp.zeros((max(self.stages.records, 1), min(position.size, RECORDED)), position.dtype)
         return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero, zero, jnp.int32(0))
-
-    def precondition(self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-        if not self.evens_noise:
-            return engine
-        noise = sampler.gradient_noise(engine, NOISE_BATCHES)
-        scale = -0.5 * jnp.log(noise + LEAST_NOISE * jnp.mean(noise))
-        adaptation = jnp.exp(scale - jnp.mean(scale)).astype(engine.position.dtype)
-        return engine._replace(adaptation=jnp.where(i < self.num_warmup, adaptation, engine.adaptation))
 
     def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Adapt the step size after every transition of the warm-up, length and preconditioner after some."""
@@ -282,12 +289,15 @@ class EnergyTuner(Tuner):
         state, warming = after._replace(refused_steps=refused), i < self.stages.end
         if self.stages.end > self.stages.begin:
             state = lax.cond(warming, lambda: self._adapted(state, sampler, i), lambda: state)
+        if self.fixes_refreshes:
+            memory = state.engine.memory._replace(length=NOISY_LENGTH * state.base_step_size)
+            state = state._replace(engine=state.engine._replace(memory=memory))
         # The mean energy variance of the steps that were taken in the draws that are kept.
-        tuning, now = state.tuning, jnp.where(i < self.num_warmup, 0.0, 1 - refused)
+        tuning, now = state.tuning, jnp.where(warming, 0.0, 1 - refused)
         taken = tuning.taken + now
         energy = tuning.energy + now / jnp.maximum(taken, 1e-6) * (state.energy_variance - tuning.energy)
         stuck = jnp.where(refused == 1, tuning.stuck + self.steps_per_draw, 0)
-        draws = tuning.draws + jnp.where(i < self.num_warmup, 0, 1)
+        draws = tuning.draws + jnp.where(warming, 0, 1)
         state = state._replace(tuning=tuning._replace(energy=energy, taken=taken, draws=draws, stuck=stuck))
         return self._marked(state, sampler, (stuck >= FROZEN) & ~(warming & self.steers_step_size))
 

@@ -44,7 +44,7 @@ class _WithMomentum(SGMCMCKernel):
         heat = self._renewed * self._temperature * self._bias_tolerance / jnp.maximum(noise.largest, 1e-30)
         return jnp.minimum(1 / curvature, heat)
 
-    def stable_step_size(self, curvature: jax.Array, noise: jax.Array) -> jax.Array:
+    def stable_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         return 1 / (curvature * (1 + 4 * noise / max(self._renewed, 1e-3)))
 
     @property
@@ -116,7 +116,6 @@ class SGNHT(_WithMomentum):
         The thermostat removes the mean V of the noise over directions: with A h = -log(1 - momentum_decay), one of
         noise V + D has the temperature T (1 + h^2 D / (2 A h T + h^2 V)).
         """
-        tiny, heat = 1e-30, -2 * math.log1p(-self._momentum_decay) * self._bias_tolerance * self._temperature
-        uneven = heat / jnp.maximum(noise.largest - (1 + self._bias_tolerance) * noise.mean, tiny)
-        even = 0.2 * self._temperature / jnp.maximum(noise.mean, tiny)
-        return jnp.minimum(1 / curvature, jnp.minimum(even, uneven))
+        refreshed = -2 * math.log1p(-self._momentum_decay)
+        heat = refreshed * self._temperature * noise.limit(self._bias_tolerance, 0.2 / max(refreshed, 1e-30))
+        return jnp.minimum(1 / curvature, heat)

@@ -10,13 +10,14 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn.infer.tuning import Noise
 from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp, Sampler, State
 from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start", "gradient_noise")
 # Diagonals that start at ones and are set later, by the warm start or by kernels that know these names.
-LEARNED = ("warm_start", "variance", "gradient_noise")
+LEARNED = ("warm_start", "variance")
 
 
 DENSE_LIMIT = 1000  # largest number of parameters with a dense preconditioner of the gradient noise
@@ -91,6 +92,18 @@ class NoisePreconditioner:
         broken = ~jnp.all(jnp.isfinite(fresh))
         return jax.tree.map(lambda a, b: jnp.where(broken, a, b), moment, new)
 
+    def averaged(self, moment: SecondMoment, here: Noise) -> Noise:
+        """Noise at which steps are chosen: the mean over recent positions, which a dense G makes 1 in all directions.
+
+        It is 1 / (1 - P / n) on new gradients if G was made from n. At one position of a network the noisiest
+        direction has tens of times as much, and another direction at the next one: steps for it would not move.
+        """
+        if not self.dense:
+            return here
+        rest = 1 - moment.mean.shape[0] / jnp.maximum(moment.worth, 1)
+        largest = jnp.where(rest > 0.5, 1 / rest, jnp.inf).astype(here.largest.dtype)
+        return here._replace(largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0))
+
     def adapted(self, moment: SecondMoment) -> jax.Array:
         """The state of the preconditioner: L lower triangular with G = L L', or the root of a diagonal G."""
         mean, worth = moment
@@ -109,16 +122,13 @@ class NoisePreconditioner:
         return inverse[::-1, ::-1].T / scale[:, None]
 
 
-def learns_from_noise(call: str, given: Any, own: tuple[str, ...], noisy: bool, step_size: Any) -> bool:
-    """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen.
-
-    :param own: names of preconditioners that the kernel learns in its own way.
-    """
+def learns_from_noise(call: str, given: Any, noisy: bool, step_size: Any) -> bool:
+    """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen."""
     named = is_named(given, "gradient_noise")
     if named and not noisy:
         instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or leave it out."
         raise argument_error(call, "preconditioner", "'gradient_noise'", instead)
-    return (named and "gradient_noise" not in own) or (given is None and step_size is None and noisy)
+    return named or (given is None and step_size is None and noisy)
 
 
 def is_named(spec: Any, name: str) -> bool:

@@ -64,8 +64,7 @@ class PSGLD(SGLD):
     'z'
     """
 
-    def __init__(self, model: Callable, step_size: Any = None, *, preconditioner: Any = "rmsprop", **options: Any):
-        super().__init__(model, step_size, preconditioner=preconditioner, **options)
+    usual_preconditioner = "rmsprop"
 
 
 class CyclicalSGLD(SGLD):

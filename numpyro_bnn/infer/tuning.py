@@ -65,6 +65,14 @@ class Noise(NamedTuple):
     mean: jax.Array
     relative: jax.Array
 
+    def limit(self, tolerance: float, share: float) -> jax.Array:
+        """Factor s for dynamics that correct for s V, V the mean, beside a refresh of size 1: at most ``share``.
+
+        A direction of noise V + D has a variance too large by s D / (1 + s V), at most the tolerance.
+        """
+        uneven = jnp.maximum(self.largest - (1 + tolerance) * self.mean, 1e-30)
+        return jnp.minimum(tolerance / uneven, share / jnp.maximum(self.mean, 1e-30))
+
 
 def gradient_noise(sampler: Sampler, state: State) -> Noise:
     """Measure the noise of the gradient at the position of a chain; gradients of all the data have none."""
@@ -178,19 +186,20 @@ class Coverage(NamedTuple):
         means = (seen.configurational_temperature, seen.position, seen.gradient, seen.accept_prob)
         return Coverage(draws, *jax.tree.map(lambda a, b: a + weight * (b - a), self[1:], means))
 
+    def known(self, temperature: float) -> bool:
+        """Whether the share of the variance is known."""
+        return temperature > 0 and bool(np.min(self.draws))
+
     def share(self, temperature: float) -> jax.Array:
         """Covariance of theta and grad U, summed over coordinates, divided by P T."""
         size = self.position.shape[-1]
         return (self.virial - jnp.sum(self.position * self.gradient, -1) / size) / temperature
 
-    def frozen(self, temperature: float, steps_per_draw: int, known: bool) -> np.ndarray:
-        """Chains (C,) that hardly moved in enough steps: they cover, or accept, almost nothing.
-
-        :param known: whether the covariance of theta and grad U is that of the target.
-        """
+    def frozen(self, temperature: float, steps_per_draw: int) -> np.ndarray:
+        """Chains (C,) that hardly moved in enough steps: they cover, or accept, almost nothing."""
         seen = jax.device_get(self)
         still = np.zeros(np.size(seen.draws), bool)
-        if known:
+        if seen.known(temperature):
             still |= np.abs(np.ravel(seen.share(temperature))) < LEAST_COVERED
         if seen.accept_prob is not None:
             still |= np.ravel(seen.accept_prob) < LEAST_ACCEPTED

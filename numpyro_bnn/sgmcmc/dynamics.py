@@ -326,7 +326,9 @@ class Microcanonical(Dynamics):
             refused = ~taken
         after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)
         error = error if self.energy else None
-        return StepResult(seen.position, after, seen, energy_error=error, refused=refused)
+        # The end of a step depends on the noise of its minibatch, its start does not.
+        shown = here if self.fresh else seen
+        return StepResult(seen.position, after, shown, energy_error=error, refused=refused)
 
     def _integrate(self, context: StepContext, here: Evaluation, direction: Array, batch: Any) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and energy error."""

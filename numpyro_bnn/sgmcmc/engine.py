@@ -207,20 +207,6 @@ class Sampler:
             prepare = jax.vmap(prepare)
         return prepare, replace(self, gradient=gradient), row_bytes
 
-    def gradient_noise(self, state: State, num_batches: int = 8) -> Array:
-        """Estimate the variance of the gradient estimate at the current position.
-
-        :param num_batches: number of minibatches, at least 2, independent of those of the chain.
-        :return: unbiased variance per coordinate (P,), of the gradient of the full potential.
-        """
-        check_count("sgmcmc.Sampler.gradient_noise", "num_batches", num_batches, minimum=2)
-
-        def one(number):
-            batch = self.gradient.stream.draw(state.seeds.probe, state.step * num_batches + number)
-            return self.gradient(state.estimator, state.position, batch)[1]
-
-        return jnp.var(lax.map(one, lax.iota(jnp.int32, num_batches)), axis=0, ddof=1)
-
     def _check_start(self, position: Array, num_warmup: Any) -> Array:
         call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
         if position.ndim != 1 or position.shape[0] == 0:

@@ -226,11 +226,3 @@ class RMSProp(Preconditioner):
 
     def whiten(self, state: RMSPropState, v: Array) -> Array:
         return v * jnp.sqrt(self.damping + jnp.sqrt(state.mean_square))
-
-
-def from_squared_gradients(mean_square: Array, num_data: float = 1, damping: float = 1e-5) -> Diagonal:
-    """Return the fixed diagonal G = 1 / (damping + sqrt(mean_square) / N) from the squared gradients of a warm start.
-
-    ``mean_square`` (P,) averages squared minibatch gradients of the full potential, e.g. Adam's second moment.
-    """
-    return Diagonal(1.0 / (damping + jnp.sqrt(mean_square) / num_data))
