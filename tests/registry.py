@@ -428,6 +428,16 @@ GUIDES: dict[str, GuideRow] = {
             "quantiles of bases": "it gives those of the weights; a base is the weight over its scale, each at q",
         },
     ),
+    "AutoLaplace": GuideRow(
+        guides.AutoLaplace,
+        {"list": "the precision needs the observation of the model"},
+    ),
+    "AutoLaplace full": GuideRow(partial(guides.AutoLaplace, structure="full"), slow=True),
+    "AutoLaplace low rank": GuideRow(
+        partial(guides.AutoLaplace, structure="low_rank", rank=3),
+        {"density": "its guide is on affine noise of a symmetric root"},
+        slow=True,
+    ),
     "AutoMeanField": GuideRow(guides.AutoMeanField),
     "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True), slow=True),
     "AutoBlocks given scales": GuideRow(
