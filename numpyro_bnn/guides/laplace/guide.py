@@ -185,8 +185,9 @@ class AutoLaplace(AutoBlocks):
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
-        held = {f"{n}_{self.prefix}_scale": 0.0 for n in self._transforms if n not in self._chosen}
-        return super()._normals({**held, **params})
+        held = [name for name in self._transforms if name not in self._chosen]
+        with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
+            return super()._normals({**{f"{name}_{self.prefix}_scale": 0.0 for name in held}, **params})
 
     # -- fitting ---------------------------------------------------------------------------------------
 
@@ -339,7 +340,7 @@ class AutoLaplace(AutoBlocks):
     ) -> jax.Array:
         """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the linearized network.
 
-        Numbers with a fixed scale in closed form, classes by the probit approximation, all others by quadrature of 32
+        Numbers with a fixed scale in closed form, classes by the probit approximation, all others by quadrature of 64
         nodes over the log scale, log rate or logit.
 
         :param params: parameters from a run.
@@ -386,7 +387,11 @@ class AutoLaplace(AutoBlocks):
     def _outputs(self, problem: Problem, params: Any, call: Call, name: str, joint: bool = False) -> Any:
         """The observation at the mode and the covariances of its outputs."""
         v = self._coordinates(params)
-        seen = problem.observations(problem.trace(v, None, call))[name]
+        trace = problem.trace(v, None, call)
+        if missing := [n for n in v if n not in trace]:
+            got = f"arguments without the site {missing[0]!r} of the run"
+            raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
+        seen = problem.observations(trace)[name]
         jac, _ = problem.jacobians(v, None, call, name)
         fns: dict[str, Any] = dict(self._normals(params))
         for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
@@ -453,7 +458,7 @@ def _split(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[dict, dict
 
 def _averaged(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:
     """log of the likelihood averaged over Gaussian outputs."""
-    points, weights = np.polynomial.hermite_e.hermegauss(32)
+    points, weights = np.polynomial.hermite_e.hermegauss(64)
     log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
     nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
     if kind == "categorical":

@@ -56,7 +56,8 @@ class Outer(NamedTuple):
         """(P,) sums of squares over rows and directions."""
         if self.inputs.shape[1] > 1:
             return jnp.sum(self.dense() ** 2, axis=(0, 1))
-        found = self.slope**2 * (self.inputs[:, 0] ** 2).T @ jnp.sum(self.grads[:, :, 0] ** 2, axis=1)
+        products = (self.inputs[:, 0] ** 2).T @ jnp.sum(self.grads[:, :, 0] ** 2, axis=1)
+        found = self.slope**2 * products
         return from_matrix(found, self.layout)
 
     def times(self, vectors: jax.Array) -> jax.Array:

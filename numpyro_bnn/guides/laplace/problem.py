@@ -36,7 +36,11 @@ class chosen_rows(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["name"] in self.plates:
             index = jnp.arange(msg["args"][0]) if self.index is None else self.index
-            msg["args"], msg["value"] = (len(index), len(index)), index
+            msg["args"], msg["value"] = (msg["args"][0], len(index)), index
+        elif msg["type"] == "sample" and self.index is not None:
+            for frame in msg["cond_indep_stack"]:
+                if frame.name in self.plates and msg["scale"] is not None:
+                    msg["scale"] = msg["scale"] * frame.size / self.plates[frame.name].size
 
 
 @dataclass
