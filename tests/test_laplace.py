@@ -51,7 +51,9 @@ def softmax(x, y=None):
 
 
 def network(x, y=None, batch_size=None, prior=None, likelihood="normal", net=None):
-    net = bnn.random_network("net", net or nn.MLP([4, 3 if likelihood != "normal" else 1], "tanh"), x.shape[1:], prior)
+    net = bnn.random_network(
+        "net", net or nn.MLP([4, 3 if likelihood != "normal" else 1], "tanh"), x.shape[1:], prior
+    )
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         f, obs = net(x[i]), None if y is None else y[i]
         if likelihood == "normal":
@@ -151,7 +153,9 @@ def test_learned_noise_is_part_of_the_gaussian():
         np.testing.assert_allclose(jnp.std(jnp.log(draws)), sd, rtol=5 / (2 * 4000) ** 0.5)
         found = guide.predictive(fit.params, X)
         m = jnp.log(guide.median(fit.params)["sigma"])
-        np.testing.assert_allclose(found.variance - found.output_variance["loc"], jnp.exp(2 * m + 2 * sd**2), rtol=1e-6)
+        np.testing.assert_allclose(
+            found.variance - found.output_variance["loc"], jnp.exp(2 * m + 2 * sd**2), rtol=1e-6
+        )
 
 
 # ------------------------------------------------------------------------------------- dense Jacobians
@@ -178,7 +182,9 @@ def dense_precision(model, args, settings, at, names):
     else:
         fisher = jax.vmap(lambda row: jnp.diag(jnp.exp(row)) - jnp.outer(jnp.exp(row), jnp.exp(row)))(f)
     trace = handlers.trace(handlers.seed(handlers.substitute(model, at), 0)).get_trace(*args, **settings)
-    variances, _ = ravel_pytree({name: jnp.broadcast_to(trace[name]["fn"].variance, at[name].shape) for name in names})
+    variances, _ = ravel_pytree(
+        {name: jnp.broadcast_to(trace[name]["fn"].variance, at[name].shape) for name in names}
+    )
     return jnp.einsum("ndp,nde,neq->pq", jac, fisher, jac) + jnp.diag(1 / variances), back
 
 
@@ -418,7 +424,9 @@ def test_last_layer():
     body = {name: median[name] for name in ("net/Dense_0.kernel", "net/Dense_0.bias")}
     held = handlers.condition(network, body)
     other, of_other = fitted(held, "full", X, Y, num_epochs=60)
-    np.testing.assert_allclose(fit.params["auto_scale_tril"], of_other.params["auto_scale_tril"], rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(
+        fit.params["auto_scale_tril"], of_other.params["auto_scale_tril"], rtol=1e-5, atol=1e-8
+    )
     draws = guide.sample_posterior(KEY, fit.params, sample_shape=(3,))
     for name, value in body.items():
         np.testing.assert_array_equal(draws[name], jnp.broadcast_to(value, (3, *value.shape)))
@@ -435,7 +443,7 @@ def _prior_densities(body):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_learned_scales(structure):
-    """Centered and non-centered scales have the same mode and Gaussian; that of weights and scales would not exist."""
+    """Centered and non-centered scales have the same mode and the same Gaussian."""
     results = []
     for centered in (False, True):
         prior = priors.Hierarchical(dist.LogNormal(0.0, 0.3), centered=centered)
@@ -446,7 +454,7 @@ def test_learned_scales(structure):
 
 
 def test_predictions_of_classes():
-    """Probit and draws of the logits against an integral by quadrature; the mean of draws within 5 standard errors."""
+    """Probit and draws of the logits against the integral; the mean of draws within 5 standard errors."""
     guide, fit = fitted(logistic, "full", X, CLASSES % 2)
     new = 3 * X[:4]
     cov = covariance(guide, fit.params)
@@ -486,7 +494,7 @@ def test_linearized_predictions_of_a_network():
 
 def test_prediction_needs_the_model_of_the_run():
     guide, fit = fitted(network, "diag", X, Y, prior=priors.Hierarchical(), num_epochs=5)
-    with pytest.raises(ValueError, match="without the site 'net/Dense_0.kernel_scale' of the run"):
+    with pytest.raises(ValueError, match=r"without the site .net/Dense_0\.kernel_scale. of the run"):
         guide.predictive(fit.params, X)
 
 
@@ -503,3 +511,100 @@ def test_numpyro_and_export():
     np.testing.assert_allclose(found.log_weights, of_linear.log_evidence, rtol=1e-7)  # the guide is the posterior
     sampled = guide.predictive(fit.params, X, linearized=False, rng_key=KEY, num_samples=10)
     assert sampled.mean.shape == sampled.variance.shape == (12,)
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def with_noise(likelihood, weights=None, factor=False):
+    def model(x, y=None):
+        w = numpyro.sample("w", weights or dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        if factor:
+            numpyro.factor("extra", -jnp.sum(w**4))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", likelihood(x @ w), obs=y)
+
+    return model
+
+
+def discrete(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    on = numpyro.sample("on", dist.Bernoulli(0.5))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(on * (x @ w), 1.0), obs=y)
+
+
+def local(x, y=None, batch_size=4):
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
+
+
+def heavy(x, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.StudentT(3.0, 0.0, scale).expand([3]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def with_param(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    shift = numpyro.param("shift", jnp.array(5.0))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w + shift, 1.0), obs=y)
+
+
+def noisy(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    kept = jax.random.bernoulli(numpyro.prng_key(), 0.5, x.shape)
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal((kept * x) @ w, 1.0), obs=y)
+
+
+NORMAL = dist.Normal
+REFUSED = {
+    "likelihood": (with_noise(lambda f: dist.Cauchy(f, 1.0)), {}, "'y' with a Cauchy likelihood.*AutoLaplaceApprox"),
+    "factor": (with_noise(lambda f: NORMAL(f, 1.0), factor=True), {}, "'extra' with a factor"),
+    "discrete": (discrete, {}, "the discrete latent site 'on'"),
+    "local": (local, {}, "the local site 'z' in plate 'data'"),
+    "Laplace prior": (
+        with_noise(lambda f: NORMAL(f, 1.0), dist.Laplace().expand([3]).to_event(1)),
+        {},
+        "'w' with a Laplace prior, which has no second derivative",
+    ),
+    "scale of another family": (heavy, {}, "'w', whose StudentT prior depends on {'scale'}"),
+    "other prior in kron": (
+        with_noise(lambda f: NORMAL(f, 1.0), dist.StudentT(3.0).expand([3]).to_event(1)),
+        {"structure": "kron"},
+        "'w', whose prior is not Normal with one scale",
+    ),
+    "parameter": (with_param, {}, "a model with the parameter 'shift', and no value for it"),
+    "random numbers": (noisy, {}, "random numbers of its own"),
+    "too large": (
+        with_noise(lambda f: NORMAL(f, 1.0), dist.Normal().expand([10_001]).to_event(1)),
+        {"x": jnp.ones((12, 10_001))},
+        "'full' for 10001 unknowns.*Use .kron., .low_rank. or .diag., or `sites=`",
+    ),
+    "nothing to tune": (
+        with_noise(lambda f: NORMAL(f, 1.0), dist.StudentT(3.0).expand([3]).to_event(1)),
+        {"tune_prior": True},
+        "without a site that has a Normal prior of fixed scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_it_cannot_take_are_refused(name):
+    model, options, message = REFUSED[name]
+    options = dict(options)
+    x, structure = options.pop("x", X), options.pop("structure", "full")
+    with pytest.raises(ValueError, match=message):
+        guides.AutoLaplace(model, structure).run(KEY, jnp.asarray(x), jnp.asarray(Y), progress_bar=False, **options)
+
+
+def test_parameters_of_the_model_stay_as_given():
+    guide, fit = fitted(with_param, "full", jnp.asarray(X), jnp.asarray(Y), init_params={"shift": jnp.asarray(1.0)})
+    x, y = jnp.asarray(X), jnp.asarray(Y) - 1.0
+    exact = jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T @ y)
+    np.testing.assert_allclose(guide.median(fit.params)["w"], exact, rtol=1e-6)
+    assert fit.params["shift"] == 1.0

@@ -23,6 +23,30 @@ LEARNING_RATE = 3e-3
 FULL_EPOCHS = 50  # epochs of one step each that are made at once
 SAME = 1e-3  # change of a log precision below which tuning ends
 MIXED = 1e-3  # share of a row's gradient that comes from other rows, above which rows are not independent
+CLOSE = 0.1  # distance from the mode, in posterior standard deviations, below which a run has converged
+
+
+class LaplaceResult(NamedTuple):
+    """Result of :meth:`AutoLaplace.run`; ``params`` and ``losses`` are as in NumPyro's ``SVIRunResult``.
+
+    :param params: parameters of the guide by name, as all its methods take them.
+    :param losses: -log p(D, v) after each epoch of the search for the mode.
+    :param log_evidence: Laplace's log p(D), given the sites that are held at the mode.
+    :param prior_precision: by site with a fixed Normal prior, the factor on its precision (1 without ``tune_prior``).
+    :param effective_parameters: how many unknowns the data determine, sum_j (1 - prior precision_j * variance_j).
+    :param grad_norm: norm of the gradient of -log p(D, v) at the end.
+    :param distance: estimated distance from the mode, the root mean square of gradient * sd.
+    :param converged: whether the distance is below 0.1; a run that did not converge also warns.
+    """
+
+    params: dict[str, jax.Array]
+    losses: jax.Array
+    log_evidence: float
+    prior_precision: dict[str, float]
+    effective_parameters: float
+    grad_norm: float
+    distance: float
+    converged: bool
 
 
 class Fit(NamedTuple):
@@ -58,8 +82,9 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
             updates, state = optimizer.update(grads, state, v)
             return (optax.apply_updates(v, updates), state), loss
 
-        (v, state), losses = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
-        return v, state, jnp.mean(losses[-1:] if not problem.plates else losses)
+        found: jax.Array
+        carried, found = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
+        return *carried, jnp.mean(found[-1:] if not problem.plates else found)
 
     return partial(_epochs, prepare(epoch, *call), optimizer, options, 1 if problem.plates else FULL_EPOCHS)
 
@@ -231,8 +256,6 @@ def tuned(
     guide: Any, problem: Problem, call: Call, search: Search, v: Values, key: Any, tune: bool | str, num_rounds: int
 ) -> Any:
     """Search, measure and, if asked for, tune prior precisions in turn; returns a ``LaplaceResult``."""
-    from numpyro_bnn.guides.laplace.guide import CLOSE, LaplaceResult
-
     names = [name for name in problem.sites if name in problem.fixed]
     groups = [names] if tune == "global" else [[name] for name in names]
     if tune and not names:
@@ -256,7 +279,7 @@ def tuned(
     gaussian = gaussian_at(guide, problem, found, v, precision)
     _check_positive(problem, gaussian)
     grads = problem.total(jax.grad(problem.log_likelihood), v, call)
-    of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(*g, c, list(v)), (v, precision), *call)
+    of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)), (v, precision), *call)
     grads = jax.tree.map(jnp.add, grads, of_prior)
     units = jnp.concatenate([jnp.ravel(grads[n]) * jnp.sqrt(gaussian.variance[n]) for n in problem.sites])
     distance = float(jnp.sqrt(jnp.mean(units**2)))
@@ -264,13 +287,13 @@ def tuned(
         message = f"{CALL}.run: {distance:.2g} posterior sds from the mode on average. Run more epochs."
         warnings.warn(message, stacklevel=3)
     guide._problem = problem
-    evidence = run(lambda g, *c: log_evidence(guide, problem, found, *g, c), (v, precision), *call)
+    evidence = run(lambda g, *c: log_evidence(guide, problem, found, g[0], g[1], c), (v, precision), *call)
     prior = {**problem.prior_precision(v, precision), **found.curvature}
     effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
     return LaplaceResult(
         params={**guide._to_params(v, gaussian), **problem.held},
         losses=jnp.asarray(losses),
-        log_evidence=float(evidence),
+        log_evidence=_finite(float(evidence)),
         prior_precision={name: float(value) for name, value in precision.items()},
         effective_parameters=float(effective),
         grad_norm=float(jnp.linalg.norm(ravel_pytree(grads)[0])),

@@ -1,19 +1,19 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.scipy.special import logsumexp
 
 from numpyro_bnn._checks import (
     argument_error,
     check_choice,
     check_count,
+    check_finite,
     check_flag,
     check_key,
     check_kind,
@@ -21,58 +21,18 @@ from numpyro_bnn._checks import (
 )
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
-from numpyro_bnn.guides.laplace import likelihoods, structures
-from numpyro_bnn.guides.laplace.fitting import Fit, fit_mode, tuned
+from numpyro_bnn.guides.laplace import structures
+from numpyro_bnn.guides.laplace.fitting import Fit, LaplaceResult, fit_mode, tuned
 from numpyro_bnn.guides.laplace.jacobians import Layout, Outer
 from numpyro_bnn.guides.laplace.likelihoods import CALL
-from numpyro_bnn.guides.laplace.problem import Call, Problem, read
+from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density, predict
+from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers, run
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
 STRUCTURES = ("full", "kron", "diag", "low_rank")
 LARGEST_FULL = 10_000
-CLOSE = 0.1  # distance from the mode, in posterior standard deviations, below which a run has converged
-
-
-class LaplaceResult(NamedTuple):
-    """Result of :meth:`AutoLaplace.run`; ``params`` and ``losses`` are as in NumPyro's ``SVIRunResult``.
-
-    :param params: parameters of the guide by name, as all its methods take them.
-    :param losses: -log p(D, v) after each epoch of the search for the mode.
-    :param log_evidence: Laplace's log p(D), given the sites that are held at the mode.
-    :param prior_precision: by site with a fixed Normal prior, the factor on its precision (1 without ``tune_prior``).
-    :param effective_parameters: how many unknowns the data determine, sum_j (1 - prior precision_j * variance_j).
-    :param grad_norm: norm of the gradient of -log p(D, v) at the end.
-    :param distance: estimated distance from the mode, the root mean square of gradient * sd.
-    :param converged: whether the distance is below 0.1; a run that did not converge also warns.
-    """
-
-    params: dict[str, jax.Array]
-    losses: jax.Array
-    log_evidence: float
-    prior_precision: dict[str, float]
-    effective_parameters: float
-    grad_norm: float
-    distance: float
-    converged: bool
-
-
-class LaplacePredictive(NamedTuple):
-    """Prediction of one observed site.
-
-    :param mean: mean of the observation: of the number, the count, or the probability of each class (N, ..., K).
-    :param variance: its variance, with the noise.
-    :param outputs: means of the natural outputs f (``loc``, ``log_scale``, ``logits``, ``log_rate``).
-    :param output_variance: variances of these.
-    :param covariance: (N, E, E) of the E outputs of a row; (N, E, N, E) with ``covariance=True``.
-    """
-
-    mean: jax.Array
-    variance: jax.Array
-    outputs: dict[str, jax.Array]
-    output_variance: dict[str, jax.Array]
-    covariance: jax.Array
 
 
 class AutoLaplace(AutoBlocks):
@@ -117,7 +77,7 @@ class AutoLaplace(AutoBlocks):
     >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
     >>> guide = AutoLaplace(model, "full")
     >>> fit = guide.run(jax.random.key(0), x, jnp.array([1.0, 2.0]), progress_bar=False)
-    >>> guide.predictive(fit.params, x).mean.round(3).tolist()  # exact: y / (1 + 0.5^2)
+    >>> [round(float(mean), 3) for mean in guide.predictive(fit.params, x).mean]  # exact: y / (1 + 0.5^2)
     [0.8, 1.6]
     """
 
@@ -137,6 +97,10 @@ class AutoLaplace(AutoBlocks):
         super().__init__(model, condition_on_scales=True, prefix=prefix)
 
     # -- reading the model -----------------------------------------------------------------------------
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        check_sites(self.model, (args, kwargs))
+        super()._setup_prototype(*args, **kwargs)
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
         latent = list(self._latent())
@@ -236,6 +200,9 @@ class AutoLaplace(AutoBlocks):
         check_kind(call, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by site.")
         refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
         args, kwargs = as_arrays(args, kwargs, call)
+        for leaf in jax.tree.leaves((args, kwargs)):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                check_finite(call, "args", leaf)
         check_row_lengths(call, self.model, args, kwargs)
         if self.prototype_trace is None or self._prototype_call[0] != args:
             with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
@@ -330,10 +297,11 @@ class AutoLaplace(AutoBlocks):
         name, problem, call_args = self._for_rows("predictive", params, args, kwargs, site)
         options = (name, linearized, link, covariance, num_samples)
 
-        def predict(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-            return self._predict(problem, *given, (args, kwargs), options)._asdict()
+        def predict_rows(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            params, key = given
+            return predict(self, problem, params, key, (args, kwargs), options)._asdict()
 
-        return LaplacePredictive(**run(predict, (dict(params), rng_key), *call_args))
+        return LaplacePredictive(**run(predict_rows, (dict(params), rng_key), *call_args))
 
     def log_predictive_density(
         self, params: Mapping[str, Any], *args: Any, site: str | None = None, **kwargs: Any
@@ -351,12 +319,7 @@ class AutoLaplace(AutoBlocks):
         name, problem, call = self._for_rows("log_predictive_density", params, args, kwargs, site)
 
         def score(given: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-            seen, cov = self._outputs(problem, given, (args, kwargs), name)[:2]
-            fn = problem.trace(self._coordinates(given), None, (args, kwargs))[name]
-            value = jnp.moveaxis(jnp.broadcast_to(fn["value"], fn["fn"].shape()), problem.observed[name][0] or 0, 0)
-            value = value.reshape(seen.weight.shape)
-            density = _averaged(seen.kind, *_split(seen, problem.observed[name][1], cov), value)
-            return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
+            return log_density(self, problem, given, (args, kwargs), name)
 
         return run(score, dict(params), *call)
 
@@ -383,92 +346,3 @@ class AutoLaplace(AutoBlocks):
         rest = [name for name in self._transforms if name not in found]
         found |= {name: params[f"{name}_{self.prefix}_loc"] for name in rest}
         return {name: found[name] for name in self._transforms}
-
-    def _outputs(self, problem: Problem, params: Any, call: Call, name: str, joint: bool = False) -> Any:
-        """The observation at the mode and the covariances of its outputs."""
-        v = self._coordinates(params)
-        trace = problem.trace(v, None, call)
-        if missing := [n for n in v if n not in trace]:
-            got = f"arguments without the site {missing[0]!r} of the run"
-            raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
-        seen = problem.observations(trace)[name]
-        jac, _ = problem.jacobians(v, None, call, name)
-        fns: dict[str, Any] = dict(self._normals(params))
-        for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
-            fns["*" if block.name == self.prefix else next(iter(block.shapes))] = fn
-        if not joint:
-            return seen, self._structure.covariance(jac, fns), None
-        half = self._structure.halves(jac, fns)
-        both = jnp.einsum("bdp,cep->bdce", half, half)
-        rows = jnp.arange(half.shape[0])
-        return seen, both[rows, :, rows], both
-
-    def _predict(
-        self, problem: Problem, params: Any, key: Any, call: Call, options: tuple[str, bool, str, bool, int]
-    ) -> LaplacePredictive:
-        name, linearized, link, joint, num_samples = options
-        used = problem.observed[name][1]
-        seen, cov, both = self._outputs(problem, params, call, name, joint)
-        f, variance = _split(seen, used, cov)
-        if not linearized or (link == "sample" and "logits" in f):
-            if linearized:
-                values, vectors = jnp.linalg.eigh(cov)
-                root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
-                noise = jax.random.normal(key, (num_samples, *cov.shape[:2]))
-                draws = seen.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
-                draws = {"logits": draws.reshape(num_samples, *seen.outputs["logits"].shape)}
-            else:
-                draws = self._network_draws(problem, params, key, call, name, num_samples)
-            zero = {n: jnp.zeros(()) for n in f}
-            each = jax.vmap(lambda one: likelihoods.predicted(seen.kind, one, zero))(draws)
-            mean = jnp.mean(each[0], axis=0)
-            spread = jnp.mean(each[1], axis=0) + jnp.var(each[0], axis=0)
-            if not linearized:
-                f, variance = ({n: fn(d, axis=0) for n, d in draws.items()} for fn in (jnp.mean, jnp.var))
-        else:
-            mean, spread = likelihoods.predicted(seen.kind, f, variance)
-
-        def shaped(value: jax.Array) -> jax.Array:
-            return value.reshape(seen.shape + value.shape[2:])
-
-        outputs, variances = ({n: shaped(part) for n, part in of.items()} for of in (f, variance))
-        return LaplacePredictive(shaped(mean), shaped(spread), outputs, variances, both if joint else cov)
-
-    def _network_draws(self, problem: Problem, params: Any, key: Any, call: Call, name: str, number: int) -> Any:
-        """Outputs (S, B, M) of the network itself at draws of the weights."""
-        drawn = self._draw(key, params, (number,))
-
-        def one(v: Values) -> Mapping[str, jax.Array]:
-            return problem.observations(problem.trace(v, None, call))[name].outputs
-
-        return jax.lax.map(one, drawn)
-
-
-def _split(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[dict, dict]:
-    """Means and variances of all outputs by name, shaped like these; others than the used ones are known."""
-    variance, start = jnp.diagonal(cov, axis1=1, axis2=2), 0
-    parts = {name: jnp.zeros_like(f) for name, f in seen.outputs.items()}
-    for name in used:
-        f = seen.outputs[name]
-        width = f[0].size
-        parts[name] = variance[:, start : start + width].reshape(f.shape)
-        start += width
-    return dict(seen.outputs), parts
-
-
-def _averaged(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:
-    """log of the likelihood averaged over Gaussian outputs."""
-    points, weights = np.polynomial.hermite_e.hermegauss(64)
-    log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
-    nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
-    if kind == "categorical":
-        shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
-        return likelihoods.log_density(kind, {"logits": shrunk}, value)
-    if kind == "normal":
-        log_scale = f["log_scale"] + jnp.sqrt(v["log_scale"]) * nodes
-        scale = jnp.sqrt(v["loc"] + jnp.exp(2 * log_scale))
-        densities = dist.Normal(f["loc"], scale).log_prob(value)
-    else:
-        name = "log_rate" if kind == "poisson" else "logits"
-        densities = likelihoods.log_density(kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value)
-    return logsumexp(densities + log_weights, axis=0)

@@ -1,4 +1,4 @@
-r"""Likelihoods as a Gauss-Newton approximation sees them: natural outputs f, and a root of the Fisher information of f.
+r"""Likelihoods in a Gauss-Newton approximation: natural outputs f, and a root of their Fisher information.
 
 ============  =======================  ==========================================
 distribution  outputs f                Fisher information

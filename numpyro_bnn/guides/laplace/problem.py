@@ -45,7 +45,7 @@ class chosen_rows(Messenger):
 
 @dataclass
 class Problem:
-    r"""A model in the coordinates v of the guide: unconstrained, and u = (w - m) / s where a prior scale s is learned.
+    r"""A model in the coordinates v of the guide: unconstrained, or u = (w - m) / s if a prior scale s is learned.
 
     :param fixed: loc and scale by site, for Normal priors that depend on no other site.
     :param scaled: sites in the coordinates u, whose prior is N(0, 1).
@@ -216,7 +216,6 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     with handlers.block():
         reading = Reading(guide.model, *call, full=False)
     latent, trace, scaled = reading.latent, reading.sites, guide._scaled
-    _check_sites(reading, guide)
     parents = reading.depends(lambda found: {name: found[name]["fn"] for name in latent})
     fixed, others = {}, []
     values = reading.run(lambda r: {n: affine_normal(s["fn"]) for n, s in r.at({}, only=latent).items()})
@@ -240,8 +239,10 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     return Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
 
 
-def _check_sites(reading: Reading, guide: Any) -> None:
+def check_sites(model: Callable, call: Call) -> None:
     """Refuse latent sites whose density a Gaussian cannot follow, and models with random numbers of their own."""
+    with handlers.block():
+        reading = Reading(model, *call, full=False)
     if reading.stochastic:
         raise argument_error(CALL, "model", "a model with random numbers of its own (`numpyro.prng_key`)", INSTEAD)
     if len(reading.plates) > 1:
