@@ -348,6 +348,14 @@ def test_minibatches_and_order_of_rows_do_not_matter(structure):
         np.testing.assert_allclose(of_other.log_evidence, fit.log_evidence, rtol=1e-9)
 
 
+def test_a_second_run_is_that_of_its_own_data():
+    guide, _ = fitted(linear, "full", jnp.asarray(X), jnp.asarray(Y))
+    again = guide.run(KEY, jnp.asarray(X[:8]), jnp.asarray(Y[:8]), progress_bar=False)
+    _, fresh = fitted(linear, "full", jnp.asarray(X[:8]), jnp.asarray(Y[:8]))
+    for name, value in fresh.params.items():
+        np.testing.assert_allclose(again.params[name], value, rtol=1e-9)
+
+
 @pytest.mark.slow
 def test_minibatches_find_the_mode():
     guide, fit = fitted(linear, "full", X, Y, batch_size=6, num_epochs=3000, patience=3000)

@@ -204,9 +204,8 @@ class AutoLaplace(AutoBlocks):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
                 check_finite(call, "args", leaf)
         check_row_lengths(call, self.model, args, kwargs)
-        if self.prototype_trace is None or self._prototype_call[0] != args:
-            with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
-                self._setup_prototype(*args, **kwargs)
+        with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
+            self._setup_prototype(*args, **kwargs)
         problem = read(self, self._chosen, (args, kwargs))
         start = self._started(problem, (args, kwargs), dict(init_params or {}))
         options = Fit(num_epochs, optimizer, patience, progress_bar)
