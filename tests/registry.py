@@ -432,6 +432,11 @@ PARTS = {
     "list": "can be a part of an AutoGuideList",
 }
 
+_OF_LAPLACE = {
+    "list": "its precision needs the observation of the model",
+    "density": "it reads the model in each call, which uses up the noise that the test gives; test_laplace has it",
+}
+
 GUIDES: dict[str, GuideRow] = {
     "AutoADF": GuideRow(
         guides.AutoADF,
@@ -439,6 +444,10 @@ GUIDES: dict[str, GuideRow] = {
             "list": "learns all sites at once, and needs the observation of the model",
             "quantiles of bases": "it gives those of the weights; a base is the weight over its scale, each at q",
         },
+    ),
+    "AutoLaplace": GuideRow(guides.AutoLaplace, _OF_LAPLACE),
+    "AutoLaplace low rank": GuideRow(
+        partial(guides.AutoLaplace, structure="low_rank", rank=3), _OF_LAPLACE, slow=True
     ),
     "AutoMeanField": GuideRow(guides.AutoMeanField),
     "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True), slow=True),

@@ -70,9 +70,9 @@ def svi(model=plain):
     return SVI(model, AutoNormal(model), numpyro.optim.Adam(0.1), Trace_ELBO())
 
 
-def without_targets(method):
-    guide = guides.AutoADF(plain)
-    params = guide.run(jax.random.key(0), X, Y, num_epochs=1, progress_bar=False).params
+def without_targets(method, kind=guides.AutoADF):
+    guide = kind(plain)
+    params = guide.run(jax.random.key(0), X, Y, num_epochs=9, progress_bar=False).params
     return getattr(guide, method)(params, X)
 
 
@@ -897,6 +897,48 @@ ROWS = {
             ValueError,
             "Call `run` of this guide first, so that it rea",
         ),
+        ("guides.AutoLaplace(3)", "model", TypeError, "Pass a NumPyro model (a function)."),
+        ('guides.AutoLaplace(plain, "fully")', "structure", ValueError, "Did you mean 'full'?"),
+        ('guides.AutoLaplace(plain, "low_rank", rank=0)', "rank", ValueError, "Pass an integer of at least 1."),
+        ("guides.AutoLaplace(plain, sites=3)", "sites", TypeError, "Pass patterns, e.g."),
+        ('guides.AutoLaplace(plain, sites="v.*").run(KEY, X, Y)', "sites", ValueError, "Known: w."),
+        ("guides.AutoLaplace(plain).run(0, X, Y)", "rng_key", TypeError, "Pass a key, e.g. `jax.random.key(0)`."),
+        ("guides.AutoLaplace(plain).run(KEY, X, Y[:3])", "args", ValueError, "Pass one row per data point"),
+        ("guides.AutoLaplace(plain).run(KEY, X)", "sites", ValueError, "Pass the targets (`y`)"),
+        (
+            "guides.AutoLaplace(plain).run(KEY, X, NAN, progress_bar=False)",
+            "args",
+            ValueError,
+            "Drop or impute those rows first.",
+        ),
+        ('guides.AutoLaplace(plain).run(KEY, X, Y, init_params={"v": 1.0})', "init_params", ValueError, "Known: w."),
+        (
+            'guides.AutoLaplace(plain).run(KEY, X, Y, init_params={"w": np.ones(3)})',
+            "init_params",
+            ValueError,
+            "Pass a value of shape (2,).",
+        ),
+        (
+            'guides.AutoLaplace(plain).run(KEY, X, Y, tune_prior="all")',
+            "tune_prior",
+            ValueError,
+            "Known: site, global.",
+        ),
+        ("guides.AutoLaplace(plain).predictive({}, X)", "params", ValueError, "Call `run` of this guide first"),
+        ('guides.AutoLaplace(plain).predictive({}, X, link="logit")', "link", ValueError, "Known: probit, sample."),
+        (
+            "guides.AutoLaplace(plain).predictive({}, X, linearized=False)",
+            "rng_key",
+            TypeError,
+            "Pass a key, e.g. `jax.random.key(0)`.",
+        ),
+        (
+            "guides.AutoLaplace(plain).log_predictive_density({}, X, Y)",
+            "params",
+            ValueError,
+            "Call `run` of this guide first",
+        ),
+        ('without_targets("log_predictive_density", guides.AutoLaplace)', "args", ValueError, "Pass the targets as"),
         ("guides.AutoBlocks(3)", "model", TypeError, "Pass a NumPyro model (a function)."),
         (
             'guides.AutoBlocks(plain, {"*": guides.FullRank})',
@@ -1484,7 +1526,18 @@ def test_every_room_has_rows():
 
 # Types of results and states, base classes and distributions: nobody calls them with arguments of his own.
 NOT_CALLED = {
-    *("ADFResult", "Block", "Dataset", "Evidence", "SGMCMCKernel", "GPRegression", "Prediction", "PriorFit", "Score"),
+    *(
+        "ADFResult",
+        "LaplaceResult",
+        "Block",
+        "Dataset",
+        "Evidence",
+        "SGMCMCKernel",
+        "GPRegression",
+        "Prediction",
+        "PriorFit",
+        "Score",
+    ),
     *("Equation", "Interpreter", "Layer", "BatchStatistics", "ForwardContext", "GroupStudentT", "Prior", "Sampler"),
     *("State", "Symmetry", "HealthWarning"),
 }

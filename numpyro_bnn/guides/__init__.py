@@ -10,10 +10,13 @@ from numpyro_bnn.guides.fitting import fit
 from numpyro_bnn.guides.flows import Coupling, Flowjax
 from numpyro_bnn.guides.gaussian import AutoMeanField, AutoStructured
 from numpyro_bnn.guides.initialization import init_to_fan_in
+from numpyro_bnn.guides.laplace import AutoLaplace, LaplaceResult
 
 __all__ = [
     "AutoADF",
     "ADFResult",
+    "AutoLaplace",
+    "LaplaceResult",
     "AutoBlocks",
     "AutoMeanField",
     "AutoStructured",

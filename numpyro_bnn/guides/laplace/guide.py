@@ -1,0 +1,347 @@
+"""AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_bnn._checks import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_finite,
+    check_flag,
+    check_key,
+    check_kind,
+    unknown_name,
+)
+from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
+from numpyro_bnn.guides.blocks import Family, Patterns, matches
+from numpyro_bnn.guides.laplace import structures
+from numpyro_bnn.guides.laplace.fitting import Fit, LaplaceResult, fit_mode, tuned
+from numpyro_bnn.guides.laplace.jacobians import Layout, Outer
+from numpyro_bnn.guides.laplace.likelihoods import CALL
+from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density, predict
+from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
+from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.compiled import refuse_tracers, run
+from numpyro_bnn.program.row_lengths import check_row_lengths
+
+STRUCTURES = ("full", "kron", "diag", "low_rank")
+LARGEST_FULL = 10_000
+
+
+class AutoLaplace(AutoBlocks):
+    r"""Laplace approximation of a network: a Gaussian at the mode, with generalized Gauss-Newton precision.
+
+    .. math:: q(v) = N\Big(v^*,\ \Big[\sum_n J_n^\top F_n J_n - \nabla^2 \log p(v^*)\Big]^{-1}\Big), \qquad
+              J_n = \frac{\partial f_n}{\partial v}
+
+    with f_n the natural outputs of the likelihood (loc and log scale, logits, log rate) and F_n their Fisher
+    information: the Hessian without the curvature of the network, which is never negative. The coordinates v are
+    unconstrained values; a weight whose prior scale is learned is u = (w - m) / s, so that the joint mode of weights
+    and scales exists (that of w and s has infinite density at s = 0).
+
+    Structures of the precision, each of all sites or of those in ``sites``:
+
+    - ``"full"``: dense, up to 10^4 unknowns, every site jointly, prior curvature exact;
+    - ``"kron"``: a Kronecker product of inputs and gradients per weight (K-FAC), of dense layers and convolutions,
+      with biases apart; elements of all other sites (noise, prior scales, gains) are independent;
+    - ``"diag"``: independent unknowns;
+    - ``"low_rank"``: the ``rank`` strongest directions, and the diagonal of the rest.
+
+    All other latent sites are held at the mode (point masses); with ``sites=None`` none is, so that noise and prior
+    scales are part of the Gaussian. Predict with :meth:`predictive`, which linearizes the network like the precision
+    does: draws of the weights pushed through the network itself fit worse, often by far.
+
+    :param model: a NumPyro model with a Normal, Categorical, Bernoulli or Poisson likelihood.
+    :param structure: ``"full"``, ``"kron"``, ``"diag"`` or ``"low_rank"``.
+    :param sites: patterns on site names, e.g. ``"net/Dense_2.*"`` for the last layer.
+    :param rank: number of directions of ``"low_rank"``.
+    :param prefix: part of the parameter names.
+    :raises ValueError: when it reads the model, for a site it cannot handle; the message names the site.
+
+    References: MacKay (1992), *A practical Bayesian framework for backpropagation networks*; Immer, Korzepa & Bauer
+    (2021), *Improving predictions of Bayesian neural nets via local linearization*; Daxberger et al. (2021), *Laplace
+    redux*; Grosse & Martens (2016) for convolutions.
+
+    >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> def model(x, y=None):
+    ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    ...     with numpyro.plate("data", x.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+    >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> guide = AutoLaplace(model, "full")
+    >>> fit = guide.run(jax.random.key(0), x, jnp.array([1.0, 2.0]), progress_bar=False)
+    >>> [round(float(mean), 3) for mean in guide.predictive(fit.params, x).mean]  # exact: y / (1 + 0.5^2)
+    [0.8, 1.6]
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        structure: str = "kron",
+        sites: Patterns | None = None,
+        *,
+        rank: int = 50,
+        prefix: str = "auto",
+    ) -> None:
+        check_choice(CALL, "structure", structure, STRUCTURES)
+        check_kind(CALL, "sites", sites, str | Sequence | None, 'Pass patterns, e.g. `sites="net/Dense_2.*"`.')
+        self.structure, self._patterns = structure, sites
+        self._rank = check_count(CALL, "rank", rank)
+        super().__init__(model, condition_on_scales=True, prefix=prefix)
+
+    # -- reading the model -----------------------------------------------------------------------------
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        check_sites(self.model, (args, kwargs))
+        super()._setup_prototype(*args, **kwargs)
+
+    def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
+        latent = list(self._latent())
+        patterns = () if self._patterns is None else self._patterns
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            if not any(matches(name, pattern) for name in latent):
+                raise unknown_name(CALL, "sites", pattern, latent)
+        self._chosen = [name for name in latent if self._patterns is None or matches(name, patterns)]
+        sizes = {name: int(np.size(self._init_locs[name])) for name in self._chosen}
+        if self.structure == "full" and sum(sizes.values()) > LARGEST_FULL:
+            got = f"'full' for {sum(sizes.values())} unknowns, more than {LARGEST_FULL}"
+            instead = 'Use "kron", "low_rank" or "diag", or `sites=` for the last layer.'
+            raise argument_error(CALL, "structure", got, instead)
+        if self.structure == "kron":
+            layouts = self._layouts(read(self, self._chosen, self._prototype_call))
+            self._structure: Any = structures.Kron(sizes, layouts)
+        elif self.structure == "low_rank":
+            self._structure = structures.LowRank(sizes, self._rank)
+        else:
+            self._structure = {"full": structures.Full, "diag": structures.Diagonal}[self.structure](sizes)
+        return self._structure.blocks()
+
+    def _layouts(self, problem: Problem) -> dict[str, Layout]:
+        """The sites that are matrices of a layer."""
+        found: dict[str, Layout] = {}
+
+        def note(v: Values) -> None:
+            for name, part in problem.jacobians(v, problem.few(), self._prototype_call)[0].items():
+                if isinstance(part, Outer):
+                    found[name] = part.layout
+
+        jax.eval_shape(note, dict(self._init_locs))
+        for name in found:
+            scale = problem.fixed[name][1] if name in problem.fixed else None
+            if name in problem.others or (scale is not None and np.ptp(scale) > 1e-6 * np.max(scale)):
+                got = f"'kron' with the site {name!r}, whose prior is not Normal with one scale for all its elements"
+                raise argument_error(CALL, "structure", got, 'Use "diag", "low_rank" or "full".')
+        return {name: found[name] for name in self._chosen if name in found}
+
+    def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
+        if name in self._chosen:
+            return super()._mean_field(name, moments)
+        event_dim = self._event_dims[name]
+        loc = numpyro.param(f"{name}_{self.prefix}_loc", self._init_locs[name], event_dim=event_dim)
+        value = self._transforms[name](loc if moments is None else moments[0] + moments[1] * loc)
+        return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
+
+    def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
+        held = [name for name in self._transforms if name not in self._chosen]
+        with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
+            return super()._normals({**{f"{name}_{self.prefix}_scale": 0.0 for name in held}, **params})
+
+    # -- fitting ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        rng_key: jax.Array,
+        *args: Any,
+        num_epochs: int = 1000,
+        optimizer: Any = None,
+        patience: int = 20,
+        init_params: Mapping[str, Any] | None = None,
+        tune_prior: bool | str = False,
+        num_rounds: int = 10,
+        progress_bar: bool = True,
+        **kwargs: Any,
+    ) -> LaplaceResult:
+        r"""Find the mode, and the precision there.
+
+        With ``tune_prior`` the precisions of fixed Normal priors are multiplied by factors that maximize Laplace's
+        evidence (MacKay's fixed point :math:`\delta = \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the
+        effective parameters), alternating with further search for the mode. The result is then the posterior under
+        prior sds that are ``prior_precision ** -0.5`` times those of the model.
+
+        :param rng_key: key of start and minibatches.
+        :param args: arguments of the model, targets included; minibatches by its subsampled plate.
+        :param num_epochs: most passes over the data (of each round); 0 takes ``init_params`` as the mode.
+        :param optimizer: an optax optimizer; by default L-BFGS on all rows, and Adam with a
+            cosine schedule in minibatches.
+        :param patience: epochs without a lower loss after which the search stops.
+        :param init_params: where to start: constrained values by site, e.g. trained weights, and values of the
+            model's own parameters (``numpyro.param``), which stay as they are.
+        :param tune_prior: ``True`` or ``"site"``: one factor per site, ``"global"``: one for all.
+        :param num_rounds: most rounds of tuning.
+        :param progress_bar: show a progress bar over epochs.
+        :param kwargs: keyword arguments of the model.
+        :return: a :class:`LaplaceResult`.
+        :raises ValueError: for a model, data or options it cannot use, and if the precision is not positive.
+        """
+        call = f"{CALL}.run"
+        check_key(call, "rng_key", rng_key)
+        check_flag(call, "progress_bar", progress_bar)
+        num_epochs = check_count(call, "num_epochs", num_epochs, 0)
+        patience, num_rounds = check_count(call, "patience", patience), check_count(call, "num_rounds", num_rounds)
+        if not isinstance(tune_prior, bool):
+            check_choice(call, "tune_prior", tune_prior, ("site", "global"))
+        check_kind(call, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by site.")
+        refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
+        args, kwargs = as_arrays(args, kwargs, call)
+        for leaf in jax.tree.leaves((args, kwargs)):
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                check_finite(call, "args", leaf)
+        check_row_lengths(call, self.model, args, kwargs)
+        with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
+            self._setup_prototype(*args, **kwargs)
+        problem = read(self, self._chosen, (args, kwargs))
+        start = self._started(problem, (args, kwargs), dict(init_params or {}))
+        options = Fit(num_epochs, optimizer, patience, progress_bar)
+        search = fit_mode(problem, (args, kwargs), options)
+        return tuned(self, problem, (args, kwargs), search, start, rng_key, tune_prior, num_rounds)
+
+    def _started(self, problem: Problem, call: Call, given: dict[str, Any]) -> Values:
+        """Coordinates of the start."""
+        trace = self.prototype_trace or {}
+        own = {name for name, site in trace.items() if site["type"] == "param"}
+        for name in given:
+            if name not in self._transforms and name not in own:
+                raise unknown_name(f"{CALL}.run", "init_params", name, [*self._transforms, *own])
+        for name in own:
+            leaves = jax.tree.leaves(given.get(name, trace[name]["value"]))
+            if name in given:
+                problem.held[name] = given[name]
+            elif leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
+                got = f"a model with the parameter {name!r}, and no value for it"
+                raise argument_error(f"{CALL}.run", "init_params", got, "Train it first, e.g. by SVI, and pass it.")
+        v = dict(self._init_locs)
+        if not given.keys() & self._transforms.keys():
+            return v
+        values = run(lambda v, *call: problem.values(v, call), v, *call, once=True)
+        for name in given.keys() & self._transforms.keys():
+            if np.shape(given[name]) != values[name].shape:
+                got = f"shape {np.shape(given[name])} for {name!r}"
+                raise argument_error(
+                    f"{CALL}.run", "init_params", got, f"Pass a value of shape {values[name].shape}."
+                )
+            values[name] = jnp.asarray(given[name], float)
+        return run(lambda values, *call: problem.coordinates(values, call), values, *call, once=True)
+
+    def _to_params(self, v: Values, gaussian: structures.Gaussian) -> dict[str, jax.Array]:
+        """Parameters by the names of the guide."""
+        in_blocks = {name: block for block, _ in self._blocks for name in block.shapes}
+        params = {}
+        for block, _ in self._blocks:
+            params[f"{block.name}_loc"] = jnp.concatenate([jnp.ravel(v[name]) for name in block.shapes])
+        for name, value in v.items():
+            if name not in in_blocks:
+                params[f"{name}_{self.prefix}_loc"] = value
+        for (name, part), value in gaussian.params.items():
+            if name == "*":
+                params[f"{self.prefix}_{part}"] = value
+            elif name in in_blocks:
+                params[f"{in_blocks[name].name}_{part}"] = value
+            else:
+                params[f"{name}_{self.prefix}_{part}"] = value.reshape(v[name].shape)
+        return params
+
+    # -- prediction ------------------------------------------------------------------------------------
+
+    def predictive(
+        self,
+        params: Mapping[str, Any],
+        *args: Any,
+        linearized: bool = True,
+        link: str = "probit",
+        covariance: bool = False,
+        rng_key: jax.Array | None = None,
+        num_samples: int = 1000,
+        site: str | None = None,
+        **kwargs: Any,
+    ) -> LaplacePredictive:
+        r"""Predict from the network linearized at the mode, :math:`f(x) \sim N(f^*, J \Sigma J^\top)`.
+
+        This is the model whose posterior the Gaussian is: the Gauss-Newton matrix is the Hessian of the linearized
+        network. Classes by the probit approximation or by draws of the logits; numbers and counts in closed form.
+
+        :param params: parameters from a run.
+        :param args: arguments of the model; targets may be left out.
+        :param linearized: ``False`` draws weights and runs the network itself, for comparison: it underfits.
+        :param link: of classes, ``"probit"`` or ``"sample"``, draws of the logits.
+        :param covariance: also covariances between rows.
+        :param rng_key: key of the draws, for ``"sample"`` and ``linearized=False``.
+        :param num_samples: number of draws.
+        :param site: the observed site, if there are several.
+        :return: a :class:`LaplacePredictive`.
+        """
+        call = f"{CALL}.predictive"
+        check_choice(call, "link", link, ("probit", "sample"))
+        check_flag(call, "linearized", linearized)
+        check_flag(call, "covariance", covariance)
+        num_samples = check_count(call, "num_samples", num_samples)
+        if link == "sample" or not linearized:
+            check_key(call, "rng_key", rng_key)
+        name, problem, call_args = self._for_rows("predictive", params, args, kwargs, site)
+        options = (name, linearized, link, covariance, num_samples)
+
+        def predict_rows(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            params, key = given
+            return predict(self, problem, params, key, (args, kwargs), options)._asdict()
+
+        return LaplacePredictive(**run(predict_rows, (dict(params), rng_key), *call_args))
+
+    def log_predictive_density(
+        self, params: Mapping[str, Any], *args: Any, site: str | None = None, **kwargs: Any
+    ) -> jax.Array:
+        """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the linearized network.
+
+        Numbers with a fixed scale in closed form, classes by the probit approximation, all others by quadrature of 64
+        nodes over the log scale, log rate or logit.
+
+        :param params: parameters from a run.
+        :param args: arguments of the model, targets included.
+        :param site: the observed site, if there are several.
+        :return: (N,), summed over the elements of a row, which are taken as independent.
+        """
+        name, problem, call = self._for_rows("log_predictive_density", params, args, kwargs, site)
+
+        def score(given: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+            return log_density(self, problem, given, (args, kwargs), name)
+
+        return run(score, dict(params), *call)
+
+    def _for_rows(self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None) -> Any:
+        """The observed site, the model and its arguments, for new rows."""
+        call = f"{CALL}.{method}"
+        check_kind(call, "params", params, Mapping, "Pass the `params` of a run of this guide.")
+        problem = getattr(self, "_problem", None)
+        if problem is None:
+            got = "those of another guide"
+            raise argument_error(call, "params", got, "Call `run` of this guide first, so that it reads the model.")
+        names = [name for name, (_, used) in problem.observed.items() if used]
+        if site is None and len(names) > 1:
+            raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
+        name = names[0] if site is None else site
+        check_choice(call, "site", name, names)
+        return name, problem, as_arrays(args, kwargs, call)
+
+    def _coordinates(self, params: Mapping[str, Any]) -> Values:
+        """Locations of all sites."""
+        found: Values = {}
+        for block, _ in self._blocks:
+            found |= block.unflatten(params[f"{block.name}_loc"])
+        rest = [name for name in self._transforms if name not in found]
+        found |= {name: params[f"{name}_{self.prefix}_loc"] for name in rest}
+        return {name: found[name] for name in self._transforms}

@@ -1,0 +1,137 @@
+"""Predictions of a network that is linearized at the mode."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax.scipy.special import logsumexp
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.guides.laplace import likelihoods
+from numpyro_bnn.guides.laplace.likelihoods import CALL
+from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
+
+
+class LaplacePredictive(NamedTuple):
+    """Prediction of one observed site.
+
+    :param mean: mean of the observation: of the number, the count, or the probability of each class (N, ..., K).
+    :param variance: its variance, with the noise.
+    :param outputs: means of the natural outputs f (``loc``, ``log_scale``, ``logits``, ``log_rate``).
+    :param output_variance: variances of these.
+    :param covariance: (N, E, E) of the E outputs of a row; (N, E, N, E) with ``covariance=True``.
+    """
+
+    mean: jax.Array
+    variance: jax.Array
+    outputs: dict[str, jax.Array]
+    output_variance: dict[str, jax.Array]
+    covariance: jax.Array
+
+
+def log_density(guide: Any, problem: Problem, params: Mapping[str, Any], call: Call, name: str) -> jax.Array:
+    """(N,) log density of the rows of a site, averaged over its outputs."""
+    seen, cov, _ = _gaussian_outputs(guide, problem, params, call, name)
+    site, axis = problem.trace(guide._coordinates(params), None, call)[name], problem.observed[name][0]
+    if not site["is_observed"]:
+        raise argument_error(f"{CALL}.log_predictive_density", "args", "no targets", "Pass the targets as well.")
+    value = jnp.broadcast_to(site["value"], site["fn"].shape())
+    value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(seen.weight.shape)
+    density = _averaged(seen.kind, *_split(seen, problem.observed[name][1], cov), value)
+    return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
+
+
+def _gaussian_outputs(guide: Any, problem: Problem, params: Any, call: Call, name: str, joint: bool = False) -> Any:
+    """The observation at the mode and the covariances of its outputs."""
+    v = guide._coordinates(params)
+    trace = problem.trace(v, None, call)
+    if missing := [n for n in v if n not in trace]:
+        got = f"arguments without the site {missing[0]!r} of the run"
+        raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
+    seen = problem.observations(trace)[name]
+    jac, _ = problem.jacobians(v, None, call, name)
+    fns: dict[str, Any] = dict(guide._normals(params))
+    for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
+        fns["*" if block.name == guide.prefix else next(iter(block.shapes))] = fn
+    if not joint:
+        return seen, guide._structure.covariance(jac, fns), None
+    half = guide._structure.halves(jac, fns)
+    both = jnp.einsum("bdp,cep->bdce", half, half)
+    rows = jnp.arange(half.shape[0])
+    return seen, both[rows, :, rows], both
+
+
+def predict(
+    guide: Any, problem: Problem, params: Any, key: Any, call: Call, options: tuple[str, bool, str, bool, int]
+) -> LaplacePredictive:
+    """``options``: site, whether linearized, link, whether between rows, number of draws."""
+    name, linearized, link, joint, num_samples = options
+    used = problem.observed[name][1]
+    seen, cov, both = _gaussian_outputs(guide, problem, params, call, name, joint)
+    f, variance = _split(seen, used, cov)
+    if not linearized or (link == "sample" and "logits" in f):
+        if linearized:
+            values, vectors = jnp.linalg.eigh(cov)
+            root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
+            noise = jax.random.normal(key, (num_samples, *cov.shape[:2]))
+            draws = seen.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
+            draws = {"logits": draws.reshape(num_samples, *seen.outputs["logits"].shape)}
+        else:
+            draws = _network_draws(guide, problem, params, key, call, name, num_samples)
+        zero = {n: jnp.zeros(()) for n in f}
+        each = jax.vmap(lambda one: likelihoods.predicted(seen.kind, one, zero))(draws)
+        mean = jnp.mean(each[0], axis=0)
+        spread = jnp.mean(each[1], axis=0) + jnp.var(each[0], axis=0)
+        if not linearized:
+            f, variance = ({n: fn(d, axis=0) for n, d in draws.items()} for fn in (jnp.mean, jnp.var))
+    else:
+        mean, spread = likelihoods.predicted(seen.kind, f, variance)
+
+    def shaped(value: jax.Array) -> jax.Array:
+        return value.reshape(seen.shape + value.shape[2:])
+
+    outputs, variances = ({n: shaped(part) for n, part in of.items()} for of in (f, variance))
+    return LaplacePredictive(shaped(mean), shaped(spread), outputs, variances, both if joint else cov)
+
+
+def _network_draws(guide: Any, problem: Problem, params: Any, key: Any, call: Call, name: str, number: int) -> Any:
+    """Outputs (S, B, M) of the network itself at draws of the weights."""
+    drawn = guide._draw(key, params, (number,))
+
+    def one(v: Values) -> Mapping[str, jax.Array]:
+        return problem.observations(problem.trace(v, None, call))[name].outputs
+
+    return jax.lax.map(one, drawn)
+
+
+def _split(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[dict, dict]:
+    """Means and variances of all outputs by name, shaped like these; others than the used ones are known."""
+    variance, start = jnp.diagonal(cov, axis1=1, axis2=2), 0
+    parts = {name: jnp.zeros_like(f) for name, f in seen.outputs.items()}
+    for name in used:
+        f = seen.outputs[name]
+        width = f[0].size
+        parts[name] = variance[:, start : start + width].reshape(f.shape)
+        start += width
+    return dict(seen.outputs), parts
+
+
+def _averaged(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:
+    """log of the likelihood averaged over Gaussian outputs."""
+    points, weights = np.polynomial.hermite_e.hermegauss(64)
+    log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
+    nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
+    if kind == "categorical":
+        shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
+        return likelihoods.log_density(kind, {"logits": shrunk}, value)
+    if kind == "normal":
+        log_scale = f["log_scale"] + jnp.sqrt(v["log_scale"]) * nodes
+        scale = jnp.sqrt(v["loc"] + jnp.exp(2 * log_scale))
+        densities = dist.Normal(f["loc"], scale).log_prob(value)
+    else:
+        name = "log_rate" if kind == "poisson" else "logits"
+        densities = likelihoods.log_density(kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value)
+    return logsumexp(densities + log_weights, axis=0)

@@ -1,0 +1,296 @@
+"""What a Laplace approximation needs from a model: its outputs, its prior, its likelihood, and sums over all rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from numpyro import handlers
+from numpyro.primitives import Messenger
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unwrapped
+from numpyro_bnn.guides.auto_blocks import is_identity
+from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
+from numpyro_bnn.guides.laplace.likelihoods import CALL, Observation, Site, kind_of, natural, observation
+from numpyro_bnn.guides.scale_conditioning import Scaled
+from numpyro_bnn.program.compiled import prepare
+from numpyro_bnn.program.reading import Reading
+
+Values = dict[str, jax.Array]
+Call = tuple[tuple, Mapping[str, Any]]
+INSTEAD = "Use `numpyro.infer.autoguide.AutoNormal`, or a kernel of MCMC, for this model."
+
+
+class chosen_rows(Messenger):
+    """Run the subsampled plate on these indices, with scale 1; ``None`` stands for all."""
+
+    def __init__(self, fn: Callable, plates: Mapping[str, Any], index: jax.Array | None) -> None:
+        self.plates, self.index = plates, index
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["name"] in self.plates:
+            index = jnp.arange(msg["args"][0]) if self.index is None else self.index
+            msg["args"], msg["value"] = (msg["args"][0], len(index)), index
+        elif msg["type"] == "sample" and self.index is not None:
+            for frame in msg["cond_indep_stack"]:
+                if frame.name in self.plates and msg["scale"] is not None:
+                    msg["scale"] = msg["scale"] * frame.size / self.plates[frame.name].size
+
+
+@dataclass
+class Problem:
+    r"""A model in the coordinates v of the guide: unconstrained, or u = (w - m) / s if a prior scale s is learned.
+
+    :param fixed: loc and scale by site, for Normal priors that depend on no other site.
+    :param scaled: sites in the coordinates u, whose prior is N(0, 1).
+    :param others: all further latent sites.
+    :param observed: by observed site, the axis of its rows and the names of the outputs that depend on the weights.
+    :param data: all observed sites.
+    :param plates: size and batch size of the subsampled plate.
+    :param sites: the sites of the Gaussian; all others are held.
+    :param held: values of the model's own parameters.
+    """
+
+    model: Callable
+    transforms: Mapping[str, Any]
+    prior_program: Callable
+    scaled: Scaled
+    fixed: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    others: Sequence[str]
+    observed: Mapping[str, tuple[int | None, tuple[str, ...]]]
+    data: Sequence[str]
+    plates: Mapping[str, Any]
+    sites: Sequence[str]
+    held: dict[str, Any] = field(default_factory=dict)
+    capture: bool = True
+
+    def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
+        """Constrained values of all latent sites."""
+        program = self.prior_program(call) if self.scaled else None
+        known: Values = {}
+        for name, transform in self.transforms.items():
+            if name in self.scaled:
+                loc, scale = program(known)[name]  # type: ignore[misc]
+                known[name] = loc + scale * v[name]
+            else:
+                known[name] = v[name] if is_identity(transform) else transform(v[name])
+        return known
+
+    def coordinates(self, values: Mapping[str, jax.Array], call: Call) -> Values:
+        """The inverse of :meth:`values`."""
+        moments = self.prior_program(call)(values) if self.scaled else {}
+        found = {}
+        for name, transform in self.transforms.items():
+            value = transform.inv(jnp.asarray(values[name], float))
+            found[name] = (value - moments[name][0]) / moments[name][1] if name in moments else value
+        return found
+
+    def trace(self, v: Mapping[str, jax.Array], index: jax.Array | None, call: Call) -> dict[str, Site]:
+        """The trace of the model on some rows."""
+        data = {**self.held, **self.values(v, call)}
+        seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
+        with handlers.block():
+            return handlers.trace(handlers.substitute(seeded, data=data)).get_trace(*call[0], **call[1])
+
+    def observations(self, trace: Mapping[str, Site]) -> dict[str, Observation]:
+        """The observed sites; for prediction their values may have been drawn."""
+        return {name: observation(trace[name], axis) for name, (axis, _) in self.observed.items()}
+
+    def jacobians(self, v: Values, index: Any, call: Call, only: str | None = None) -> tuple[Jacobians, jax.Array]:
+        """Jacobians of the outputs, times the root of their Fisher information, or the plain ones of a site."""
+        names = [only] if only else [name for name, (_, used) in self.observed.items() if used]
+
+        def flat(given: Mapping[str, jax.Array]) -> jax.Array:
+            found = self.observations(self.trace({**v, **given}, index, call))
+            return jnp.concatenate([found[name].flat(self.observed[name][1]) for name in names], axis=1)
+
+        here = {name: v[name] for name in self.sites}
+        if only:
+            rows, width = jax.eval_shape(flat, here).shape
+            return jacobians(flat, here, jnp.broadcast_to(jnp.eye(width), (rows, width, width)), self.capture)
+        found = self.observations(self.trace(v, index, call))
+        parts = [found[name].roots(self.observed[name][1]) for name in names]
+        return jacobians(flat, here, jax.vmap(jax.scipy.linalg.block_diag)(*parts), self.capture)
+
+    # -- densities -------------------------------------------------------------------------------------
+
+    def log_likelihood(self, v: Values, index: jax.Array | None, call: Call) -> jax.Array:
+        """Sum over these rows."""
+        trace = self.trace(v, index, call)
+        total = jnp.zeros(())
+        for site in (trace[name] for name in self.data):
+            log_prob = site["fn"].log_prob(site["value"])
+            total += jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
+        return total
+
+    def log_prior(self, v: Values, precision: Mapping[str, Any], call: Call, names: Sequence[str]) -> jax.Array:
+        """Of sites in the coordinates v; ``precision`` divides the prior variances of fixed ones."""
+        rest = [name for name in names if name in self.others]
+        trace = self.trace(v, self.few(), call) if rest else {}
+        total = jnp.zeros(())
+        for name in names:
+            if name in self.fixed:
+                loc, scale = self.fixed[name]
+                total += jnp.sum(dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5).log_prob(v[name]))
+            elif name in self.scaled:
+                total += jnp.sum(dist.Normal().log_prob(v[name]))
+            else:
+                site, transform = trace[name], self.transforms[name]
+                log_prob = site["fn"].log_prob(site["value"])
+                total += jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
+                total += jnp.sum(transform.log_abs_det_jacobian(v[name], site["value"]))
+        return total
+
+    def potential(self, v: Values, precision: Mapping[str, Any], index: Any, call: Call) -> jax.Array:
+        """-log p(D, v), estimated from some rows."""
+        scale = 1.0 if index is None or not self.plates else self.size / index.shape[0]
+        return -scale * self.log_likelihood(v, index, call) - self.log_prior(
+            v, precision, call, list(self.transforms)
+        )
+
+    def prior_precision(self, v: Values, precision: Mapping[str, Any]) -> Values:
+        """(P_s,) the diagonal precision of Normal priors, by site."""
+        found = {}
+        for name in self.sites:
+            if name in self.fixed:
+                found[name] = jnp.ravel(precision.get(name, 1.0) / jnp.square(self.fixed[name][1]))
+            elif name in self.scaled:
+                found[name] = jnp.ones(v[name].size)
+        return found
+
+    # -- rows ------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """N of the subsampled plate."""
+        return next(iter(self.plates.values())).size
+
+    def chunks(self) -> list[jax.Array | None]:
+        """Indices of all rows, in parts of about the batch size and at least two."""
+        if not self.plates:
+            return [None]
+        plate = next(iter(self.plates.values()))
+        number = max(1, min(ceil(plate.size / plate.batch_size), plate.size // 2))
+        return [jnp.asarray(part) for part in np.array_split(np.arange(plate.size), number)]
+
+    def few(self) -> jax.Array | None:
+        """Indices of one part, where the rows do not matter."""
+        return self.chunks()[0]
+
+    def sweep(self, v: Values, call: Call) -> Callable:
+        """A function that sums a function of the Jacobians over all rows."""
+
+        def summed(function: Callable, *extra: Any) -> Any:
+            def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+                v, index, extra = given
+                return function(self.jacobians(v, index, (args, kwargs))[0], *extra)
+
+            program, total = prepare(part, *call), None
+            for index in self.chunks():
+                found = program((v, index, extra))
+                total = found if total is None else jax.tree.map(jnp.add, total, found)
+            return total
+
+        return summed
+
+    def total(self, function: Callable, v: Values, call: Call, *extra: Any) -> Any:
+        """The sum of ``function(v, index, call, *extra)`` over all rows."""
+
+        def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+            v, index, extra = given
+            return function(v, index, (args, kwargs), *extra)
+
+        program = prepare(part, *call)
+        parts = [program((v, index, extra)) for index in self.chunks()]
+        return jax.tree.map(lambda *leaves: sum(leaves), *parts)
+
+
+def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
+    """Read the model of a guide; errors name the site that cannot be approximated."""
+    with handlers.block():
+        reading = Reading(guide.model, *call, full=False)
+    latent, trace, scaled = reading.latent, reading.sites, guide._scaled
+    parents = reading.depends(lambda found: {name: found[name]["fn"] for name in latent})
+    fixed, others = {}, []
+    values = reading.run(lambda r: {n: affine_normal(s["fn"]) for n, s in r.at({}, only=latent).items()})
+    for name in latent:
+        moments, plain = values[name], trace[name]["scale"] is None and is_identity(guide._transforms[name])
+        if name in scaled:
+            continue
+        if moments is not None and not parents[name] and plain:
+            fixed[name] = (np.asarray(moments[0]), np.asarray(moments[1]))
+            continue
+        fn = trace[name]["fn"]
+        if is_identity(guide._transforms[name]) and parents[name] and not is_affine_normal(fn):
+            got = f"the site {name!r}, whose {type(unwrapped(fn)).__name__} prior depends on {parents[name]}"
+            instead = "The joint mode degenerates at a scale of 0: use a non-centered prior, or a fixed scale."
+            raise argument_error(CALL, "model", got, instead)
+        others.append(name)
+    observed = {n: s for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]}
+    plates = reading.plates
+    found = _outputs(reading, observed, {*sites, *(n for n in scaled if scaled[n] & set(sites))}, plates)
+    prior, names = guide._prior_program, list(observed)
+    return Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
+
+
+def check_sites(model: Callable, call: Call) -> None:
+    """Refuse latent sites whose density a Gaussian cannot follow, and models with random numbers of their own."""
+    with handlers.block():
+        reading = Reading(model, *call, full=False)
+    if reading.stochastic:
+        raise argument_error(CALL, "model", "a model with random numbers of its own (`numpyro.prng_key`)", INSTEAD)
+    if len(reading.plates) > 1:
+        got = f"{len(reading.plates)} subsampled plates ({', '.join(reading.plates)})"
+        raise argument_error(CALL, "model", got, "Subsample one plate of data.")
+    for name in reading.latent:
+        site = reading.sites[name]
+        inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in reading.plates]
+        if site["fn"].support.is_discrete:
+            raise argument_error(CALL, "model", f"the discrete latent site {name!r}", INSTEAD)
+        if inside:
+            raise argument_error(CALL, "model", f"the local site {name!r} in plate {inside[0]!r}", INSTEAD)
+        if isinstance(unwrapped(site["fn"], masked=True), dist.Laplace):
+            got = f"the site {name!r} with a Laplace prior, which has no second derivative at its mode"
+            raise argument_error(CALL, "model", got, "Use a Normal or StudentT prior.")
+
+
+def _outputs(reading: Reading, observed: Mapping[str, Site], sites: set[str], plates: Mapping) -> dict[str, tuple]:
+    """The axis of rows and the outputs that depend on the weights, of each observed site."""
+
+    def parts(trace: Mapping[str, Site]) -> dict[Any, Any]:
+        return {(n, part): f for n in observed if n in known for part, f in natural(trace[n]).items()}
+
+    depends = reading.depends(lambda trace: {n: trace[n]["fn"] for n in observed})
+    known = {name for name in observed if depends[name]}
+    for name in known:
+        kind_of(observed[name])
+    used = {key: found & sites for key, found in reading.depends(parts).items()}
+    found = {}
+    for name, site in observed.items():
+        if is_factor(site["fn"]) and not depends[name]:
+            continue
+        frames = [frame for frame in site["cond_indep_stack"] if frame.name in plates]
+        if plates and not frames:
+            got = f"the observed site {name!r} outside of the subsampled plate"
+            raise argument_error(CALL, "model", got, "Run it on all rows, without a minibatch.")
+        frames = frames or list(site["cond_indep_stack"])
+        shape, event = site["fn"].batch_shape, site["fn"].event_dim
+        axis = len(shape) + frames[0].dim if frames and len(shape) >= -frames[0].dim else None
+        if axis is None and site["fn"].shape() and not (event and not _elementwise(site)):
+            axis = 0
+        if name in known:
+            found[name] = axis, tuple(part for n, part in used if n == name and used[n, part])
+    if not any(names for _, names in found.values()):
+        got = "data that depend on none of the sites of the guide" if observed else "a model without observed sites"
+        raise argument_error(CALL, "sites", got, "Pass the targets (`y`), and sites that the data depend on.")
+    return found
+
+
+def _elementwise(site: Site) -> bool:
+    return unwrapped(site["fn"], masked=True).event_dim == 0

@@ -1,0 +1,354 @@
+"""Structures of the precision: what is summed over the rows, the Gaussian it gives, and that Gaussian as a guide."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import random
+from numpyro.distributions import constraints
+from numpyro.distributions.util import cholesky_of_inverse
+
+from numpyro_bnn.guides.blocks import Block, Family, FullRank, declare_loc, declare_scale
+from numpyro_bnn.guides.laplace.jacobians import Jacobians, Layout, Outer, from_matrix, to_matrix
+
+Vectors = Mapping[str, jax.Array]  # (P_s,) by site
+Sweep = Callable[..., Any]  # sums a function of the Jacobians (and further arguments) over all rows
+ITERATIONS, OVERSAMPLING = 4, 10  # of the subspace iteration
+
+
+class Gaussian(NamedTuple):
+    """N(loc, precision^-1) of the sites of a guide, without its location.
+
+    :param params: parameters of the guide, by ``(site or "*", field)``.
+    :param variance: (P_s,) marginal variances by site.
+    :param log_det: log determinant of the precision.
+    """
+
+    params: dict[tuple[str, str], jax.Array]
+    variance: dict[str, jax.Array]
+    log_det: jax.Array
+
+
+class AffineNormal(dist.Distribution):
+    """A linear image x = loc + M e of standard normal noise, M being square and given as functions."""
+
+    support = constraints.real_vector
+
+    def __init__(self, loc: jax.Array, *, validate_args: Any = None) -> None:
+        self.loc = loc
+        super().__init__(event_shape=loc.shape[-1:], validate_args=validate_args)
+
+    def times(self, noise: jax.Array) -> jax.Array:
+        """M times (..., P)."""
+        raise NotImplementedError
+
+    def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """M^-1 times (P,), and log |det M|."""
+        raise NotImplementedError
+
+    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+        return self.loc + self.times(random.normal(key, (*sample_shape, *self.event_shape)))
+
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        def one(difference: jax.Array) -> jax.Array:
+            noise, log_det = self.solve(difference)
+            return jnp.sum(dist.Normal().log_prob(noise)) - log_det
+
+        return jnp.vectorize(one, signature="(p)->()")(value - self.loc)
+
+    @property
+    def mean(self) -> jax.Array:
+        return self.loc
+
+
+class KroneckerNormal(AffineNormal):
+    """x = loc + A (scale * E) B^T for a site that is a matrix (I, O)."""
+
+    def __init__(self, loc: Any, left: Any, right: Any, scale: Any, layout: Layout, *, validate_args: Any = None):
+        self.left, self.right, self.scale, self.layout = left, right, scale, layout
+        super().__init__(loc, validate_args=validate_args)
+
+    def times(self, noise: jax.Array) -> jax.Array:
+        matrix = self.left @ (self.scale * to_matrix(noise, self.layout)) @ self.right.T
+        return from_matrix(matrix, self.layout)
+
+    def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+        half = jnp.linalg.solve(self.left, to_matrix(difference, self.layout))
+        noise = jnp.linalg.solve(self.right, half.T).T / self.scale
+        inputs, outputs = self.layout.size
+        log_dets = outputs * jnp.linalg.slogdet(self.left)[1] + inputs * jnp.linalg.slogdet(self.right)[1]
+        return from_matrix(noise, self.layout), log_dets + jnp.sum(jnp.log(self.scale))
+
+    @property
+    def variance(self) -> jax.Array:
+        return from_matrix(self.left**2 @ self.scale**2 @ (self.right**2).T, self.layout)
+
+
+class LowRankNormal(AffineNormal):
+    """x = loc + scale * (e - Q (shrink * Q^T e)): the precision is diagonal plus low rank."""
+
+    def __init__(self, loc: Any, scale: Any, basis: Any, shrink: Any, *, validate_args: Any = None):
+        self.scale, self.basis, self.shrink = scale, basis, shrink
+        super().__init__(loc, validate_args=validate_args)
+
+    def times(self, noise: jax.Array) -> jax.Array:
+        return self.scale * (noise - ((noise @ self.basis) * self.shrink) @ self.basis.T)
+
+    def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inside = difference / self.scale
+        small = jnp.eye(len(self.shrink)) - self.shrink[:, None] * (self.basis.T @ self.basis)
+        noise = inside + self.basis @ jnp.linalg.solve(small, self.shrink * (self.basis.T @ inside))
+        return noise, jnp.linalg.slogdet(small)[1] + jnp.sum(jnp.log(jnp.abs(self.scale)))
+
+    @property
+    def variance(self) -> jax.Array:
+        gram = self.basis.T @ self.basis * self.shrink[:, None] * self.shrink
+        inner = gram - jnp.diag(2 * self.shrink)
+        return self.scale**2 * (1 + jnp.sum((self.basis @ inner) * self.basis, axis=1))
+
+
+@dataclass(frozen=True)
+class Kronecker(Family):
+    """A site whose covariance is diagonal in the product of two bases."""
+
+    layout: Layout
+    gaussian: ClassVar[bool] = True
+
+    def distribution(self, block: Block) -> dist.Distribution:
+        """Parameters ``loc`` (P,), ``left`` (I, I), ``right`` (O, O) and ``scale`` (I, O)."""
+        (inputs, outputs), name = self.layout.size, block.name
+        left = numpyro.param(f"{name}_left", jnp.eye(inputs), event_dim=2)
+        right = numpyro.param(f"{name}_right", jnp.eye(outputs), event_dim=2)
+        start = to_matrix(block.scale, self.layout)
+        scale = numpyro.param(f"{name}_scale", start, constraint=constraints.softplus_positive, event_dim=2)
+        return KroneckerNormal(declare_loc(block), left, right, scale, self.layout)
+
+
+@dataclass(frozen=True)
+class LowRankPrecision(Family):
+    """A Gaussian whose precision is diagonal plus low rank."""
+
+    rank: int
+    gaussian: ClassVar[bool] = True
+
+    def distribution(self, block: Block) -> dist.Distribution:
+        """Parameters ``loc``, ``scale`` (P,), ``basis`` (P, K) and ``shrink`` (K,) between 0 and 1."""
+        shape = (block.size, min(self.rank, block.size))
+        start = random.normal(random.key(0), shape) / block.size**0.5
+        basis = numpyro.param(f"{block.name}_basis", start, event_dim=2)
+        options = {"constraint": constraints.unit_interval, "event_dim": 1}
+        shrink = numpyro.param(f"{block.name}_shrink", jnp.full(shape[1], 0.1), **options)
+        return LowRankNormal(declare_loc(block), declare_scale(block), basis, shrink)
+
+
+def joined(jac: Jacobians, names: Sequence[str]) -> jax.Array:
+    """(B, D, P) of all sites."""
+    return jnp.concatenate([jac[name].dense() for name in names], axis=2)
+
+
+def split(vector: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
+    """Parts of the last axis by site."""
+    ends = [sum(list(sizes.values())[: i + 1]) for i in range(len(sizes))]
+    return dict(zip(sizes, jnp.split(vector, ends[:-1], axis=-1), strict=True))
+
+
+@dataclass(frozen=True)
+class Full:
+    """One dense precision of all sites."""
+
+    sizes: Mapping[str, int]
+
+    def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
+        return [("*", tuple(self.sizes), FullRank())]
+
+    def measure(self, sweep: Sweep, prior: Vectors) -> jax.Array:
+        """(P, P) J^T J."""
+
+        def squares(jac: Jacobians) -> jax.Array:
+            matrix = joined(jac, list(self.sizes)).reshape(-1, sum(self.sizes.values()))
+            return matrix.T @ matrix
+
+        return sweep(squares)
+
+    def gaussian(self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
+        """:param coupling: (P, P) what the precision of the prior has besides its diagonal."""
+        precision = sums + jnp.diag(jnp.concatenate([prior[name] for name in self.sizes]))
+        precision = precision if coupling is None else precision + coupling
+        tril = cholesky_of_inverse(precision)
+        variance = split(jnp.sum(tril**2, axis=1), self.sizes)
+        return Gaussian({("*", "scale_tril"): tril}, variance, -2 * jnp.sum(jnp.log(jnp.diag(tril))))
+
+    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        """(B, D, P) J M, with M M^T the covariance."""
+        return joined(jac, list(self.sizes)) @ fns["*"].scale_tril
+
+    def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        """(B, D, D) J covariance J^T."""
+        half = self.halves(jac, fns)
+        return jnp.einsum("bdp,bep->bde", half, half)
+
+
+@dataclass(frozen=True)
+class Diagonal(Full):
+    """Independent weights: the diagonal of the precision."""
+
+    def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
+        return []
+
+    def measure(self, sweep: Sweep, prior: Vectors) -> Any:
+        """The diagonal of J^T J, by site."""
+        return sweep(lambda jac: {name: jac[name].squares() for name in self.sizes})
+
+    def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
+        precision = {name: sums[name] + prior[name] for name in self.sizes}
+        params = {(name, "scale"): value**-0.5 for name, value in precision.items()}
+        log_det = sum(jnp.sum(jnp.log(value)) for value in precision.values())
+        return Gaussian(params, {name: 1 / value for name, value in precision.items()}, jnp.asarray(log_det))
+
+    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        return jnp.concatenate([jac[n].dense() * jnp.ravel(fns[n].scale) for n in self.sizes], axis=2)
+
+    def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        return sum(_independent(jac[n], jnp.ravel(fns[n].scale) ** 2) for n in self.sizes)  # type: ignore[return-value]
+
+
+def _independent(part: Any, variance: jax.Array) -> jax.Array:
+    """(B, D, D) of a site whose elements are independent."""
+    if isinstance(part, Outer) and part.inputs.shape[1] == 1:
+        matrix = to_matrix(variance, part.layout) * part.slope**2
+        middle = (part.inputs[:, 0] ** 2) @ matrix
+        return jnp.einsum("bo,bdo,beo->bde", middle, part.grads[:, :, 0], part.grads[:, :, 0])
+    dense = part.dense()
+    return jnp.einsum("bdp,p,bep->bde", dense, variance, dense)
+
+
+@dataclass(frozen=True)
+class Kron(Diagonal):
+    """A Kronecker product for every site that is a matrix, in ``layouts``; the elements of others independent."""
+
+    layouts: Mapping[str, Layout]
+
+    def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
+        return [(name, (name,), Kronecker(layout)) for name, layout in self.layouts.items()]
+
+    def measure(self, sweep: Sweep, prior: Vectors) -> Any:
+        """Eigenvalues and eigenvectors of the factors of each site, and how far its slope is from a product."""
+
+        def factors(jac: Jacobians) -> Any:
+            found: Any = {}
+            for name in self.sizes:
+                part = jac[name]
+                if name not in self.layouts or not isinstance(part, Outer):
+                    found[name] = part.squares()
+                    continue
+                rows, _, scaled = _products(part)
+                inputs, grads = scaled
+                count = jnp.asarray(float(inputs.shape[0] * inputs.shape[1]))
+                left = jnp.einsum("bti,btj->ij", inputs, inputs)
+                right = jnp.einsum("bdto,bdtp->op", grads, grads)
+                found[name] = left, right, count, rows
+            return found
+
+        found: Any = {}
+        for name, part in sweep(factors).items():
+            if name not in self.layouts:
+                found[name] = part
+                continue
+            left, right, count, error = part
+            found[name] = *jnp.linalg.eigh(left), *jnp.linalg.eigh(right / count), error
+        return found
+
+    def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
+        rest = Diagonal({name: size for name, size in self.sizes.items() if name not in self.layouts})
+        params, variance, log_det = rest.gaussian(sums, prior)
+        for name, layout in self.layouts.items():
+            a, left, b, right, _ = sums[name]
+            precision = jnp.maximum(a, 0.0)[:, None] * jnp.maximum(b, 0.0) + prior[name][0]
+            params |= {(name, "left"): left, (name, "right"): right, (name, "scale"): precision**-0.5}
+            variance[name] = from_matrix(left**2 @ (1 / precision) @ (right**2).T, layout)
+            log_det = log_det + jnp.sum(jnp.log(precision))
+        return Gaussian(params, variance, log_det)
+
+    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        parts = []
+        for name in self.sizes:
+            dense = jac[name].dense()
+            if name in self.layouts:
+                fn, layout = fns[name], self.layouts[name]
+                rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
+                parts.append(from_matrix(rotated, layout))
+            else:
+                parts.append(dense * jnp.ravel(fns[name].scale))
+        return jnp.concatenate(parts, axis=2)
+
+    def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        total: Any = 0.0
+        for name in self.sizes:
+            part = jac[name]
+            if name not in self.layouts or not isinstance(part, Outer):
+                total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
+                continue
+            fn, (inputs, grads) = fns[name], _products(part)[2]
+            ones = jnp.ones(part.layout.size)
+            turned = Outer(inputs @ fn.left, grads @ fn.right, ones, part.layout)
+            total = total + _independent(turned, from_matrix(fn.scale**2, part.layout))
+        return total
+
+
+def _products(part: Outer) -> tuple[jax.Array, Outer, tuple[jax.Array, jax.Array]]:
+    """Inputs and gradients with the slope of the weight in them, if it is itself a product, and how far it is not."""
+    slope, total = part.slope, jnp.sum(part.slope)
+    first, second = jnp.sum(slope, axis=1) / total, jnp.sum(slope, axis=0)
+    error = jnp.max(jnp.abs(slope - first[:, None] * second)) / jnp.max(jnp.abs(slope))
+    return error, part, (part.inputs * first, part.grads * second)
+
+
+@dataclass(frozen=True)
+class LowRank(Full):
+    """The largest eigenvectors of J^T J relative to the prior, and the diagonal of the rest."""
+
+    rank: int
+
+    def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
+        return [("*", tuple(self.sizes), LowRankPrecision(self.rank))]
+
+    def measure(self, sweep: Sweep, prior: Vectors) -> Any:
+        """Diagonal (P,) and columns (P, K) with J^T J about diag + columns columns^T, by subspace iteration."""
+        scale = jnp.concatenate([prior[name] for name in self.sizes]) ** -0.5
+        rank = min(self.rank, scale.size)
+        width = min(rank + OVERSAMPLING, scale.size)
+
+        def product(jac: Jacobians, vectors: jax.Array) -> jax.Array:
+            parts = split((vectors * scale[:, None]).T, self.sizes)
+            forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
+            back = [jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes]
+            return scale[:, None] * jnp.concatenate(back)
+
+        basis = jnp.linalg.qr(random.normal(random.key(0), (scale.size, width)))[0]
+        for _ in range(ITERATIONS if width < scale.size else 0):
+            basis = jnp.linalg.qr(sweep(product, basis))[0]
+        values, turn = jnp.linalg.eigh(basis.T @ sweep(product, basis))
+        values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
+        columns = vectors * jnp.sqrt(values) / scale[:, None]
+        diagonal = Diagonal.measure(self, sweep, prior)  # type: ignore[arg-type]
+        total = jnp.concatenate([diagonal[name] for name in self.sizes])
+        return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
+
+    def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
+        rest, columns = sums
+        scale = (rest + jnp.concatenate([prior[name] for name in self.sizes])) ** -0.5
+        basis, singular, _ = jnp.linalg.svd(scale[:, None] * columns, full_matrices=False)
+        shrink = 1 - (1 + singular**2) ** -0.5
+        params = {("*", "scale"): scale, ("*", "basis"): basis, ("*", "shrink"): shrink}
+        fn = LowRankNormal(jnp.zeros_like(scale), scale, basis, shrink)
+        log_det = jnp.sum(jnp.log1p(singular**2)) - 2 * jnp.sum(jnp.log(scale))
+        return Gaussian(params, split(fn.variance, self.sizes), log_det)
+
+    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
+        fn = fns["*"]
+        scaled = joined(jac, list(self.sizes)) * fn.scale  # M = diag(scale) (1 - Q shrink Q^T)
+        return scaled - ((scaled @ fn.basis) * fn.shrink) @ fn.basis.T
