@@ -102,7 +102,7 @@ def to_inference_data(
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
-        return _arviz.inference_data(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
+        return _arviz.inference_data(groups, about(process_attrs(result, num_samples), rng_key, attrs))
     draws_key = jax.random.fold_in(rng_key, 1)
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
@@ -118,7 +118,7 @@ def to_inference_data(
     groups = exporter.training_groups(train_key, *chosen)
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
-    return _arviz.inference_data(groups, _about(fit.attrs, rng_key, attrs))
+    return _arviz.inference_data(groups, about(fit.attrs, rng_key, attrs))
 
 
 def _check_outline(
@@ -169,7 +169,7 @@ def _check_coords(
             raise argument_error(CALL, argument, got, "Pass one label for each.")
 
 
-def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
+def about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
     """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {
