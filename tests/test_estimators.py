@@ -115,7 +115,7 @@ def mixture(means, sds):
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(loc, scale).expand([x.shape[0]]), obs=y)
 
-    return Predictive(model, {"loc": np.asarray(means), "scale": np.asarray(sds)})
+    return Predictive(model, {"loc": means[None], "scale": sds[None]})
 
 
 def test_few_draws_have_the_exact_mixture():
@@ -263,18 +263,18 @@ def test_padding_changes_nothing(data):
         prior=bnn.priors.Normal(),
         likelihood=partial(methods.normal_likelihood, 1, True),
     )
-    given = methods.padded(X[:101], y[:101])
-    assert given.x.shape[0] == 104
-    assert int(given.known.sum()) == 101
-    np.testing.assert_allclose(given.x[given.known], X[:101], rtol=1e-6)
-    draw = handlers.trace(handlers.seed(model, 0)).get_trace(given.x)
+    rows, targets, known = methods.padded(X[:101], y[:101])
+    assert rows.shape[0] == 112
+    assert int(known.sum()) == 101
+    np.testing.assert_allclose(rows[known], X[:101], rtol=1e-6)
+    draw = handlers.trace(handlers.seed(model, 0)).get_trace(rows)
     latent = {name: site["value"] for name, site in draw.items() if name.startswith("net/")}
-    plain = log_density(model, (given.x[given.known], given.y[given.known]), {}, latent)[0]
-    worse = given._replace(x=jnp.where(given.known[:, None], given.x, 1e3))
-    for padded in (given, worse):
-        np.testing.assert_allclose(log_density(model, tuple(padded), {}, latent)[0], plain, rtol=1e-5)
-    held = held_out_rows(104, methods.HELD_OUT)[1]
-    assert bool(jnp.all(given.known[held]))
+    plain = log_density(model, (rows[known], targets[known]), {}, latent)[0]
+    for others in (0.0, 1e3):
+        moved = jnp.where(known[:, None], rows, others)
+        np.testing.assert_allclose(log_density(model, (moved, targets, known), {}, latent)[0], plain, rtol=1e-5)
+    held = held_out_rows(112, methods.HELD_OUT)[1]
+    assert bool(jnp.all(known[held]))
 
 
 # -- work that is not done again ---------------------------------------------------------------------------

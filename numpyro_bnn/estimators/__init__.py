@@ -3,8 +3,7 @@
 try:
     import sklearn as _sklearn  # noqa: F401
 except ImportError as error:
-    message = 'numpyro_bnn.estimators needs scikit-learn: `pip install "numpyro_bnn[estimators]"`.'
-    raise ImportError(message) from error
+    raise ImportError('It needs scikit-learn: `pip install "numpyro_bnn[estimators]"`.') from error
 
 from numpyro_bnn.estimators.estimators import Classifier, Regressor
 

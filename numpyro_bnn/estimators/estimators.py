@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,17 +23,6 @@ from numpyro_bnn.results.export import about
 from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
-
-
-class _Fitted(NamedTuple):
-    """What a fit leaves: the mixture that predicts, its attributes, scalers, and the standardized data."""
-
-    predictive: Predictive
-    draws: dict[str, np.ndarray]
-    attrs: dict[str, Any]
-    x_scaler: Scaler
-    y_scaler: Any
-    data: tuple[np.ndarray, np.ndarray]
 
 
 class _Network(BaseEstimator):
@@ -70,22 +59,21 @@ class _Network(BaseEstimator):
         for width in self.widths:
             check_count(call, "widths", width)
         nn.MLP([1, 1], self.activation)
-        if self.prior is not None:
-            as_prior(self.prior, call)
+        as_prior(self.prior or {}, call)
         check_number(call, "effort", self.effort, strict=True)
         for name in ("num_chains", "num_samples"):
             if getattr(self, name) is not None:
                 check_count(call, name, getattr(self, name))
-        if self.callback is not None:
-            check_kind(call, "callback", self.callback, callable, "Pass a function of (done, total).")
+        callback = print if self.callback is None else self.callback
+        check_kind(call, "callback", callback, callable, "Pass a function of (done, total).")
         check_flag(call, "progress_bar", self.progress_bar)
 
-    def _fit(self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Scaler | None) -> None:
+    def _fit(self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any) -> None:
         """Standardize the inputs, run the method, and keep its draws."""
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
         net = nn.MLP([*self.widths, outputs], self.activation)
-        prior = priors.Hierarchical() if self.prior is None else self.prior
+        prior = self.prior or priors.Hierarchical()
         model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
@@ -99,38 +87,29 @@ class _Network(BaseEstimator):
             options = (self.effort, self.num_chains, self.num_samples, report)
             padded = methods.padded(x, y)
             task = methods.Task(self._call, model, padded, len(x), jax.random.key(seed), *options)
-            draws = methods.METHODS[self.method].fit(task)
-        merged = {name: value.reshape((-1, *value.shape[2:])) for name, value in draws.sites.items()}
-        attrs = {**draws.attrs, "method": self.method, "seed": seed}
-        self._fitted = _Fitted(Predictive(model, merged), draws.sites, attrs, x_scaler, y_scaler, (x, y))
-        self._idata = None
+            draws = methods.METHODS[self.method](task)
+        #: Algorithm and settings of the fit, and the chains that were left out (`diverged`, `frozen_chains`).
+        self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
+        self._predictive, self._x_scaler, self._y_scaler = Predictive(model, draws.sites), x_scaler, y_scaler
+        self._data, self._idata = (x, y), None
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "_fitted")
+        return hasattr(self, "_predictive")
 
-    @property
-    def _predictive(self) -> Predictive:
+    def _summary(self, name: str, X: Any, *by_row: np.ndarray, **options: Any) -> tuple:
+        """A summary of the predictive mixture at new rows, which are checked and standardized."""
         check_is_fitted(self)
-        return self._fitted.predictive
+        rows = self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
+        return self._predictive(name, rows, *by_row, **options)
 
-    def _inputs(self, X: Any) -> np.ndarray:
-        """New rows, checked and standardized."""
-        check_is_fitted(self)
-        return self._fitted.x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
-
-    def _chosen(self, num_samples: Any, random_state: Any) -> tuple[np.random.Generator, np.ndarray]:
-        """A generator, and the draws that some samples use: each as often as the others, or once less."""
+    def _components(self, X: Any, num_samples: Any, random_state: Any) -> tuple[tuple, np.random.Generator]:
+        """What some draws say of new rows, each draw used as often as the others or once less; and a generator."""
         count = check_count(f"{self._call}.sample", "num_samples", num_samples)
-        generator = np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
-        total = len(next(iter(self._predictive.draws.values())))
-        orders = [generator.permutation(total) for _ in range(-(-count // total))]
-        return generator, np.concatenate(orders)[:count]
-
-    @property
-    def attrs_(self) -> dict[str, Any]:
-        """Algorithm and settings of the fit, and the chains that were left out (``diverged``, ``frozen_chains``)."""
         check_is_fitted(self)
-        return dict(self._fitted.attrs)
+        generator = np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
+        total = self._predictive.num_draws
+        orders = [generator.permutation(total) for _ in range(-(-count // total))]
+        return self._summary("components", X, chosen=np.concatenate(orders)[:count]), generator
 
     @property
     def idata_(self) -> Any:
@@ -145,20 +124,21 @@ class _Network(BaseEstimator):
         return self._idata
 
     def _export(self) -> Any:
-        fitted = self._fitted
-        arguments = bind(fitted.predictive.model, fitted.data, {})
-        exporter = Exporter(Fit(fitted.predictive.model, arguments, fitted.draws, {}, {}), {}, {}, None)
-        key = jax.random.fold_in(jax.random.key(fitted.attrs["seed"]), 2)
+        model, draws = self._predictive.model, self._predictive.draws
+        exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None)
+        key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))
-        x = groups["constant_data"]["x"]
-        groups["constant_data"] = groups["constant_data"].assign(x=x * fitted.x_scaler.scale + fitted.x_scaler.mean)
-        if scaler := fitted.y_scaler:
+
+        def in_units(name: str, scaler: Scaler) -> None:
+            values = {str(k): v * scaler.scale + scaler.mean for k, v in groups[name].data_vars.items()}
+            groups[name] = groups[name].assign(values)
+
+        in_units("constant_data", self._x_scaler)
+        if scaler := self._y_scaler:
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
-                values = {str(k): v * scaler.scale + scaler.mean for k, v in groups[name].data_vars.items()}
-                groups[name] = groups[name].assign(values)
-            density = groups["log_likelihood"]["y"] - np.sum(np.log(scaler.scale))
-            groups["log_likelihood"] = groups["log_likelihood"].assign(y=density)
-        return _arviz.inference_data(groups, about(fitted.attrs, key, None))
+                in_units(name, scaler)
+            groups["log_likelihood"] = groups["log_likelihood"] - np.sum(np.log(scaler.scale))
+        return _arviz.inference_data(groups, about(self.attrs_, key, None))
 
 
 class Regressor(RegressorMixin, _Network):
@@ -174,18 +154,15 @@ class Regressor(RegressorMixin, _Network):
         ``"mean_field"`` (Bayes by Backprop), or ``"adf"`` (probabilistic backpropagation, the fastest).
     :param widths: units of the hidden layers.
     :param activation: name of the activation, or a layer.
-    :param prior: prior of the weights, as for :func:`~numpyro_bnn.random_network`; ``priors.Hierarchical()`` by
-        default.
+    :param prior: as for :func:`~numpyro_bnn.random_network`; ``priors.Hierarchical()`` by default.
     :param heteroscedastic: let the noise depend on the inputs; by default for ``"ensemble"`` only. ``False`` usually
         gives a smaller RMSE and a lower log likelihood.
-    :param num_chains: number of chains; by default that of the method.
-    :param num_samples: draws per chain, or draws from the guide; by default those of the method.
-    :param effort: factor of all numbers of steps, warm-up transitions and epochs, and of draws by default.
+    :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
+    :param effort: factor of all numbers of steps and epochs, and of draws by default.
     :param callback: called as ``callback(done, total)`` during the fit.
     :param progress_bar: show a progress bar.
     :param random_state: seed, as everywhere in scikit-learn.
-    :raises ValueError: on ``fit``, for settings out of range, NaN, fewer than two rows, or data on which every chain
-        diverged. Weights of rows are not supported.
+    :raises ValueError: on ``fit``, for wrong settings, NaN, one row, or data on which every chain diverged.
 
     Several targets, y (N, K), share the network; given its weights they are independent.
 
@@ -228,9 +205,8 @@ class Regressor(RegressorMixin, _Network):
     def fit(self, X: Any, y: Any) -> "Regressor":
         """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
         self._check_settings()
-        hetero = self.heteroscedastic
-        if hetero is None:
-            hetero = methods.METHODS[self.method].heteroscedastic
+        given = self.heteroscedastic
+        hetero = self.method in methods.HETEROSCEDASTIC if given is None else given
         check_flag(self._call, "heteroscedastic", hetero)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
         y = np.asarray(y, np.float64)
@@ -244,8 +220,7 @@ class Regressor(RegressorMixin, _Network):
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
         """Standardized values (..., N) or (..., N, K) in the units of the data, shaped like the targets."""
-        scaler = self._fitted.y_scaler
-        values = values * scaler.scale + (scaler.mean if shift else 0.0)
+        values = values * self._y_scaler.scale + (self._y_scaler.mean if shift else 0.0)
         return values[..., None] if self._columns == (1,) else values
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -254,18 +229,17 @@ class Regressor(RegressorMixin, _Network):
         The variance is that of a new observation: the mean variance of the noise, plus the variance of the function.
         """
         check_flag(f"{self._call}.predict", "return_std", return_std)
-        mean, sd = self._predictive("moments", self._inputs(X))
+        mean, sd = self._summary("moments", X)
         return (self._in_units(mean), self._in_units(sd, shift=False)) if return_std else self._in_units(mean)
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """The central interval that has the probability ``level``: quantiles of the mixture, not of a Gaussian.
+        """The central interval of probability ``level``, by quantiles of the mixture: lower and upper ends, like y.
 
-        :param level: probability in (0, 1).
-        :return: lower and upper ends, each shaped like y; with several targets, of each target alone.
+        With several targets it is that of each target alone.
         """
         check_number(f"{self._call}.predict_interval", "level", level, strict=True, below=1)
         levels = np.array([(1 - level) / 2, (1 + level) / 2])
-        low, high = self._predictive("quantiles", self._inputs(X), options=(levels,))
+        low, high = self._summary("quantiles", X, options=(levels,))
         return self._in_units(low), self._in_units(high)
 
     def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
@@ -274,21 +248,19 @@ class Regressor(RegressorMixin, _Network):
         All rows of a draw have the same weights, so differences between rows may be computed draw by draw.
         """
         check_flag(f"{self._call}.sample", "noise", noise)
-        rows = self._inputs(X)
-        generator, chosen = self._chosen(num_samples, random_state)
-        means, sds = self._predictive("components", rows, chosen=chosen)
+        (means, sds), generator = self._components(X, num_samples, random_state)
         return self._in_units(means + sds * generator.normal(size=sds.shape) if noise else means)
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is better."""
-        rows, scaler = self._inputs(X), self._fitted.y_scaler
+        check_is_fitted(self)
         _, y = validate_data(self, X, y, reset=False, y_numeric=True, multi_output=True)
         if y.shape[1:] != self._columns:
             instead = f"Pass targets shaped {('N', *self._columns)}, as in the fit."
             raise argument_error(f"{self._call}.log_predictive_density", "y", y, instead)
-        y = scaler.transform(np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64))
-        (density,) = self._predictive("log_density", rows, y)
-        return density - np.sum(np.log(scaler.scale))
+        y = np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
+        (density,) = self._summary("log_density", X, self._y_scaler.transform(y))
+        return density - np.sum(np.log(self._y_scaler.scale))
 
 
 class Classifier(ClassifierMixin, _Network):
@@ -324,8 +296,7 @@ class Classifier(ClassifierMixin, _Network):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over the draws."""
-        rows = self._inputs(X)
-        (probs,) = self._predictive("probabilities", rows)
+        (probs,) = self._summary("probabilities", X)
         return probs / probs.sum(axis=1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:
@@ -335,9 +306,7 @@ class Classifier(ClassifierMixin, _Network):
     def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
         """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S, N, K)."""
         check_flag(f"{self._call}.sample", "noise", noise)
-        rows = self._inputs(X)
-        generator, chosen = self._chosen(num_samples, random_state)
-        (probs,) = self._predictive("class_components", rows, chosen=chosen)
+        (probs,), generator = self._components(X, num_samples, random_state)
         if not noise:
             return probs
         reached = generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]

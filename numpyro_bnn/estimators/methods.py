@@ -28,29 +28,13 @@ MANY_ROWS = 5000  # above it a gradient is so expensive that chains are fewer an
 REPORTS = 20  # calls of a callback in one fit
 
 
-class Padded(NamedTuple):
-    """Arguments of the model: inputs (N', D), targets (N', ...), and which rows are data (N',)."""
-
-    x: jax.Array
-    y: jax.Array
-    known: jax.Array
-
-
 class Task(NamedTuple):
-    """What a method is given.
+    """What a method is given: a model and its arguments, settings of the user, and ``report(done, total)``."""
 
-    :param call: name of the estimator, for messages.
-    :param data: arguments of the model.
-    :param num_rows: number of rows that are data.
-    :param effort: factor of all numbers of steps.
-    :param num_chains: number of chains, and of draws in each, or ``None`` for those of the method.
-    :param report: ``report(done, total)`` after a part of the work.
-    """
-
-    call: str
+    call: str  # name of the estimator, for messages
     model: Callable
-    data: Padded
-    num_rows: int
+    data: tuple[jax.Array, jax.Array, jax.Array]  # arguments of the model, from `padded`
+    num_rows: int  # without padding
     rng_key: jax.Array
     effort: float
     num_chains: int | None
@@ -74,16 +58,17 @@ class Draws(NamedTuple):
     attrs: dict[str, Any]
 
 
-def padded(x: np.ndarray, y: np.ndarray) -> Padded:
-    """Add rows that the model ignores, at most a few percent, so that folds of a cross-validation share programs.
+def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Inputs (N', D), targets (N', ...), and which rows are data (N',): up to 15 or 3 % of the rows are padding.
 
-    No padding is among the rows that a warm start holds out: these decide when the optimizer stops.
+    The model ignores it, and folds of a cross-validation share programs. It is not among the rows that a warm start
+    holds out, which decide when the optimizer stops.
 
-    >>> [padded(np.ones((n, 1)), np.ones(n)).x.shape[0] for n in (404, 405, 406)]
-    [408, 408, 408]
+    >>> [padded(np.ones((n, 1)), np.ones(n))[0].shape[0] for n in (404, 405, 406)]
+    [416, 416, 416]
     """
     size = len(x)
-    step = max(4, 2 ** max(0, (size // 32).bit_length() - 1))
+    step = max(16, 2 ** max(0, (size // 32).bit_length() - 1))
     length = -(-size // step) * step
     known = np.ones(length, bool)
     known[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
@@ -93,8 +78,8 @@ def padded(x: np.ndarray, y: np.ndarray) -> Padded:
         whole[known] = rows
         return whole
 
-    floats = jnp.result_type(float) if y.dtype.kind == "f" else jnp.result_type(int)
-    return Padded(jnp.asarray(spread(x), float), jnp.asarray(spread(y), floats), jnp.asarray(known))
+    kind = float if y.dtype.kind == "f" else int
+    return jnp.asarray(spread(x), float), jnp.asarray(spread(y), kind), jnp.asarray(known)
 
 
 def network_model(
@@ -159,7 +144,7 @@ def nuts(task: Task) -> Draws:
 def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int) -> Draws:
     """Run a kernel by one compiled program whose inputs are the data; leave out chains at fault, with a warning."""
     count, length = task.num_chains or num_chains, task.num_samples or task.steps(num_samples, 4)
-    args = tuple(task.data)
+    args = task.data
     state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
     one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
     draws = jax.tree.map(lambda leaf: jnp.zeros((count, length, *leaf.shape[1:]), leaf.dtype), one)
@@ -204,17 +189,16 @@ def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Dr
     """The chains that neither diverged nor froze."""
     flat = np.concatenate([value.reshape((*value.shape[:2], -1)) for value in sites.values()], axis=2)
     diverged = ~np.isfinite(flat).all(axis=(1, 2))
-    frozen = (flat == flat[:, :1]).all(axis=(1, 2)) & ~diverged & (flat.shape[1] > 1)
+    frozen = (flat == flat[:, :1]).all(axis=(1, 2)) & (flat.shape[1] > 1)
     frozen[ast.literal_eval(attrs.get("frozen_chains", "[]"))] = True
-    frozen &= ~diverged
-    lists = {"diverged": np.flatnonzero(diverged).tolist(), "frozen_chains": np.flatnonzero(frozen).tolist()}
-    attrs |= {name: str(chains) for name, chains in lists.items()}
+    lists = {"diverged": np.flatnonzero(diverged), "frozen_chains": np.flatnonzero(frozen & ~diverged)}
+    attrs |= {name: str(chains.tolist()) for name, chains in lists.items()}
     at_fault = diverged | frozen
     if at_fault.all():
         instead = "Look for outliers in the data, or use another `method`, `prior` or more `effort`."
         raise argument_error(f"{call}.fit", "X", "data on which every chain diverged or froze", instead)
     if at_fault.any():
-        left_out = ", ".join(f"{name}: {chains}" for name, chains in lists.items() if chains)
+        left_out = ", ".join(f"{name}: {attrs[name]}" for name, chains in lists.items() if chains.size)
         message = f"{call}.fit: chains left out of all predictions ({left_out}). The other chains are not affected."
         warnings.warn(message, stacklevel=2)
     return Draws({name: value[~at_fault] for name, value in sites.items()}, attrs)
@@ -250,21 +234,15 @@ def adf(task: Task) -> Draws:
 def _from_guide(task: Task, guide: Any, fit: Any) -> Draws:
     """Independent draws from a fitted guide, as one chain."""
     key = jax.random.fold_in(task.rng_key, 1)
-    found = from_guide(fit, guide, tuple(task.data), {}, key, task.num_samples or 1000)
-    return Draws(dict(found.posterior), dict(found.attrs))
-
-
-class Method(NamedTuple):
-    """How a method fits, and whether its noise depends on the inputs unless the user says otherwise."""
-
-    fit: Callable[[Task], Draws]
-    heteroscedastic: bool
+    found = from_guide(fit, guide, task.data, {}, key, task.num_samples or 1000)
+    return _sound(task.call, dict(found.posterior), dict(found.attrs))
 
 
 # One row for each method. A guide with a `run` of its own (Laplace) is one more function like `adf`.
-METHODS: dict[str, Method] = {
-    "ensemble": Method(ensemble, True),
-    "nuts": Method(nuts, False),
-    "mean_field": Method(mean_field, False),
-    "adf": Method(adf, False),
+METHODS: dict[str, Callable[[Task], Draws]] = {
+    "ensemble": ensemble,
+    "nuts": nuts,
+    "mean_field": mean_field,
+    "adf": adf,
 }
+HETEROSCEDASTIC = {"ensemble"}  # methods whose noise depends on the inputs unless the user says otherwise

@@ -19,11 +19,12 @@ class Predictive:
     """The mixture over M draws of what a model says of new rows.
 
     :param model: ``model(x)`` with the observation ``y``.
-    :param draws: values (M, ...) by site.
+    :param draws: values (C, S, ...) by site.
     """
 
     def __init__(self, model: Callable, draws: Mapping[str, np.ndarray]) -> None:
         self.model, self.draws = model, draws
+        self.num_draws = int(np.prod(next(iter(draws.values())).shape[:2]))
         self._programs: dict[str, Callable] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -40,9 +41,9 @@ class Predictive:
         """
         axis, _ = SUMMARIES[summary]
         program = self._programs.setdefault(summary, shared(self._program(summary)))
-        draws = dict(self.draws) if chosen is None else {name: value[chosen] for name, value in self.draws.items()}
-        draws = jax.tree.map(jnp.asarray, draws)
-        chunk = self._rows(len(x), len(next(iter(draws.values()))))
+        merged = {name: value.reshape((-1, *value.shape[2:])) for name, value in self.draws.items()}
+        draws = {name: jnp.asarray(value if chosen is None else value[chosen]) for name, value in merged.items()}
+        chunk = self._rows(len(x), self.num_draws if chosen is None else len(chosen))
         found = []
         for first in range(0, len(x), chunk):
             kept = min(chunk, len(x) - first)
@@ -54,9 +55,8 @@ class Predictive:
 
     def _rows(self, wanted: int, num_draws: int) -> int:
         """Rows of a chunk: a power of two, so that the components of all draws fit into the memory of a chunk."""
-        most = max(1, CHUNK_BYTES // (64 * num_draws))
-        limit = min(MOST_ROWS, 2 ** (most.bit_length() - 1))
-        return min(max(LEAST_ROWS, 2 ** (wanted - 1).bit_length()), max(limit, LEAST_ROWS))
+        fitting = 2 ** (max(1, CHUNK_BYTES // (64 * num_draws)).bit_length() - 1)
+        return max(LEAST_ROWS, min(MOST_ROWS, fitting, 2 ** (wanted - 1).bit_length()))
 
     def _program(self, summary: str) -> Callable:
         summarize = SUMMARIES[summary][1]
@@ -64,7 +64,7 @@ class Predictive:
         def program(draws: Any, rows: list[jax.Array], options: Any) -> tuple:
             def components(draw: Mapping[str, jax.Array]) -> Any:
                 fn = site_trace(self.model, draw, jax.random.key(0), (rows[0],), {})["y"]["fn"]
-                return fn.probs if hasattr(fn, "logits") else (fn.mean, jnp.sqrt(fn.variance))
+                return (fn.probs,) if hasattr(fn, "logits") else (fn.mean, jnp.sqrt(fn.variance))
 
             size = draws_per_chunk(components, jax.tree.map(lambda value: value[0], draws))
             number = len(next(iter(draws.values())))
@@ -73,7 +73,7 @@ class Predictive:
         return program
 
 
-# -- normal components: means and standard deviations (M, R) or (M, R, K) ---------------------------------
+# -- components: means and standard deviations (M, R) or (M, R, K); of classes, probabilities (M, R, K) -----
 
 
 def _moments(parts: tuple) -> tuple:
@@ -109,19 +109,11 @@ def _normal_log_density(parts: tuple, y: jax.Array) -> tuple:
     return (logsumexp(each, axis=0) - jnp.log(len(each)),)
 
 
-# -- class probabilities (M, R, K) -------------------------------------------------------------------------
-
-
-def _probabilities(probs: jax.Array) -> tuple:
-    return (probs.mean(0),)
-
-
 # Name -> the axis of the rows in its results, and the function of the components.
 SUMMARIES: dict[str, tuple[int, Callable]] = {
     "moments": (0, _moments),
     "quantiles": (0, _quantiles),
     "log_density": (0, _normal_log_density),
     "components": (1, lambda parts: parts),
-    "probabilities": (0, _probabilities),
-    "class_components": (1, lambda probs: (probs,)),
+    "probabilities": (0, lambda parts: (parts[0].mean(0),)),
 }
