@@ -1,5 +1,8 @@
 """Bayesian neural networks for NumPyro: networks, priors, kernels, guides, results for ArviZ."""
 
+from importlib import import_module
+from typing import Any
+
 from numpyro_bnn import (
     datasets,
     guides,
@@ -36,3 +39,9 @@ __all__ = [
     "results",
     "datasets",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "estimators":  # the only room that needs scikit-learn
+        return import_module("numpyro_bnn.estimators")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

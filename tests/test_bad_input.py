@@ -18,6 +18,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn import (
     _arviz,
     datasets,
+    estimators,
     guides,
     infer,
     infinite,
@@ -97,7 +98,7 @@ def idata():
 NAMES = {
     **{
         room.__name__.rpartition(".")[2]: room
-        for room in (datasets, guides, infer, infinite, metrics, models, moments)
+        for room in (datasets, estimators, guides, infer, infinite, metrics, models, moments)
     },
     **{room.__name__.rpartition(".")[2]: room for room in (nn, plots, priors, sgmcmc, symmetry)},
     **{
@@ -132,6 +133,31 @@ NAMES = {
 
 # By room: (call, argument at fault, class of the error, part of the message).
 ROWS = {
+    "estimators": [
+        ('estimators.Regressor("mcmc").fit(X, Y)', "method", ValueError, "Known: ensemble, nuts, mean_field, adf"),
+        ("estimators.Regressor(widths=50).fit(X, Y)", "widths", TypeError, "Pass the hidden widths, e.g. `(50,)`."),
+        ("estimators.Regressor(widths=(5, 0)).fit(X, Y)", "widths", ValueError, "Pass an integer of at least 1."),
+        ("estimators.Regressor(effort=0).fit(X, Y)", "effort", ValueError, "Pass a finite number above 0."),
+        (
+            "estimators.Regressor(num_chains=0.5).fit(X, Y)",
+            "num_chains",
+            ValueError,
+            "Pass an integer of at least 1.",
+        ),
+        (
+            "estimators.Regressor(num_samples=0).fit(X, Y)",
+            "num_samples",
+            ValueError,
+            "Pass an integer of at least 1.",
+        ),
+        ("estimators.Regressor(callback=3).fit(X, Y)", "callback", TypeError, "Pass a function of (done, total)."),
+        ('estimators.Regressor(heteroscedastic="no").fit(X, Y)', "heteroscedastic", TypeError, "Pass True or False."),
+        ("estimators.Regressor(progress_bar=1).fit(X, Y)", "progress_bar", TypeError, "Pass True or False."),
+        ('estimators.Regressor(prior="normal").fit(X, Y)', "prior", TypeError, "priors."),
+        ('estimators.Classifier("nut").fit(X, L)', "method", ValueError, "Did you mean 'nuts'?"),
+        ('estimators.Classifier(effort="1").fit(X, L)', "effort", TypeError, "Pass a finite number above 0."),
+        ("estimators.Classifier().fit(X, L)", "y", ValueError, "Pass rows of at least two classes."),
+    ],
     "nn": [
         ("nn.Dense(0)", "units", ValueError, "Pass an integer of at least 1."),
         ('nn.Dense("8")', "units", ValueError, "Pass an integer of at least 1."),

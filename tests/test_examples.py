@@ -58,6 +58,7 @@ SHORT = {
     "examples.infinite_width": "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 --nuts-warmup 5"
     " --nuts-samples 5",
     "examples.benchmarks.infinite_uci": "--sets yacht --variants relu erf-ard --splits 1 --max-steps 2",
+    "examples.benchmarks.estimators": "--sets yacht --splits 1 --method mean_field --effort 0.01",
     "examples.benchmarks.infinite_kernel": "--points 60 --depth 2 --block-size 25",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
     "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
@@ -143,6 +144,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.function_agreement", ["--num-chains", "2"]),
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
+        ("examples.benchmarks.estimators", ["--effort", "0"]),
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
@@ -773,6 +775,19 @@ def test_infinite_width(tmp_path):
 
 @pytest.mark.data
 @pytest.mark.slow
+@pytest.mark.slow
+def test_estimators(tmp_path, data_folder):
+    page = page_with(tmp_path, "estimators")
+    best = FOLDER.parent / "docs" / "uci.jsonl"
+    files = ["--output", tmp_path / "estimators.json", "--docs", page, "--best", best]
+    report = run("examples.benchmarks.estimators", "--data", data_folder, *files)
+    (row,) = report["rows"]
+    assert np.isfinite(row["log_likelihood"])
+    assert row["best"]["method"] == "MCLMC, hetero"
+    assert f"{row['rmse']:.3f}" in page.read_text()
+    assert json.loads((tmp_path / "estimators.json").read_text())["rows"] == report["rows"]
+
+
 def test_infinite_uci(tmp_path, data_folder):
     """One split, two steps; JSON, and two tables put into a page between the marks."""
     page = tmp_path / "page.md"
@@ -913,6 +928,7 @@ KEPT = {
     "adf_speed": "adf.md",
     "adf_uci": "adf.md",
     "coupling_step": "speed.md",
+    "estimators": "estimators.md",
     "function_agreement": "microcanonical.md",
     "compilation": "speed.md",
     "first_draw": "speed.md",

@@ -19,7 +19,12 @@ import numpy as np
 WIDTHS = {"normal": (4, 6, 5, 1), "categorical": (4, 6, 5, 3)}
 ROWS, NEW, PRIOR_PRECISION, NOISE = 40, 7, 2.0, 0.3
 TIMED = (784, 400, 400, 10)
-STRUCTURES = {"full": ("all", "full"), "kron": ("all", "kron"), "diag": ("all", "diag"), "last": ("last_layer", "full")}
+STRUCTURES = {
+    "full": ("all", "full"),
+    "kron": ("all", "kron"),
+    "diag": ("all", "diag"),
+    "last": ("last_layer", "full"),
+}
 
 
 def data(likelihood, widths, rows, seed=0):
@@ -44,10 +49,14 @@ def torch_laplace(likelihood, widths, rows, name, batch_size, double):
     modules = []
     for w, b in layers:
         layer = torch.nn.Linear(*w.shape)
-        layer.weight.data, layer.bias.data = (torch.tensor(v, dtype=torch.get_default_dtype()) for v in (w.T.copy(), b))
+        layer.weight.data, layer.bias.data = (
+            torch.tensor(v, dtype=torch.get_default_dtype()) for v in (w.T.copy(), b)
+        )
         modules += [layer, torch.nn.Tanh()]
     kind = torch.get_default_dtype() if likelihood == "normal" else torch.long
-    rows = torch.utils.data.TensorDataset(torch.tensor(x, dtype=torch.get_default_dtype()), torch.tensor(y, dtype=kind))
+    rows = torch.utils.data.TensorDataset(
+        torch.tensor(x, dtype=torch.get_default_dtype()), torch.tensor(y, dtype=kind)
+    )
     subset, structure = STRUCTURES[name]
     options = {"sigma_noise": NOISE} if likelihood == "normal" else {}
     task = "regression" if likelihood == "normal" else "classification"

@@ -107,7 +107,7 @@ def to_inference_data(
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
-        return _reported(groups, _about(process_attrs(result, num_samples), rng_key, attrs))
+        return _reported(groups, about(process_attrs(result, num_samples), rng_key, attrs))
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
     else:
@@ -123,7 +123,7 @@ def to_inference_data(
     groups, more = _training(exporter, _starts(result, exporter) if judged else {}, train_key, chosen)
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
-    return _reported(groups, _about({**fit.attrs, **more}, rng_key, attrs))
+    return _reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
 
 
 def _reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -220,7 +220,7 @@ def _check_coords(
             raise argument_error(CALL, argument, got, "Pass one label for each.")
 
 
-def _about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
+def about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
     """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {

@@ -1,0 +1,10 @@
+"""Estimators for scikit-learn: ``fit`` and ``predict`` over the models, kernels and guides of this package."""
+
+try:
+    import sklearn as _sklearn  # noqa: F401
+except ImportError as error:
+    raise ImportError('It needs scikit-learn: `pip install "numpyro_bnn[estimators]"`.') from error
+
+from numpyro_bnn.estimators.estimators import Classifier, Regressor
+
+__all__ = ["Regressor", "Classifier"]

@@ -1,0 +1,248 @@
+"""How each method turns padded, standardized data into draws of a network: one row of a table for each method."""
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax.sharding import Mesh, PartitionSpec
+from numpyro.infer import NUTS, SVI
+
+from numpyro_bnn import guides, infer, nn, symmetry
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.infer.warm_start import held_out_rows
+from numpyro_bnn.networks import random_network
+from numpyro_bnn.program.compiled import prepare
+from numpyro_bnn.results.fit import from_guide
+
+LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
+HELD_OUT, ENOUGH_ROWS = 0.1, 20  # share of the rows that stop the optimizer, and the fewest rows that afford it
+MANY_ROWS = 5000  # above it a gradient is so expensive that chains are fewer and shorter
+REPORTS = 20  # calls of a callback in one fit
+
+
+class Task(NamedTuple):
+    """What a method is given: a model and its arguments, settings of the user, and ``report(done, total)``."""
+
+    call: str  # name of the estimator, for messages
+    model: Callable
+    data: tuple[jax.Array, jax.Array, jax.Array]  # arguments of the model, from `padded`
+    num_rows: int  # without padding
+    rng_key: jax.Array
+    effort: float
+    num_chains: int | None
+    num_samples: int | None
+    report: Callable[[int, int], None]
+
+    def steps(self, usual: int, least: int) -> int:
+        """A number of steps or epochs, scaled by the effort."""
+        return max(least, round(self.effort * usual))
+
+
+def _parts(total: int) -> Iterator[tuple[np.int32, np.int32]]:
+    """First and last step of each part of the work, after which progress is reported."""
+    return pairwise(np.linspace(0, total, min(REPORTS, total) + 1).astype(np.int32))
+
+
+class Draws(NamedTuple):
+    """Draws of the sites (C, S, ...) by name, and settings for the attributes of the result."""
+
+    sites: dict[str, np.ndarray]
+    attrs: dict[str, Any]
+
+
+def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Inputs (N', D), targets (N', ...), and which rows are data (N',): up to 15 or 3 % of the rows are padding.
+
+    The model ignores it, and folds of a cross-validation share programs. It is not among the rows that a warm start
+    holds out, which decide when the optimizer stops.
+
+    >>> [padded(np.ones((n, 1)), np.ones(n))[0].shape[0] for n in (404, 405, 406)]
+    [416, 416, 416]
+    """
+    size = len(x)
+    step = max(16, 2 ** max(0, (size // 32).bit_length() - 1))
+    length = -(-size // step) * step
+    known = np.ones(length, bool)
+    known[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
+
+    def spread(rows: np.ndarray) -> np.ndarray:
+        whole = np.zeros((length, *rows.shape[1:]), rows.dtype)
+        whole[known] = rows
+        return whole
+
+    kind = float if y.dtype.kind == "f" else int
+    return jnp.asarray(spread(x), float), jnp.asarray(spread(y), kind), jnp.asarray(known)
+
+
+def network_model(
+    x: jax.Array, y: Any = None, known: Any = None, *, net: nn.Layer, prior: Any, likelihood: Callable
+) -> None:
+    """A NumPyro model: a random network, and one observation per row that is ``known``."""
+    f = random_network("net", net, x.shape[1:], prior)
+    of_output = likelihood()
+    with numpyro.plate("data", x.shape[0]) as index:
+        fn = of_output(f(x[index]))
+        fn = fn if known is None else fn.mask(known[index])
+        numpyro.sample("y", fn, obs=None if y is None else y[index])
+
+
+def normal_likelihood(targets: int, heteroscedastic: bool) -> Callable:
+    """Normal noise: one scale for all rows, with prior HalfNormal(1), or outputs of the network."""
+    shape = () if targets == 1 else (targets,)
+    sigma: Any = 0.0
+    if not heteroscedastic:
+        prior = dist.HalfNormal(1.0)
+        sigma = numpyro.sample("sigma", prior.expand(shape).to_event(1) if shape else prior)
+
+    def of_output(out: jax.Array) -> dist.Distribution:
+        mean, sd = out[..., :targets], sigma
+        if heteroscedastic:
+            sd = LEAST_SD + jax.nn.softplus(out[..., targets:])
+            sd = sd if shape else sd[..., 0]
+        return dist.Normal(mean, sd).to_event(1) if shape else dist.Normal(mean[..., 0], sd)
+
+    return of_output
+
+
+def categorical_likelihood() -> Callable:
+    """Class probabilities: the softmax of the outputs."""
+    return lambda out: dist.Categorical(logits=out)
+
+
+# -- Markov chains -----------------------------------------------------------------------------------------
+
+
+def ensemble(task: Task) -> Draws:
+    """Microcanonical chains around the members of a deep ensemble."""
+    import optax
+
+    many = task.num_rows > MANY_ROWS
+    steps, each, warmup, draws, chains = (3000, 20, 100, 150, 4) if many else (4000, 50, 400, 250, 8)
+    steps = task.steps(steps, 20)
+    adam = optax.adam(optax.cosine_decay_schedule(0.02, steps))
+    held_out = HELD_OUT if task.num_rows >= ENOUGH_ROWS else 0.0
+    warm = infer.WarmStart(0.3, num_steps=steps, optimizer=adam, held_out=held_out, spread=0.5)
+    kernel = infer.MCLMC(task.model, steps_per_draw=each, warm_start=warm)
+    return _chains(task, kernel, chains, task.steps(warmup, 10), draws)
+
+
+def nuts(task: Task) -> Draws:
+    """NUTS, with moves along the symmetries of the network after each transition."""
+    found = symmetry.find(task.model, *task.data)
+    kernel = infer.OrbitMoves(NUTS(task.model, max_tree_depth=8), found)
+    return _chains(task, kernel, 4, task.steps(400, 10), 400)
+
+
+def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int) -> Draws:
+    """Run a kernel by one compiled program whose inputs are the data; leave out chains at fault, with a warning."""
+    count, length = task.num_chains or num_chains, task.num_samples or task.steps(num_samples, 4)
+    args = task.data
+    state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
+    one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
+    draws = jax.tree.map(lambda leaf: jnp.zeros((count, length, *leaf.shape[1:]), leaf.dtype), one)
+    devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
+
+    def advance(given: tuple, args: tuple, kwargs: Any) -> tuple:
+        mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
+        chain, everywhere = PartitionSpec("chain"), PartitionSpec()
+        specs = (chain, chain, everywhere, everywhere, everywhere)
+        run: Callable = partial(_transitions, kernel, num_warmup)
+        if devices > 1:  # chains are independent: the devices need not agree
+            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(chain, chain), check_vma=False)
+        return run(*given, args)
+
+    program, total = prepare(advance, args, {}), num_warmup + length
+    for first, last in _parts(total):
+        state, draws = jax.block_until_ready(program((state, draws, first, last)))
+        task.report(int(last), total)
+    state, sites = jax.device_get(jax.device_put((state, draws), jax.local_devices()[0]))
+    described = kernel.describe(state) if hasattr(kernel, "describe") else {}
+    attrs = {"algorithm": type(kernel).__name__, "num_warmup": num_warmup, "num_chains": count, **described}
+    return _sound(task.call, sites, attrs)
+
+
+def _transitions(
+    kernel: Any, num_warmup: int, state: Any, draws: Any, first: Any, last: Any, args: tuple
+) -> tuple[Any, Any]:
+    """Make the transitions ``first`` to ``last`` of a batch of chains, and write down the draws after warm-up."""
+    values = jax.vmap(kernel.postprocess_fn(args, {}))
+
+    def transition(i: jax.Array, carry: tuple) -> tuple:
+        state, draws = carry
+        state = kernel.sample(state, args, {})
+        place = jnp.maximum(i - num_warmup, 0)  # warm-up writes where the first draw will be
+        new = values(getattr(state, kernel.sample_field))
+        return state, jax.tree.map(lambda kept, value: kept.at[:, place].set(value), draws, new)
+
+    return jax.lax.fori_loop(first, last, transition, (state, draws))
+
+
+def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Draws:
+    """The chains that neither diverged nor froze."""
+    flat = np.concatenate([value.reshape((*value.shape[:2], -1)) for value in sites.values()], axis=2)
+    diverged = ~np.isfinite(flat).all(axis=(1, 2))
+    frozen = (flat == flat[:, :1]).all(axis=(1, 2)) & (flat.shape[1] > 1)
+    frozen[ast.literal_eval(attrs.get("frozen_chains", "[]"))] = True
+    lists = {"diverged": np.flatnonzero(diverged), "frozen_chains": np.flatnonzero(frozen & ~diverged)}
+    attrs |= {name: str(chains.tolist()) for name, chains in lists.items()}
+    at_fault = diverged | frozen
+    if at_fault.all():
+        instead = "Look for outliers in the data, or use another `method`, `prior` or more `effort`."
+        raise argument_error(f"{call}.fit", "X", "data on which every chain diverged or froze", instead)
+    if at_fault.any():
+        left_out = ", ".join(f"{name}: {attrs[name]}" for name, chains in lists.items() if chains.size)
+        message = f"{call}.fit: chains left out of all predictions ({left_out}). The other chains are not affected."
+        warnings.warn(message, stacklevel=2)
+    return Draws({name: value[~at_fault] for name, value in sites.items()}, attrs)
+
+
+# -- guides ------------------------------------------------------------------------------------------------
+
+
+def mean_field(task: Task) -> Draws:
+    """Bayes by Backprop with the local reparameterization."""
+    import optax
+
+    steps = task.steps(10_000, 20)
+    guide = guides.AutoMeanField(task.model)
+    adam = optax.adam(optax.cosine_decay_schedule(0.01, steps))
+    svi = SVI(task.model, guide, adam, guides.TraceLocalReparam_ELBO())
+    fit: Any = None
+    for first, last in _parts(steps):
+        options = {"progress_bar": False, "stable_update": True, "init_state": fit and fit.state}
+        fit = guides.fit(svi, task.rng_key, int(last - first), *task.data, **options)
+        task.report(int(last), steps)
+    return _from_guide(task, guide, fit)
+
+
+def adf(task: Task) -> Draws:
+    """Probabilistic backpropagation."""
+    guide, epochs = guides.AutoADF(task.model), task.steps(40, 1)
+    fit = guide.run(task.rng_key, *task.data, num_epochs=epochs, progress_bar=False)
+    task.report(epochs, epochs)
+    return _from_guide(task, guide, fit)
+
+
+def _from_guide(task: Task, guide: Any, fit: Any) -> Draws:
+    """Independent draws from a fitted guide, as one chain."""
+    key = jax.random.fold_in(task.rng_key, 1)
+    found = from_guide(fit, guide, task.data, {}, key, task.num_samples or 1000)
+    return _sound(task.call, dict(found.posterior), dict(found.attrs))
+
+
+# One row for each method. A guide with a `run` of its own (Laplace) is one more function like `adf`.
+METHODS: dict[str, Callable[[Task], Draws]] = {
+    "ensemble": ensemble,
+    "nuts": nuts,
+    "mean_field": mean_field,
+    "adf": adf,
+}
+HETEROSCEDASTIC = {"ensemble"}  # methods whose noise depends on the inputs unless the user says otherwise

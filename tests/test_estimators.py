@@ -1,0 +1,331 @@
+"""Estimators: scikit-learn's contract, units of the data, predictive mixtures, chains at fault, reuse of programs."""
+
+import pickle
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pandas as pd
+import pytest
+from numpyro import handlers
+from numpyro.infer.util import log_density
+from scipy import stats
+from scipy.special import logsumexp
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import numpyro_bnn as bnn
+from numpyro_bnn.estimators import Classifier, Regressor, methods
+from numpyro_bnn.estimators.predictive import Predictive
+from numpyro_bnn.infer.warm_start import held_out_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {"widths": (4,), "effort": 0.002, "num_samples": 4, "random_state": 0}
+LEARNED = TINY | {"effort": 0.1}  # enough for the scores that scikit-learn asks for
+QUICK = [Regressor("mean_field", **LEARNED), Classifier("mean_field", **LEARNED)]
+FAST = {"widths": (8,), "num_samples": 50, "random_state": 0}
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Rows whose noise has the standard deviation 5 on the left and 20 on the right; classes with text labels."""
+    rng = np.random.default_rng(0)
+    X = rng.uniform([-2, 10, 0], [2, 30, 1], (160, 3))
+    y = 500 + 100 * np.sin(X[:, 0]) + rng.normal(size=160) * np.where(X[:, 0] > 0, 20, 5)
+    return X, y, np.array(["low", "middle", "high"])[np.digitize(y, [450, 550])]
+
+
+@pytest.fixture(scope="module")
+def fitted(data):
+    """A mean-field regressor, which is quick to fit."""
+    return Regressor("mean_field", heteroscedastic=True, effort=0.1, **FAST).fit(*data[:2])
+
+
+# -- the contract of scikit-learn --------------------------------------------------------------------------
+
+
+@parametrize_with_checks(QUICK)
+def test_contract_of_scikit_learn(estimator, check):
+    with warnings.catch_warnings():
+        # scikit-learn itself reports checks that it skips without array API support.
+        warnings.filterwarnings("ignore", category=UserWarning, module="sklearn")
+        check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([Regressor(effort=0.01, num_chains=2, num_samples=4), Classifier(effort=0.01, num_chains=2)])
+def test_contract_with_the_default_method(estimator, check):
+    check(estimator)
+
+
+# -- units of the data -------------------------------------------------------------------------------------
+
+
+def test_answers_in_the_units_of_the_data(data, fitted):
+    X, y, _ = data
+    mean, sd = fitted.predict(X, return_std=True)
+    assert mean.dtype == sd.dtype == np.float64
+    assert fitted.score(X, y) > 0.5
+    draws = fitted.sample(X, 4000, random_state=0)
+    # Monte Carlo errors of 4000 draws, correlated between rows: five standard errors for each row.
+    np.testing.assert_array_less(np.abs(draws.mean(0) - mean), 5 * sd / 4000**0.5)
+    np.testing.assert_allclose(draws.std(0), sd, rtol=0.15)
+    assert np.array_equal(draws[:5], fitted.sample(X, 4000, random_state=0)[:5])
+
+
+def test_other_units_give_the_same_answers(data, fitted):
+    """Standardized data do not change if units do, so every answer is exactly equivariant."""
+    X, y, _ = data
+    scale = 2.0**10  # exact in floating point
+    other = clone(fitted).fit(X * 4.0, y * scale)
+    for one, two in zip(fitted.predict(X, True), other.predict(4.0 * X, True), strict=True):
+        np.testing.assert_allclose(two, scale * one, rtol=1e-5)
+    density = other.log_predictive_density(4.0 * X, scale * y)
+    np.testing.assert_allclose(density, fitted.log_predictive_density(X, y) - np.log(scale), atol=1e-4)
+
+
+def test_density_integrates_to_one_and_has_the_reported_moments(data, fitted):
+    """The change of variables of the standardization, and the total variance: by quadrature over y."""
+    X = data[0][:3]
+    mean, sd = fitted.predict(X, return_std=True)
+    for row in range(3):
+        grid = np.linspace(mean[row] - 12 * sd[row], mean[row] + 12 * sd[row], 2001)
+        density = np.exp(fitted.log_predictive_density(np.tile(X[row], (2001, 1)), grid))
+        first = np.trapezoid(density * grid, grid)
+        second = np.trapezoid(density * (grid - mean[row]) ** 2, grid)
+        np.testing.assert_allclose(np.trapezoid(density, grid), 1.0, rtol=1e-3)
+        np.testing.assert_allclose([first, second**0.5], [mean[row], sd[row]], rtol=1e-3)
+
+
+def mixture(means, sds):
+    """A predictive distribution whose components are given, at two equal rows."""
+
+    def model(x, y=None):
+        loc = numpyro.sample("loc", dist.Normal(0.0, 1.0))
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(loc, scale).expand([x.shape[0]]), obs=y)
+
+    return Predictive(model, {"loc": means[None], "scale": sds[None]})
+
+
+def test_few_draws_have_the_exact_mixture():
+    """Three components far apart: neither the variance nor the quantiles are those of one Gaussian."""
+    means, sds = np.array([-10.0, 0.0, 30.0]), np.array([0.5, 2.0, 1.0])
+    found = mixture(means, sds)
+    rows = np.zeros((2, 1))
+    mean, sd = found("moments", rows)
+    np.testing.assert_allclose(mean, means.mean(), rtol=1e-5)
+    np.testing.assert_allclose(sd, np.sqrt((sds**2).mean() + means.var()), rtol=1e-5)
+    levels = np.array([0.05, 0.5, 0.95])
+    for level, value in zip(levels, found("quantiles", rows, options=(levels,)), strict=True):
+        np.testing.assert_allclose(stats.norm.cdf(value[:, None], means, sds).mean(1), level, atol=1e-5)
+    at = np.array([-9.0, 31.0])
+    expected = np.log(stats.norm.pdf(at[:, None], means, sds).mean(1))
+    np.testing.assert_allclose(found("log_density", rows, at)[0], expected, rtol=1e-5)
+
+
+def test_rows_in_chunks_give_the_same(data, fitted, monkeypatch):
+    X = np.tile(data[0], (3, 1))
+    whole = fitted.predict(X, return_std=True)
+    monkeypatch.setattr("numpyro_bnn.estimators.predictive.MOST_ROWS", 32)
+    again = pickle.loads(pickle.dumps(fitted)).predict(X, return_std=True)
+    np.testing.assert_allclose(np.array(again), np.array(whole), rtol=1e-5)
+
+
+def test_noise_that_depends_on_the_inputs(data, fitted):
+    X, y, _ = data
+    _, sd = fitted.predict(X, return_std=True)
+    assert sd[X[:, 0] > 0.5].mean() > 1.5 * sd[X[:, 0] < -0.5].mean()
+    low, high = fitted.predict_interval(X, level=0.8)
+    # Binomial: 128 of 160 rows are expected, with the standard deviation 5.
+    assert abs(np.sum((low < y) & (y < high)) - 128) < 25
+
+
+# -- data as they come -------------------------------------------------------------------------------------
+
+
+def test_several_targets(data):
+    X, y, _ = data
+    both = np.stack([y, -3 * y + 7], axis=1)
+    model = Regressor("mean_field", effort=0.1, **FAST).fit(X, both)
+    mean, sd = model.predict(X, return_std=True)
+    assert mean.shape == sd.shape == both.shape
+    assert model.score(X, both) > 0.5
+    low, high = model.predict_interval(X)
+    assert low.shape == both.shape
+    assert np.all(low < high)
+    assert model.sample(X, 7).shape == (7, *both.shape)
+    density = model.log_predictive_density(X, both)
+    assert density.shape == (160,)
+    # In other units of the second target, its log Jacobian only.
+    assert model.idata_["observed_data"]["y"].shape == both.shape
+    np.testing.assert_allclose(model.idata_["observed_data"]["y"], both, rtol=1e-5)
+
+
+def test_classes_with_text_labels(data):
+    X, _, labels = data
+    model = Classifier("mean_field", effort=0.1, **FAST).fit(X, labels)
+    assert list(model.classes_) == ["high", "low", "middle"]
+    probs = model.predict_proba(X)
+    np.testing.assert_allclose(probs.sum(1), 1.0, rtol=1e-12)
+    assert model.score(X, labels) > 0.6
+    places = np.searchsorted(model.classes_, labels)
+    density = model.log_predictive_density(X, labels)
+    np.testing.assert_allclose(density, np.log(probs[np.arange(160), places]), rtol=1e-12)
+    draws = model.sample(X, 2000, random_state=0)
+    # Frequencies of 2000 draws: five standard errors.
+    np.testing.assert_allclose((draws == "low").mean(0), probs[:, 1], atol=5 * 0.5 / 2000**0.5)
+    assert model.sample(X, 3, noise=False).shape == (3, 160, 3)
+    assert set(model.idata_["observed_data"]["y"].to_numpy()) == {0, 1, 2}
+
+
+def test_tables_of_pandas(data):
+    X, y, _ = data
+    table = pd.DataFrame(X, columns=["a", "b", "c"])
+    model = Regressor("mean_field", **TINY).fit(table, pd.Series(y))
+    assert list(model.feature_names_in_) == ["a", "b", "c"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(table)
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(table.rename(columns={"a": "z"}))
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_degenerate_data(method):
+    """Two rows, more inputs than rows, constant columns, constant targets: finite answers."""
+    X = np.random.default_rng(0).normal(size=(5, 9))
+    X[:, 3] = 1e6
+    for rows, y in [(X, np.arange(5.0)), (X[:2], np.array([1.0, 2.0])), (X, np.full(5, 3e5))]:
+        model = Regressor(method, **TINY | {"num_chains": 2, "effort": 0.02}).fit(rows, y)
+        mean, sd = model.predict(X, return_std=True)
+        assert np.isfinite(mean).all()
+        assert np.all(sd > 0)
+
+
+# -- methods -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_method_learns(method, data):
+    X, y, labels = data
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "estimators.*left out")
+        model = Regressor(method, effort=0.25, **FAST).fit(X, y)
+        classifier = Classifier(method, effort=0.25, **FAST).fit(X, labels)
+    assert model.score(X, y) > 0.7
+    assert classifier.score(X, labels) > 0.7
+    low, high = model.predict_interval(X)
+    assert 0.8 < np.mean((low < y) & (y < high)) <= 1.0
+
+
+def test_progress_is_reported(data):
+    X, y, _ = data
+    seen = []
+    Regressor("mean_field", callback=lambda done, total: seen.append((done, total)), **TINY).fit(X, y)
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert len(seen) > 5
+
+
+def test_chains_at_fault_are_left_out(data):
+    """One chain that froze and one that diverged must not reach the predictions, and are named."""
+    rng = np.random.default_rng(0)
+    sites = {"w": rng.normal(size=(4, 5, 3)), "s": rng.normal(size=(4, 5))}
+    sites["w"][1, 3:] = np.nan
+    sites["w"][2], sites["s"][2] = 7.0, 7.0
+    with pytest.warns(UserWarning, match=r"diverged: \[1\], frozen_chains: \[2\]"):
+        kept = methods._sound("estimators.Regressor", sites, {"frozen_chains": "[]"})
+    np.testing.assert_array_equal(kept.sites["w"], sites["w"][[0, 3]])
+    assert kept.attrs["diverged"] == "[1]"
+    assert kept.attrs["frozen_chains"] == "[2]"
+    with pytest.raises(ValueError, match="every chain diverged or froze"):
+        methods._sound("estimators.Regressor", {"w": np.full((2, 3, 1), np.nan)}, {})
+
+
+def test_padding_changes_nothing(data):
+    """The model ignores the rows that are added: same log density, whatever they contain."""
+    X, y, _ = data
+    model = partial(
+        methods.network_model,
+        net=bnn.nn.MLP([3, 2]),
+        prior=bnn.priors.Normal(),
+        likelihood=partial(methods.normal_likelihood, 1, True),
+    )
+    rows, targets, known = methods.padded(X[:101], y[:101])
+    assert rows.shape[0] == 112
+    assert int(known.sum()) == 101
+    np.testing.assert_allclose(rows[known], X[:101], rtol=1e-6)
+    draw = handlers.trace(handlers.seed(model, 0)).get_trace(rows)
+    latent = {name: site["value"] for name, site in draw.items() if name.startswith("net/")}
+    plain = log_density(model, (rows[known], targets[known]), {}, latent)[0]
+    for others in (0.0, 1e3):
+        moved = jnp.where(known[:, None], rows, others)
+        np.testing.assert_allclose(log_density(model, (moved, targets, known), {}, latent)[0], plain, rtol=1e-5)
+    held = held_out_rows(112, methods.HELD_OUT)[1]
+    assert bool(jnp.all(known[held]))
+
+
+# -- work that is not done again ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ensemble", "mean_field"])
+def test_folds_share_programs(method, data, compiled):
+    """Five folds of 161 rows have 128 or 129 training rows: padded to one size, they compile once."""
+    X, y, _ = data
+    X, y = np.concatenate([X, X[:1]]), np.append(y, 500.0)
+    counts = []
+    model = Regressor(method, **TINY | {"num_chains": 2})
+    for train, test in KFold(5).split(X):
+        before = len(compiled)
+        clone(model).fit(X[train], y[train]).predict(X[test])
+        counts.append(len(compiled) - before)
+    assert counts[2:] == [0, 0, 0]
+
+
+def test_searches_pipelines_and_clones(data):
+    X, y, _ = data
+    model = Regressor("mean_field", effort=0.1, **FAST)
+    scores = cross_val_score(make_pipeline(PolynomialFeatures(2), model), X, y, cv=3)
+    assert scores.min() > 0.3
+    search = GridSearchCV(model, {"widths": [(3,), (8,)], "activation": ["tanh"]}, cv=2).fit(X, y)
+    assert search.best_params_["activation"] == "tanh"
+    assert search.best_estimator_.predict(X[:2]).shape == (2,)
+
+
+def test_pickle_and_export(data, fitted):
+    X, y, _ = data
+    idata = fitted.idata_
+    assert idata is fitted.idata_
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(again.predict(X), fitted.predict(X))
+    np.testing.assert_allclose(idata["observed_data"]["y"], y, rtol=1e-6)
+    np.testing.assert_allclose(idata["constant_data"]["x"], X, rtol=1e-6)
+    mean = idata["posterior_predictive"]["y_mean"].mean(("chain", "draw"))
+    np.testing.assert_allclose(mean, fitted.predict(X), rtol=1e-4)
+    density = logsumexp(idata["log_likelihood"]["y"].to_numpy()[0], axis=0) - np.log(50)
+    np.testing.assert_allclose(density, fitted.log_predictive_density(X, y), atol=1e-3)
+    assert idata.attrs["method"] == "mean_field"
+
+
+def test_import_without_scikit_learn():
+    """The package does not need it; the room says what to install."""
+    code = (
+        "import sys; sys.modules['sklearn'] = None\n"
+        "import numpyro_bnn\n"
+        "try:\n    numpyro_bnn.estimators\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert 'pip install "numpyro_bnn[estimators]"' in done.stdout, done.stderr
