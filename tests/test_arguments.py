@@ -14,7 +14,7 @@ from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn import _arviz, guides, infer, metrics, models, nn, random_network, symmetry, to_inference_data
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.arguments import Arguments, as_arrays
 
 pytestmark = pytest.mark.core
 
@@ -242,3 +242,16 @@ def test_many_training_rows_are_predicted_only_when_asked(monkeypatch):
 def test_a_score_prints_in_a_line():
     score = metrics.Score(1.23456789, 0.0123, np.zeros(1000))
     assert repr(score) == str(score) == "Score(value=1.2346, standard_error=0.012, N=1000)"
+
+
+def test_a_call_is_made_again_with_other_leaves():
+    """Of a model with every kind of parameter; a keyword argument may have the name of none of them."""
+
+    def full(x, *more, scale=1.0, **others):
+        pass
+
+    given = Arguments.of((1, 2, 3), {"scale": 4, "shift": {"a": 5}}, full)
+    assert given.values == {"x": 1, "more": (2, 3), "scale": 4, "shift": {"a": 5}}
+    assert given.call({"more[1]": 6, "shift['a']": 7}) == ((1, 2, 6), {"scale": 4, "shift": {"a": 7}})
+    unnamed = Arguments.of((1, 2), {"x": 3})
+    assert unnamed.call({"_[1]": 4}) == ((1, 4), {"x": 3})

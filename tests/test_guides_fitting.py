@@ -232,15 +232,20 @@ def test_bar_shows_a_running_mean(svi, key, capsys):
 
 def interrupt_after(monkeypatch, chunks):
     """Ctrl-C while the chunk after so many is running."""
-    whole, calls = fitting._take, []
+    compiled, calls = fitting._compiled, []
 
-    def call(compiled, arrays, stable, state, number):
-        calls.append(number)
-        if len(calls) > chunks:
-            raise KeyboardInterrupt
-        return whole(compiled, arrays, stable, state, number)
+    def interrupted(*given):
+        take = compiled(*given)
 
-    monkeypatch.setattr(fitting, "_take", call)
+        def call(arrays, state, number):
+            calls.append(number)
+            if len(calls) > chunks:
+                raise KeyboardInterrupt
+            return take(arrays, state, number)
+
+        return call
+
+    monkeypatch.setattr(fitting, "_compiled", interrupted)
     return calls
 
 

@@ -176,7 +176,8 @@ class _Run:
         recent: deque[float] = deque(self.losses[-WINDOW:], maxlen=WINDOW)
         pace = 1
         while self.count < self.num_steps:
-            number = min(pace, self.num_steps - self.count, self._steps_to_write())
+            until_written = LARGEST_CHUNK if self.path is None else self.every - self.count % self.every
+            number = min(pace, self.num_steps - self.count, until_written)
             started = time.perf_counter()
             chunk = self.take(self.state, number)
             if not chunk.finite:
@@ -205,9 +206,6 @@ class _Run:
     def _add(self, chunk: _Chunk) -> None:
         self.chunks.append(chunk.losses)
         self.done = (chunk.state, self.count + len(chunk.losses))
-
-    def _steps_to_write(self) -> int:
-        return LARGEST_CHUNK if self.path is None else self.every - self.count % self.every
 
     def _write(self) -> None:
         if self.path is not None and self.count > self.written:

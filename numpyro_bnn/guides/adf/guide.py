@@ -277,14 +277,12 @@ def _narrow(value: Any) -> jax.Array:
 def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
-    instead = "" if batched else "It needs one key per data set: `jax.random.split(key, R)`."
-    if not (isinstance(in_axes, tuple | list) and len(in_axes) == len(args)) or any(
-        not (axis is None or isinstance(axis, int)) for axis in in_axes
-    ):
-        instead = instead or f"Pass an axis or None for each of the {len(args)} positional arguments."
-    if instead:
-        raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
-    return tuple(in_axes)
+    one_each = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
+    if batched and one_each and all(axis is None or isinstance(axis, int) for axis in in_axes):
+        return tuple(in_axes)
+    instead = f"Pass an axis or None for each of the {len(args)} positional arguments."
+    instead = instead if batched else "It needs one key per data set: `jax.random.split(key, R)`."
+    raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
 
 
 def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) -> jax.Array | None:
