@@ -375,7 +375,7 @@ MORE = "leave out `step_size` and `preconditioner`, take more steps or larger mi
 ATTRIBUTES: dict[str, Any] = {
     "acceptance": ("mean_accept_prob", 0.1, "chain {1} accepts {0:.1%} of its proposals", True),
     "refused_steps": ("refused_steps", 0.1, "chain {1} refused {0:.0%} of its steps, for their energy errors"),
-    "covered": ("variance_covered", 0.5, "chain {1} covers {0:.0%} of the posterior variance", True),
+    "covered": ("variance_covered", 0.25, "chain {1} covers {0:.0%} of the posterior variance", True),
 }
 CHECKS = (  # name, draws that each chain needs (0: also for independent draws), and what to do
     ("diverged", 0, LEAVE_OUT),
