@@ -50,15 +50,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--width", type=int, default=32, help="hidden units of the last hidden layer; the first has 2x"
+        "--width", type=int, default=20, help="hidden units of the last hidden layer; the first has 2x"
     )
-    parser.add_argument("--train-rows", type=int, default=400, help="training digits; the test set has 899")
+    parser.add_argument("--train-rows", type=int, default=400, help="training digits; the test set has 898")
     parser.add_argument("--num-steps", type=int, default=300, help="steps of the pretraining")
     parser.add_argument("--num-warmup", type=int, default=200, help="warm-up transitions per chain")
     parser.add_argument("--num-samples", type=int, default=200, help="draws per chain")
     parser.add_argument("--num-chains", type=int, default=2, help="chains")
-    parser.add_argument("--max-tree-depth", type=int, default=8, help="NUTS takes at most 2^depth steps")
-    parser.add_argument("--steps-per-draw", type=int, default=100, help="steps of MCLMC per draw")
+    parser.add_argument("--max-tree-depth", type=int, default=7, help="NUTS takes at most 2^depth steps")
+    parser.add_argument("--steps-per-draw", type=int, default=50, help="steps of MCLMC per draw")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the network and the draws")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the table as JSON")
     args = parser.parse_args(argv)
@@ -142,13 +142,13 @@ def compare(data: Data, args: argparse.Namespace) -> list[Row]:
     rows = [scores("pretrained, no weight random", 0, probs / probs.sum(1, keepdims=True), data, 0.0)]
     print(f"pretrained in {time.perf_counter() - start:.1f} seconds", flush=True)
 
-    last = {"Dense_2.*": priors.Normal(3.0), "*": priors.Fixed(params)}
+    last = {"Dense_2.*": priors.Normal(6.0), "*": priors.Fixed(params)}
     nuts = partial(NUTS, max_tree_depth=args.max_tree_depth)
     mclmc = partial(infer.MCLMC, steps_per_draw=args.steps_per_draw)
     ways = {
         "last layer random, NUTS": (nuts, last),
         "last layer random, MCLMC": (mclmc, last),
-        "all random, MCLMC": (mclmc, priors.Normal(3.0)),
+        "all random, MCLMC": (mclmc, priors.Normal(6.0)),
         "all around pretrained, MCLMC": (mclmc, priors.Centered(params, 1.0)),
     }
     for method, (make, prior) in ways.items():

@@ -499,7 +499,7 @@ def test_last_layer(tmp_path, capsys):
         assert 0 <= row.accuracy <= 1
         assert row.log_score < 0
         assert (row.ess is None) == (row.random_weights == 0)
-    assert "30 training and 899 test digits" in capsys.readouterr().out
+    assert "30 training and 898 test digits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "last_layer.json").read_text())
     assert [line["accuracy"] for line in written] == [row.accuracy for row in rows]
 
