@@ -271,7 +271,7 @@ def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Pa
     """Both scores that come from the weights, for test images and images of other kinds."""
     import matplotlib.pyplot as plt
 
-    from numpyro_bnn import plots
+    from numpyro_bnn import metrics
 
     labels = {
         "mutual information": "mutual information of label and weights [nats]",
@@ -279,8 +279,17 @@ def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Pa
     }
     figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        scores = {group: drawn.doubt[name] for group, drawn in foreign.items()}
-        plots.ood_histograms(known.doubt[name], scores, log=name == "logits", xlabel=label, ax=axis)
+        scores = {"known": known.doubt[name]} | {group: drawn.doubt[name] for group, drawn in foreign.items()}
+        every = np.concatenate(list(scores.values()))
+        edges = (np.geomspace if name == "logits" else np.linspace)(every.min(), every.max(), 41)
+        for group, values in scores.items():
+            auroc = f", AUROC {metrics.auroc(scores['known'], values).value:.3f}" if group != "known" else ""
+            share = np.histogram(values, edges)[0] / len(values)
+            axis.stairs(
+                share, edges, label=group + auroc, fill=group == "known", alpha=0.5 if group == "known" else 1
+            )
+        axis.set(xlabel=label, ylabel="share of images", xscale="log" if name == "logits" else "linear")
+        axis.legend(frameon=False)
     axes[0].set_yscale("log")
     figure.savefig(path, dpi=200)
     plt.close(figure)

@@ -1508,20 +1508,6 @@ ROWS = {
         ("plots.reliability_diagram(3)", "idata", TypeError, "Pass the result of `to_inference_data` or `az."),
         ("plots.reliability_diagram(idata())", "site", ValueError, "Class probabilities are needed: pass a classif"),
         ('plots.reliability_diagram(idata(), bins="15")', "bins", ValueError, "Pass an integer of at least 1."),
-        ("plots.ood_histograms(3, 3)", "inside", ValueError, "Pass results with predictions, or one number f"),
-        (
-            'plots.ood_histograms(idata(), idata(), "entropie")',
-            "score",
-            ValueError,
-            "Known: mutual_information, entropy, max_prob,",
-        ),
-        (
-            "plots.ood_histograms(idata(), idata(), 3)",
-            "score",
-            ValueError,
-            "Known: mutual_information, entropy, max_prob,",
-        ),
-        ("plots.ood_histograms(P, P, bins=0)", "bins", ValueError, "Pass an integer of at least 1."),
     ],
     "results": [
         ("to_inference_data(3)", "result", TypeError, "Pass a run `numpyro.infer.MCMC`, or the result"),

@@ -1,4 +1,4 @@
-"""Figures of classifiers, out-of-distribution scores: what their artists hold."""
+"""Figures of classifiers: what their artists hold."""
 
 import re
 import sys
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import scipy.stats
 from figure_data import example_classes, example_results
-from matplotlib.colors import to_hex
 
 from numpyro_bnn import _arviz, metrics, plots
 
@@ -102,76 +101,9 @@ def test_reliability_of_a_label_with_a_mean():
     np.testing.assert_allclose(axis.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
 
 
-# --- ood_histograms
-
-
-def test_ood_histograms_hold_the_scores_and_their_auroc(labeled):
-    foreign = {"far": example_classes(300, spread=3.0, seed=1), "near": example_classes(200, seed=2)}
-    axis = plots.ood_histograms(labeled, foreign, bins=20, name="seen")
-    found = {"seen": labeled, **foreign}
-    scores = {
-        name: metrics.uncertainty(values(idata, "predictions", "y_probs")).mutual_information
-        for name, idata in found.items()
-    }
-    ends = [min(s.min() for s in scores.values()), max(s.max() for s in scores.values())]
-    for patch, (name, score) in zip(axis.patches, scores.items(), strict=True):
-        counts, edges = np.histogram(score, 20, ends)
-        np.testing.assert_allclose(patch.get_data().values, counts / score.size, err_msg=name)
-        np.testing.assert_allclose(patch.get_data().edges, edges)
-    area = {name: metrics.auroc(scores["seen"], scores[name]) for name in foreign}
-    shown = [re.fullmatch(r"(\w+), AUROC (0\.\d+) ± (0\.0*[1-9])", text).groups() for text in legend(axis)[1:]]
-    assert [name for name, _, _ in shown] == ["far", "near"]
-    for name, value, error in shown:  # as many digits as the error has
-        assert len(value) == len(error)
-        assert float(value) == pytest.approx(area[name].value, abs=0.51 * 10.0 ** (2 - len(value)))
-        assert float(error) == pytest.approx(area[name].standard_error, rel=0.5)
-    assert area["far"].value > 0.9
-    assert axis.get_xlabel() == "mutual information of label and weights [nats]"
-    assert len({to_hex(patch.get_edgecolor()) for patch in axis.patches}) == 3
-
-
-@pytest.mark.parametrize(
-    ("score", "expected"),
-    [
-        ("entropy", lambda p: scipy.stats.entropy(p.mean(axis=(0, 1)), axis=-1)),
-        ("max_prob", lambda p: 1 - p.mean(axis=(0, 1)).max(axis=-1)),
-        ("function_sd", lambda p: np.sqrt(p.var(axis=(0, 1)).sum(axis=-1))),
-        (lambda p: p[0, 0, :, 0], lambda p: p[0, 0, :, 0]),
-    ],
-)
-def test_ood_scores_of_classes(score, expected, labeled):
-    axis = plots.ood_histograms(labeled, labeled, score, bins=7)
-    counts, _ = np.histogram(expected(values(labeled, "predictions", "y_probs")), 7)
-    for patch in axis.patches:
-        np.testing.assert_allclose(patch.get_data().values, counts / 500)
-    assert legend(axis)[1].startswith("OOD, AUROC 0.50 ")
-
-
-def test_ood_histograms_of_numbers_take_the_spread_of_the_function(numbers):
-    axis = plots.ood_histograms(numbers, numbers, bins=9)
-    counts, _ = np.histogram(values(numbers, "predictions", "y_mean").std(axis=(0, 1)), 9)
-    np.testing.assert_allclose(axis.patches[0].get_data().values, counts / 120)
-    assert axis.get_xlabel() == "sd of the function over draws"
-
-
-def test_ood_histograms_of_given_scores_on_a_logarithmic_axis():
-    """A score of 0 stands in the first bin, an infinite one in the last."""
-    known, foreign = np.array([0.0, 0.1, 1.0, 1.0]), np.array([1.0, 10.0, np.inf])
-    axis = plots.ood_histograms(known, foreign, bins=2, log=True, xlabel="score")
-    np.testing.assert_allclose(axis.patches[0].get_data().edges, [0.1, 1.0, 10.0])
-    np.testing.assert_allclose(axis.patches[0].get_data().values, [0.5, 0.5])
-    np.testing.assert_allclose(axis.patches[1].get_data().values, [0.0, 1.0])
-    assert axis.get_xscale() == "log"
-    # 12 pairs, two of them ties.
-    assert legend(axis)[1].startswith(f"OOD, AUROC {11 / 12:.1f}")
-
-
 # --- all of them
 
-FIGURES = {
-    "reliability_diagram": (1, lambda f, ax: plots.reliability_diagram(f["labeled"], ax=ax)),
-    "ood_histograms": (1, lambda f, ax: plots.ood_histograms(f["labeled"], f["labeled"], ax=ax)),
-}
+FIGURES = {"reliability_diagram": (1, lambda f, ax: plots.reliability_diagram(f["labeled"], ax=ax))}
 
 
 @pytest.fixture
@@ -218,16 +150,6 @@ def test_without_matplotlib_the_error_says_what_to_install(name, fits, monkeypat
         (lambda f: plots.reliability_diagram(f["numbers"]), "`site` got 'y', which is not a class label"),
         (lambda f: plots.reliability_diagram(f["labeled"], bins=0), "`bins` got 0"),
         (lambda f: plots.reliability_diagram(f["weights"]), "`site` got nothing"),
-        (lambda f: plots.ood_histograms(f["labeled"], f["labeled"], "entropi"), "Did you mean 'entropy'"),
-        (lambda f: plots.ood_histograms(f["numbers"], f["numbers"], "entropy"), "'y', which is not a class label"),
-        (lambda f: plots.ood_histograms(f["labeled"], {}), "`outside` got {}. Pass at least one"),
-        (
-            lambda f: plots.ood_histograms(f["labeled"], {"a": np.ones((2, 2))}),
-            r"`outside\['a'\]` got scores of shape",
-        ),
-        (lambda f: plots.ood_histograms([1.0, np.nan], [1.0]), "`inside` got scores of shape .*with NaN"),
-        (lambda f: plots.ood_histograms([0.0], [0.0], log=True), "`log` got True. No score is positive"),
-        (lambda f: plots.ood_histograms([0.0], [0.0], bins=0.5), "`bins` got 0.5"),
     ],
 )
 def test_errors_say_what_to_write(call, message, fits):

@@ -4,7 +4,6 @@ Needs Matplotlib: ``pip install "numpyro_bnn[plots]"``. No global setting of Mat
 """
 
 from numpyro_bnn.plots.calibration import calibration, reliability_diagram
-from numpyro_bnn.plots.ood import ood_histograms
 from numpyro_bnn.plots.predictive import predicted_vs_observed, predictive_band
 
-__all__ = ["predictive_band", "predicted_vs_observed", "calibration", "reliability_diagram", "ood_histograms"]
+__all__ = ["predictive_band", "predicted_vs_observed", "calibration", "reliability_diagram"]

@@ -59,18 +59,6 @@ def pyplot() -> Any:
     return plt
 
 
-def log_ticks(axis: Any) -> None:
-    """A logarithmic ``axis.xaxis`` or ``axis.yaxis``, with plain numbers if it spans less than two decades."""
-    from matplotlib import ticker
-
-    (getattr(axis.axes, f"set_{axis.axis_name}scale"))("log")
-    axis.set_minor_formatter(ticker.NullFormatter())
-    low, high = axis.get_view_interval()
-    if high < 100 * low:
-        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-
-
 def styled(function: Callable[P, T]) -> Callable[P, T]:
     """Draw with the shared settings, and leave Matplotlib's own unchanged."""
 
