@@ -76,15 +76,6 @@ def chains_first(data: Any, name: str) -> NDArray[np.float64]:
     return np.asarray(data[name].transpose("chain", "draw", ...), dtype=np.float64)
 
 
-def is_results(given: Any) -> bool:
-    """Whether the argument is an ArviZ object rather than a dictionary or an array."""
-    try:
-        _arviz.group_names(given)
-    except TypeError:
-        return False
-    return True
-
-
 def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | None, NDArray]:
     """Name (None for values given by the user) and values (N,) of the one-dimensional input."""
     draws = drawn.function if drawn.y is None else drawn.y

@@ -15,8 +15,7 @@ T = TypeVar("T")
 COLUMN = 3.4
 
 # Colors that can be distinguished with any color vision (Okabe and Ito, 2008), also when printed in gray.
-CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-FUNCTION, MISSED = CYCLE[0], CYCLE[1]
+FUNCTION, MISSED = "#0072B2", "#D55E00"
 OBSERVATION, DATA = "#808080", "#000000"
 # For background elements.
 PALE = "#E4E4E4"
@@ -42,11 +41,6 @@ SETTINGS = {
     "lines.linewidth": 1.2,
     "figure.dpi": 200,
 }
-
-
-def chain_color(chain: int) -> str:
-    """The color of a chain, a member or a variable by its number."""
-    return CYCLE[chain % len(CYCLE)]
 
 
 def pyplot() -> Any:
