@@ -9,7 +9,7 @@ import numpy as np
 from jax.scipy.special import logsumexp, ndtr, ndtri
 
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
-from numpyro_bnn.results.replay import site_trace
+from numpyro_bnn.results.replay import sites_at
 
 LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
 HALVINGS = 40  # of the bracket of a quantile
@@ -63,7 +63,7 @@ class Predictive:
 
         def program(draws: Any, rows: list[jax.Array], options: Any) -> tuple:
             def components(draw: Mapping[str, jax.Array]) -> Any:
-                fn = site_trace(self.model, draw, jax.random.key(0), (rows[0],), {})["y"]["fn"]
+                fn = sites_at(self.model, draw, jax.random.key(0), ((rows[0],), {}))["y"]["fn"]
                 return (fn.probs,) if hasattr(fn, "logits") else (fn.mean, jnp.sqrt(fn.variance))
 
             size = draws_per_chunk(components, jax.tree.map(lambda value: value[0], draws))
