@@ -60,7 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tree-depth", type=int, default=7, help="NUTS takes at most 2^depth steps")
     parser.add_argument("--steps-per-draw", type=int, default=50, help="steps of MCLMC per draw")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the network and the draws")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the table as JSON")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output"), help="folder of the table as JSON and the figure"
+    )
     args = parser.parse_args(argv)
     positive = ("width", "num_steps", "num_warmup", "num_samples", "num_chains", "max_tree_depth", "steps_per_draw")
     at_least(parser, args, positive)
@@ -97,14 +99,24 @@ def pretrain(net: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     return params
 
 
-def scores(method: str, random_weights: int, probs: Any, data: Data, seconds: float, ess: float | None = None) -> Row:
+class Result(NamedTuple):
+    """The scores of a method, and its reliability curve."""
+
+    row: Row
+    curve: Any
+
+
+def scores(
+    method: str, random_weights: int, probs: Any, data: Data, seconds: float, ess: float | None = None
+) -> Result:
     from numpyro_bnn import metrics
 
     value = metrics.accuracy(probs, data.y_test).value, metrics.log_score(probs, data.y_test).value
-    return Row(method, random_weights, *value, metrics.ece(probs, data.y_test).ece, ess, seconds)
+    curve = metrics.ece(probs, data.y_test, bins=8)
+    return Result(Row(method, random_weights, *value, metrics.ece(probs, data.y_test).ece, ess, seconds), curve)
 
 
-def sample(method: str, make: Callable, net: Any, prior: Any, data: Data, args: argparse.Namespace) -> Row:
+def sample(method: str, make: Callable, net: Any, prior: Any, data: Data, args: argparse.Namespace) -> Result:
     """Sample the weights that are random under the prior, and predict the test digits."""
     import jax
     from numpyro.infer import MCMC
@@ -127,7 +139,7 @@ def sample(method: str, make: Callable, net: Any, prior: Any, data: Data, args: 
     return scores(method, weights, probs, data, seconds, ess)
 
 
-def compare(data: Data, args: argparse.Namespace) -> list[Row]:
+def compare(data: Data, args: argparse.Namespace) -> list[Result]:
     from functools import partial
 
     import jax
@@ -139,7 +151,7 @@ def compare(data: Data, args: argparse.Namespace) -> list[Row]:
     start = time.perf_counter()
     params = pretrain(net, data, args)
     probs = np.asarray(jax.nn.softmax(net.apply(params, data.x_test)), np.float64)
-    rows = [scores("pretrained, no weight random", 0, probs / probs.sum(1, keepdims=True), data, 0.0)]
+    found = [scores("pretrained, no weight random", 0, probs / probs.sum(1, keepdims=True), data, 0.0)]
     print(f"pretrained in {time.perf_counter() - start:.1f} seconds", flush=True)
 
     last = {"Dense_2.*": priors.Normal(6.0), "*": priors.Fixed(params)}
@@ -152,9 +164,9 @@ def compare(data: Data, args: argparse.Namespace) -> list[Row]:
         "all around pretrained, MCLMC": (mclmc, priors.Centered(params, 1.0)),
     }
     for method, (make, prior) in ways.items():
-        rows.append(sample(method, make, net, prior, data, args))
-        print(f"{method}: {rows[-1].seconds:.1f} seconds", flush=True)
-    return rows
+        found.append(sample(method, make, net, prior, data, args))
+        print(f"{method}: {found[-1].row.seconds:.1f} seconds", flush=True)
+    return found
 
 
 def print_table(rows: list[Row], data: Data) -> None:
@@ -170,15 +182,36 @@ def print_table(rows: list[Row], data: Data) -> None:
         )
 
 
+def draw_plot(found: list[Result], folder: Path) -> Path:
+    """Accuracy against the probability of the predicted class, by bins of that probability."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5, 4), layout="constrained")
+    ax.plot([0, 1], [0, 1], color="0.7", lw=1)
+    for result in found:
+        some = result.curve.counts >= 5
+        ax.plot(result.curve.confidence[some], result.curve.accuracy[some], "o-", ms=3, lw=1, label=result.row.method)
+    ax.set(xlabel="probability of the predicted class", ylabel="accuracy")
+    ax.legend(fontsize=7)
+    path = folder / "last_layer.png"
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
+    return path
+
+
 def main(argv: list[str] | None = None) -> list[Row]:
     args = parse(argv)
     folder = writable_folder(args.output)
     data = load_data(args)
-    rows = compare(data, args)
+    found = compare(data, args)
+    rows = [result.row for result in found]
     print_table(rows, data)
     path = folder / "last_layer.json"
     path.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
-    print(f"written: {path}")
+    print(f"written: {path}, {draw_plot(found, folder)}")
     return rows
 
 

@@ -502,6 +502,7 @@ def test_last_layer(tmp_path, capsys):
     assert "30 training and 898 test digits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "last_layer.json").read_text())
     assert [line["accuracy"] for line in written] == [row.accuracy for row in rows]
+    assert (tmp_path / "out" / "last_layer.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

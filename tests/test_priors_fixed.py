@@ -443,7 +443,8 @@ def test_every_chain_samples_one_learned_model(way):
         kernel = collapsed(model)
     else:
         kernel = FIRST[getattr(infer, way)](model)
-    mcmc = run_mcmc(kernel, X, Y, warmup=20, options={"num_chains": 2, "chain_method": "sequential"})
+    method = "parallel" if way == "SGLD" else "sequential"
+    mcmc = run_mcmc(kernel, X, Y, warmup=20, options={"num_chains": 2, "chain_method": method})
     params = learned_of(kernel)
     assert all(np.abs(params[name] - PARAMS[name]).max() > 1e-3 for name in ("Dense_0.kernel", "Dense_0.bias"))
     idata = bnn.to_inference_data(mcmc, {"x": X_TEST})

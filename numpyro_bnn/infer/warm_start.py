@@ -115,6 +115,7 @@ def optimize(
     return state._replace(position=position), memory, squares
 
 
+@jax.core.eval_context()  # parallel chains start inside a compiled program; a kernel must not keep its tracers
 def learned_parameters(
     call: str,
     model: Callable,
@@ -130,16 +131,17 @@ def learned_parameters(
     The random sites are optimized along with them; the last steps get ever smaller. Nothing depends on the keys of
     the chains: all have one model.
 
-    :raises ValueError: inside a ``Gibbs`` or tempering, whose parts would learn different values, and if a value is
-        not finite.
+    :raises ValueError: inside a ``Gibbs`` or tempering, whose parts would learn different values, inside ``jit``,
+        and if a value is not finite.
     """
     length = round(warm_start.share * num_warmup)
     if not length or not (reading := Reading(model, args, kwargs, full=False)).learned:
         return {}
     optimizer, num_steps = warm_start.transformation, length * warm_start.steps_of(length, usual)
     instead = "Learn it first by SVI, and pass `handlers.substitute(model, result.params)`."
-    if any(name.startswith("_") for name in kwargs):  # the values of other blocks, a temperature
-        came = f"the learned parameter {reading.learned[0]!r} inside another kernel"
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+    if traced or any(name.startswith("_") for name in kwargs):  # the values of other blocks, a temperature
+        came = f"the learned parameter {reading.learned[0]!r} inside another kernel, or `jit`"
         raise argument_error(call, "model", came, instead)
     target, z = bind(call, model, random.key(0), init_strategy, args, kwargs)
     stream, starts = stream_of(target, "with_replacement"), reading.draw([0], PARAMETERS)[0]
