@@ -27,7 +27,7 @@ class ADFState(NamedTuple):
     """State of a run: the posterior approximation and the approximate prior factors, in float64.
 
     :param weights: means and variances by site.
-    :param hyperparameters: the other sites, :class:`Gamma` or :class:`Gaussian` in unconstrained space.
+    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in unconstrained space.
     :param factors: approximate prior factor of each weight that has a hyperparameter.
     """
 
