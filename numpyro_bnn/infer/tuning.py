@@ -133,8 +133,7 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
     outside indicates a problem: gradient noise heats the chain, or it has not converged. The mean may be off even if
     all values lie inside.
 
-    :param num_parameters: P.
-    :param temperature: T of the target.
+    :param num_parameters: P; ``temperature``: T of the target.
     :param level: probability of the band.
     :return: lower and upper bound.
     :raises ValueError: for fewer than one parameter, or a level outside (0, 1).
@@ -157,6 +156,12 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
 
 # A chain of at least so many steps is frozen below these shares of the posterior variance, or of acceptance.
 ENOUGH_STEPS, LEAST_COVERED, LEAST_ACCEPTED = 1000, 0.02, 0.01
+FORGOTTEN = 5  # least number of times that a chain should forget its position, in warm-up and after it
+
+
+def listed(by_chain: jax.Array) -> str:
+    """One value per chain, as text for the attributes of a run."""
+    return str(np.ravel(jax.device_get(by_chain)).tolist())
 
 
 class Coverage(NamedTuple):
@@ -204,6 +209,23 @@ class Coverage(NamedTuple):
         if seen.accept_prob is not None:
             still |= np.ravel(seen.accept_prob) < LEAST_ACCEPTED
         return still & (np.ravel(seen.draws) * steps_per_draw >= ENOUGH_STEPS)
+
+    def reports(self, call: str, temperature: float, steps: int, alive: Any, eps: float, needed: float) -> list[str]:
+        """Which chains hardly moved, and whether steps are fewer than ``needed``, with what to change."""
+        still = np.flatnonzero(self.frozen(temperature, steps) & alive).tolist()
+        kept, texts = int(np.min(self.draws)) * steps, []
+        if still:
+            texts.append(
+                f"{call}: chains {still} hardly moved (step size at most {eps:.2g}). If they accept"
+                " nothing, use a smaller `step_size`; otherwise leave out `step_size` and `preconditioner`, take more"
+                " steps or larger minibatches, or allow more bias by `bias_tolerance`."
+            )
+        if ENOUGH_STEPS <= kept < needed:
+            texts.append(
+                f"{call}: {kept} steps are few for this gradient noise. Take at least {needed:.0e}, after as long a"
+                " warm-up, or larger minibatches, or allow more bias by `bias_tolerance`."
+            )
+        return texts
 
 
 # -- microcanonical kernels ------------------------------------------------------------------------------
