@@ -1,5 +1,6 @@
 """Parts of the warm-up alone: step sizes and scales chosen from exact quantities, the optimizer and its rows."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 from scipy import linalg
 
-from numpyro_bnn import infer, to_inference_data
+from numpyro_bnn import infer, metrics, to_inference_data
 from numpyro_bnn.infer.chain import AcceptanceTuner
 from numpyro_bnn.infer.mclmc import DECOHERENCE, EnergyTuner
 from numpyro_bnn.infer.preconditioning import NoisePreconditioner, SecondMoment, resolve
@@ -239,6 +240,27 @@ def test_running_variances_are_those_of_all_positions():
     np.testing.assert_allclose(spread.variance(), (20 * exact + 5 * center) / 25, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [infer.SGLD, infer.SGHMC, infer.SGNHT])
+def test_steps_in_which_a_position_is_forgotten(kind):
+    """The slowest eigenvalue of the recursion of means on a small curvature; the thermostat's friction balances noise
+    of variance 1: it is larger by h^2 / 2 per step.
+    """
+    kernel, eps, curvature = kind(lambda: None), 1e-2, 1e-4
+    slowest = 1 - eps * curvature / 2
+    if kind is not infer.SGLD:
+        h, decay = eps**0.5, 0.9 * (np.exp(-eps / 2) if kind is infer.SGNHT else 1.0)
+        drift, kick = np.array([[1, h / 2], [0, 1]]), np.array([[1, 0], [-h * curvature, 1]])
+        slowest = np.abs(np.linalg.eigvals(drift @ np.diag([1, decay]) @ drift @ kick)).max()
+    # 1 - a against -log a, in the friction: half of the decay.
+    assert kernel.steps_to_forget(eps, 1) / curvature == pytest.approx(-1 / np.log(slowest), rel=0.06)
+
+
+def test_mclmc_forgets_its_position_like_a_persistent_random_walk():
+    """Directions that turn by a squared angle of 1/5 + eps^2 / P per step: diffusion 2 eps^2 / P / angle, over 2."""
+    angle = 0.2 + 3.0**2 / 50
+    assert infer.MCLMC(lambda: None).steps_to_forget(3.0, 50) == pytest.approx(1 / (2 * 3.0**2 / 50 / angle))
+
+
 # -- curvature and noise ----------------------------------------------------------------------------
 
 N, B = 120, 4
@@ -371,6 +393,33 @@ def test_gradients_make_the_preconditioner(dense):
     np.testing.assert_allclose(found @ found.T, exact, rtol=1e-3)
 
 
+class OneGradient:
+    """Of a sampler: its only gradient, its stream, and the fields of the state that are read."""
+
+    seeds = stream = gradient = property(lambda self: self)
+    probe = estimator = position = None
+
+    def __init__(self, value):
+        self.value = jnp.asarray(value, jnp.float32)
+
+    def draw(self, seeds, number):
+        return None
+
+    def __call__(self, state, position, batch):
+        return None, self.value
+
+
+def test_large_gradients_of_the_start_are_forgotten():
+    """The second transition has all the weight: what is left of 1e9 in a float32 would exceed the new moment."""
+    scales = NoisePreconditioner(True, 0, 10, 1)
+    first, second = np.array([3e4, 2e4, 1.0]), np.array([10.0, 0.1, 0.01])
+    moment = SecondMoment(jnp.asarray(np.outer(first, first), jnp.float32), jnp.array(1.0))
+    sampler = OneGradient(second)
+    moment = scales.collect(moment, sampler, sampler, jnp.array(1))
+    np.testing.assert_allclose(moment.mean, np.outer(second, second), rtol=1e-5)
+    assert np.isfinite(scales.adapted(moment)).all()
+
+
 def uneven_noise():
     """Slopes of correlated rows whose noise differs by 10^8 between directions, and curvatures of the same shape."""
     slopes = RNG.normal(size=(N, 4)) @ np.array(
@@ -486,15 +535,16 @@ def test_starts_are_spread():
     np.testing.assert_allclose(start(3.0), 3.0 * start(1.0), rtol=1e-6)
 
 
-def test_scales_come_from_the_squared_gradients_of_the_warm_start():
-    """An optimizer that stays: G is one over the root mean square of the gradients at the start, of mean 1."""
-    slopes = RNG.normal(size=(N, 3)) * np.array([1.0, 3.0, 0.2])
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_scales_come_from_the_squared_gradients_of_the_warm_start(size):
+    """An optimizer that stays: G is one over 1e-5 and the root mean square of the gradients per row, of mean 1."""
+    slopes = RNG.normal(size=(N, 3)) * np.array([1.0, 3.0, 0.2]) * size
     warm = infer.WarmStart(0.5, num_steps=4000, optimizer=optax.sgd(0.0))
     kernel = infer.PSGLD(linear, 1e-6, preconditioner="warm_start", warm_start=warm, steps_per_draw=1)
     args = (jnp.asarray(slopes, jnp.float32), jnp.zeros(3), 1)
     state = kernel.init(random.key(0), 2, {"w": jnp.zeros(3)}, args, {})
     found = np.asarray(jax.jit(lambda s: kernel.sample(s, args, {}))(state).engine.adaptation) ** 2
-    exact = (slopes**2).mean(0) ** -0.5
+    exact = 1 / (1e-5 + (slopes**2).mean(0) ** 0.5)
     # Mean squares of 4000 rows have relative standard errors of about sqrt(2 / 4000).
     np.testing.assert_allclose(found, exact / exact.mean(), rtol=5 * (2 / 4000) ** 0.5)
 
@@ -571,3 +621,25 @@ def test_chains_that_hardly_moved_are_reported(name, step_size, batch_size):
     assert mcmc.sampler.describe(mcmc.last_state)["frozen_chains"] == "[0, 1]"
     with pytest.warns(HealthWarning, match=r"(moved: chains \[0, 1\] accept below 1 %|frozen: chain \d holds)"):
         to_inference_data(mcmc)
+
+
+def test_too_few_steps_for_the_gradient_noise_are_reported():
+    """One row in 100: a position is forgotten in 101 * 2 / 0.2 steps; five times that are 5000, not 1000."""
+
+    def found(batch_size):
+        mcmc, _ = linear_run(infer.SGLD(linear_model, steps_per_draw=50), batch_size, num_samples=20)
+        about = mcmc.sampler.describe(mcmc.last_state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HealthWarning)
+            report = metrics.health(to_inference_data(mcmc))
+        return about, {finding.name: finding for finding in report.findings}
+
+    about, checks = found(20)
+    assert about["steps_kept"] == 1000
+    assert about["steps_needed"] == pytest.approx(5000, rel=0.2)
+    assert checks["steps"].verdict == "warning"
+    assert "5e+03" in checks["steps"].what
+    # Gradients of all the data have none.
+    about, checks = found(None)
+    assert about["steps_needed"] == 0
+    assert "steps" not in checks

@@ -13,6 +13,7 @@ what the file already has.
 import argparse
 import json
 import math
+import platform
 import sys
 import time
 import warnings
@@ -37,6 +38,7 @@ INPUTS, NOISE, TEST_ROWS = 8, 0.2, 500
 WARMUP, DRAWS, WARM_START = 100, 100, 25  # transitions; the last is the usual quarter of the first
 PER_MEASUREMENT = 200  # gradients that choose a step size: 128 for the noise, 24 products with the Hessian
 MEMBERS = 10
+VARIED = ("methods", "rows", "gradients", "docs")  # options in which runs of one file may differ
 
 
 # ---------------------------------------------------------------------------------------------------- problem
@@ -226,7 +228,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if old["options"] != options:
         sys.exit(f"--output: {args.output} was measured with other options: {old['options']}. Choose another file.")
     rows: list[dict[str, Any]] = old["rows"]
-    report = {"rows": rows, **environment([]), "options": options}
+    report: dict[str, Any] = {"rows": rows, **environment([]), "options": options}
+    report["machine"]["python"] = platform.python_version()
+    write_report(args.output, report)
     done = {(row["method"], row["rows"], row["gradients"]) for row in rows}
     for gradients in args.gradients:
         for number in args.rows:

@@ -22,9 +22,10 @@ from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState,
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.preconditioning import NAMES, NoisePreconditioner, is_named, learns_from_noise, resolve
 from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of, with_parameters
-from numpyro_bnn.infer.tuning import Noise, temperature_band
+from numpyro_bnn.infer.tuning import FORGOTTEN, Noise, listed, temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, learned_parameters, warm_start_of
 from numpyro_bnn.program.compiled import run
+from numpyro_bnn.sgmcmc.interfaces import Gradient
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
 
@@ -56,8 +57,7 @@ class SGMCMCKernel(ArgumentKernel):
     :param bias_tolerance: target of ``step_size=None``: the relative error of a posterior variance.
     :param init_strategy: as for NumPyro's kernels.
     :raises ValueError: for an option out of range or an unknown name; on initialization, for models whose
-        minibatches would be silently wrong.
-    :raises TypeError: for options that are not numbers.
+        minibatches would be silently wrong; TypeError for options that are not numbers.
 
     >>> from numpyro_bnn.infer import SGLD, SGMCMCKernel
     >>> isinstance(SGLD(lambda: None), SGMCMCKernel)
@@ -137,9 +137,7 @@ class SGMCMCKernel(ArgumentKernel):
         """The factor that multiplies the base step size, as a function of the engine's step."""
         return self._step_size if callable(self._step_size) else sgmcmc.schedules.constant(1.0)
 
-    def estimator(
-        self, target: Target, potential: Callable, full: Callable, stream: Any
-    ) -> sgmcmc.interfaces.Gradient:
+    def estimator(self, target: Target, potential: Callable, full: Callable, stream: Any) -> Gradient:
         """The gradient estimator."""
         if not target.subsampled:
             return sgmcmc.Full(full)
@@ -166,6 +164,10 @@ class SGMCMCKernel(ArgumentKernel):
         with larger steps a chain would move ever further away.
         """
         return 1 / (curvature * (1 + noise))
+
+    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+        """Steps in which a chain forgets its position where the curvature is 1."""
+        return 2 / step_size
 
     def optimizer_steps(self) -> int:
         """Optimizer steps per transition: as many gradients as sampling would take."""
@@ -201,8 +203,10 @@ class SGMCMCKernel(ArgumentKernel):
         )
 
     def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
-        """The policy with a preconditioner that is learned from gradient noise."""
-        return replace(policy, noise=noise)
+        """A policy that learns its preconditioner from gradient noise: curvatures are then 1 / (1 + N / B)."""
+        ratios = [1 + plate.size / plate.batch_size for plate in policy.target.plates.values()]
+        ratio = max(ratios, default=0.0) if self._gradient == "minibatch" and self._step_size is None else 0.0
+        return replace(policy, noise=noise, steps_to_forget=lambda *now: ratio * self.steps_to_forget(*now))
 
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
         """Assemble the engine for a potential ``evaluate(z, batch)``; this costs nothing at run time."""
@@ -368,6 +372,8 @@ class SGMCMCKernel(ArgumentKernel):
             "temperature_band_low": low,
             "temperature_band_high": high,
             "steps_per_draw": self._steps_per_draw,
+            "steps_needed": self._steps_needed(state, size),
+            "steps_kept": int(np.min(seen.draws)) * self._steps_per_draw,
             "temperature": self._temperature,
             "biased": not self.exact,
             "base_step_size": listed(state.base_step_size),
@@ -375,7 +381,8 @@ class SGMCMCKernel(ArgumentKernel):
             "num_parameters": size,
         }
 
-
-def listed(by_chain: jax.Array) -> str:
-    """One value per chain, as text for the attributes of a run."""
-    return str(np.ravel(jax.device_get(by_chain)).tolist())
+    def _steps_needed(self, state: SGMCMCState, size: int) -> float:
+        """Steps in which a chain forgets its position often enough; 0 if that is not known."""
+        even = self.choose_step_size(jnp.array(0.01), Noise(*jnp.array([1.1, 1.0, 0.0])), size)  # where G is known
+        steps = np.maximum(jax.device_get(state.base_step_size), even)
+        return float(FORGOTTEN * np.max(self.policy.steps_to_forget(steps, size)))

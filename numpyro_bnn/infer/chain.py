@@ -30,8 +30,7 @@ class SGMCMCState(NamedTuple):
     :param energy_variance: mean squared energy error of a step, per parameter; microcanonical kernels only.
     :param refused_steps: fraction of the steps that these kernels did not take.
     :param decoherence_length: L of these kernels.
-    :param diverging: whether the chain has met a position or gradient that is not finite.
-    :param i: transitions so far.
+    :param diverging: whether the chain has met a position or gradient that is not finite; ``i``: transitions so far.
     :param base_step_size: the chosen or adapted step size that the schedule multiplies.
     :param engine: state of the engine (position, momentum, preconditioner, step number).
     :param optimizer: state of the warm start; empty without one.
@@ -94,23 +93,20 @@ class AcceptanceTuner(Tuner):
 class Policy:
     """Settings and functions of a run, fixed when the kernel is initialized and shared by its chains.
 
-    :param target: the model bound to its arguments.
-    :param warm_start: how the chains optimize.
-    :param num_warmup: transitions of the warm-up.
-    :param warm_start_length: number of these that optimize.
-    :param optimizer_steps: optimizer steps in each of these.
-    :param engine_warmup: engine steps in the rest of the warm-up.
+    :param target: the model bound to its arguments; ``warm_start``: how the chains optimize.
+    :param num_warmup: transitions of the warm-up; ``warm_start_length``: number of these that optimize, in
+        ``optimizer_steps`` each; ``engine_warmup``: engine steps in the rest.
     :param scales_from_gradients: whether the squared gradients of the warm start make the preconditioner.
     :param step_size: base step size at the start, which ``schedule`` multiplies.
-    :param chooses_step_size: whether the step size is chosen in warm-up.
-    :param steers_step_size: whether the chosen step size is a first guess that the tuner adapts.
+    :param chooses_step_size: whether the step size is chosen in warm-up; ``steers_step_size``: whether the choice
+        is a first guess that the tuner adapts.
     :param schedule: ``schedule(step)``: factor of the base step size at a step of the engine.
     :param choose_step_size: ``choose_step_size(curvature, noise, P)``.
     :param stable_step_size: ``stable_step_size(curvature, noise, P)``: the largest for traveling to the typical set.
     :param sampler: ``sampler(z, base_step_size, evaluate)`` puts the engine together.
-    :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``.
-    :param tuner: what else is adapted.
+    :param run: ``run(sampler, engine, i)``: takes the steps of transition ``i``; ``tuner``: what else is adapted.
     :param noise: how the preconditioner is learned from gradient noise; ``None`` for another one.
+    :param steps_to_forget: ``steps_to_forget(step_size, P)``: how fast a chain forgets its position; 0 if unknown.
     """
 
     target: Target
@@ -130,6 +126,7 @@ class Policy:
     run: Callable[[sgmcmc.Sampler, sgmcmc.State, jax.Array], sgmcmc.State]
     tuner: Tuner
     noise: NoisePreconditioner | None = None
+    steps_to_forget: Callable[..., Any] = lambda *now: 0.0
 
 
 @dataclass(frozen=True, eq=False)

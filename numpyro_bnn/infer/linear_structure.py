@@ -31,12 +31,9 @@ class LinearStructure(NamedTuple):
 class LinearGaussian(NamedTuple):
     r"""A linear Gaussian model :math:`y \sim N(f + A u, s^2)^\beta`, :math:`u \sim N(0, d^2)^\gamma`, without A.
 
-    :param prior_sd: (P,) d.
-    :param prior_weight: (P,) the power of the prior, 1 unless it is scaled.
-    :param value: (N,) y.
-    :param mean: (N,) f, with all u = 0.
-    :param sd: (N,) s.
-    :param weight: (N,) the power of each datum: scales of the log density, 0 where masked.
+    :param prior_sd: (P,) d; ``prior_weight``: (P,) the power of the prior, 1 unless it is scaled.
+    :param value: (N,) y; ``mean``: (N,) f, with all u = 0.
+    :param sd: (N,) s; ``weight``: (N,) the power of each datum: scales of the log density, 0 where masked.
     """
 
     prior_sd: jax.Array

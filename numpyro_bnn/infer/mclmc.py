@@ -13,11 +13,11 @@ from jax import lax
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error, check_number
-from numpyro_bnn.infer.base import SGMCMCKernel, listed
+from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import NoisePreconditioner, is_named
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, implied_bias
+from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, implied_bias, listed
 
 EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
 LARGEST = 8.0  # largest energy error of a step that is taken, in standard deviations of the last target
@@ -51,20 +51,18 @@ class MCLMC(SGMCMCKernel):
     from at most a hundred times the target; then variances of the draws set preconditioner and decoherence length,
     and their autocorrelation time sets that length again.
 
-    With a subsampled plate a step integrates the potential of its own minibatch, at the cost of one more gradient.
-    Energy errors do not show the bias from gradient noise: steps as long as they allow follow a minibatch until their
-    direction is all noise. Noise of one size in all directions is only another refresh. So the preconditioner is
-    learned from it, and what is uneven limits the steps (:meth:`choose_step_size`). This does what
-    :class:`~numpyro_bnn.infer.SGNHT` does, for twice the gradients: use it for all the data.
+    With a subsampled plate a step integrates the potential of its own minibatch, for one more gradient. Energy errors
+    do not show gradient noise: steps as long as they allow follow one minibatch until their direction is all noise.
+    Noise of one size in all directions is only another refresh, so the preconditioner is learned from it, and what is
+    uneven limits the steps. :class:`~numpyro_bnn.infer.SGNHT` does the same with half the gradients: prefer it there.
 
     :param step_size: length of a step, or a schedule of them; ``None`` chooses it in warm-up.
     :param decoherence_length: L, distance after which the direction is forgotten; ``None`` chooses it in warm-up.
-    :param integrator: ``"mclachlan"`` (two gradients per step) or ``"leapfrog"`` (one); by default the first, with
-        minibatches the second.
+    :param integrator: ``"mclachlan"`` (two gradients per step) or ``"leapfrog"`` (one; the default with minibatches).
     :param energy_variance: target of the variance of a step's energy error, per parameter; or a pair: the target at
         the start and at the end of the first part of warm-up. By default it ends at the value that implies
-        ``bias_tolerance`` and starts at a hundred times that, or where refusals would become frequent. With a
-        preconditioner learned from gradient noise, steps aim for it only if it is given.
+        ``bias_tolerance`` and starts at a hundred times that, or where refusals would become frequent; on minibatches
+        steps aim for it only if it is given.
     :param preconditioner: ``"variance"`` (diagonal, learned from the draws of warm-up; the default without
         minibatches or if ``step_size`` is given), or as for the other kernels.
     :raises ValueError: for numbers out of range; on initialization, for fewer than two parameters.
@@ -148,9 +146,11 @@ class MCLMC(SGMCMCKernel):
         Per step, noise of variance V turns the direction by a squared angle eps^2 V / (P T^2), at most that of the
         refreshes, 2 eps / L; noise V + D makes a variance too large by eps^2 D / (eps^2 V + 2 P T^2 eps / L).
         """
-        turned = 2 / NOISY_LENGTH * noise.limit(self._bias_tolerance, 1.0)
-        noisy = self._temperature * jnp.sqrt(size * turned)
+        noisy = self._temperature * jnp.sqrt(2 * size / NOISY_LENGTH * noise.limit(self._bias_tolerance, 1.0))
         return jnp.minimum(self.stable_step_size(curvature, jnp.zeros(()), size), noisy)
+
+    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+        return 0.5 + size * self._temperature**2 / (NOISY_LENGTH * step_size**2)
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         return jnp.sqrt(0.25 / (curvature * (1 + noise)) * size)
@@ -174,7 +174,8 @@ class MCLMC(SGMCMCKernel):
         steers, free = self._energy_variance is not None, self._length is None
         given = {"steers_step_size": steers and policy.chooses_step_size, "sets_length": steers and free}
         given |= {"sets_scales": False, "fixes_refreshes": free and not steers}
-        return replace(policy, noise=noise, steers_step_size=steers, tuner=replace(cast(Any, policy.tuner), **given))
+        policy = replace(super().learning_noise(policy, noise), steers_step_size=steers)
+        return replace(policy, tuner=replace(cast(Any, policy.tuner), **given))
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """Attributes of a run, with the bias of variances that the energy errors of its draws imply.
@@ -230,8 +231,7 @@ class Tuning(NamedTuple):
     """What a chain accumulates.
 
     :param excess: running mean of the energy variance of a step, scaled to the current step size.
-    :param age: number of transitions in it.
-    :param spread: running variances of whitened positions.
+    :param age: number of transitions in it; ``spread``: running variances of whitened positions.
     :param record: positions (M, K), for the autocorrelation time.
     :param energy: mean energy variance of the steps taken since warm-up.
     :param taken: fraction of the steps that were taken, summed over these draws; ``draws``: number of them.

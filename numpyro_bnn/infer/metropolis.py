@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_number
 from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.momentum import check_momentum_decay, friction_of
+from numpyro_bnn.infer.momentum import friction_of
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.infer.tuning import Noise
+from numpyro_bnn.sgmcmc.interfaces import Gradient
 
 
 class _AllDataKernel(SGMCMCKernel):
@@ -26,9 +27,7 @@ class _AllDataKernel(SGMCMCKernel):
             instead = "Leave it out: this kernel uses the gradient of all the data."
             raise argument_error(self._call, "gradient", self._gradient, instead)
 
-    def estimator(
-        self, target: Target, potential: Callable, full: Callable, stream: Any
-    ) -> sgmcmc.interfaces.Gradient:
+    def estimator(self, target: Target, potential: Callable, full: Callable, stream: Any) -> Gradient:
         return sgmcmc.Full(full)
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
@@ -156,7 +155,7 @@ class GGMC(SGMCMCKernel):
             came = (self._minibatches, self._gradient)
             instead = "It is exact with independent minibatches only: draw them with replacement, and not by SVRG."
             raise argument_error(self._call, "minibatches or gradient", came, instead)
-        check_momentum_decay(self._call, self._momentum_decay)
+        check_number(self._call, "momentum_decay", self._momentum_decay, most=1)
         self.dynamics(lambda z: z, 1.0)  # checks the number of steps
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:

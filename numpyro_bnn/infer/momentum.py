@@ -21,11 +21,6 @@ def friction_of(momentum_decay: float, step_size: Any) -> Any:
     return rate / step_size**0.5
 
 
-def check_momentum_decay(call: str, value: Any) -> None:
-    """Refuse anything but the fraction of momentum lost per step, in [0, 1]."""
-    check_number(call, "momentum_decay", value, most=1)
-
-
 class _WithMomentum(SGMCMCKernel):
     def __init__(
         self, model: Callable, step_size: Any = None, *, momentum_decay: float = 0.1, **options: Any
@@ -35,7 +30,7 @@ class _WithMomentum(SGMCMCKernel):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        check_momentum_decay(self._call, self._momentum_decay)
+        check_number(self._call, "momentum_decay", self._momentum_decay, most=1)
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of variance V adds h^2 V per step
@@ -46,6 +41,9 @@ class _WithMomentum(SGMCMCKernel):
 
     def stable_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
         return 1 / (curvature * (1 + 4 * noise / max(self._renewed, 1e-3)))
+
+    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+        return -math.log(max(1 - self._momentum_decay, 1e-12)) / step_size
 
     @property
     def _renewed(self) -> float:
@@ -109,6 +107,9 @@ class SGNHT(_WithMomentum):
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
+
+    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+        return super().steps_to_forget(step_size, size) + 0.5  # noise of size 1 adds h^2 / 2 to the friction per step
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         """eps = h^2: half the stability limit; gradient noise adds at most T / 5 per step to the momenta.

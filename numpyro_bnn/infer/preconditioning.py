@@ -87,16 +87,15 @@ class NoisePreconditioner:
         weight = jnp.minimum(1.0, RECENT / (i - self.begin + 1)).astype(fresh.dtype)
         weight = jnp.where(moment.worth > 0, weight, 1.0)
         old = jnp.where(moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0)
-        mean = moment.mean + weight * (fresh / self.count - moment.mean)
+        mean = (1 - weight) * moment.mean + weight / self.count * fresh  # a difference would lose small directions
         new = SecondMoment(mean, 1 / (old + weight**2 / self.count))
         broken = ~jnp.all(jnp.isfinite(fresh))
         return jax.tree.map(lambda a, b: jnp.where(broken, a, b), moment, new)
 
     def averaged(self, moment: SecondMoment, here: Noise) -> Noise:
-        """Noise at which steps are chosen: the mean over recent positions, which a dense G makes 1 in all directions.
+        """The noise averaged over recent positions: a dense G makes it 1 in all directions, 1 / (1 - P / n) if new.
 
-        It is 1 / (1 - P / n) on new gradients if G was made from n. At one position of a network the noisiest
-        direction has tens of times as much, and another direction at the next one: steps for it would not move.
+        At one position of a network one direction has tens of times as much, and another direction at the next one.
         """
         if not self.dense:
             return here

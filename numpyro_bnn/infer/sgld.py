@@ -130,19 +130,15 @@ class CyclicalSGLD(SGLD):
         draws, explore, steps = self.draws_per_cycle, self.explore_steps, self.steps_per_draw
 
         def run(sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+            def explored(begin: sgmcmc.State) -> sgmcmc.State:
+                end = sampler.run(begin, explore)
+                means = sgmcmc.engine.reset_statistics(end).statistics
+                return end._replace(statistics=means._replace(num_gradients=end.statistics.num_gradients))
+
             if explore:
-                engine = lax.cond(
-                    i % draws == 0, lambda e: _forget_means(sampler.run(e, explore)), lambda e: e, engine
-                )
+                engine = lax.cond(i % draws == 0, explored, lambda e: e, engine)
             return sampler.run(engine, steps)
 
         cycles, rest = divmod(num_warmup, draws)
         warmup = cycles * self.cycle_length + (explore if rest else 0) + rest * steps
         return replace(super().make_policy(target, num_warmup), engine_warmup=warmup, run=run)
-
-
-def _forget_means(engine: sgmcmc.State) -> sgmcmc.State:
-    """Reset the statistics for the sampling phase, but keep the gradient count of the exploration."""
-    spent = engine.statistics.num_gradients
-    engine = sgmcmc.engine.reset_statistics(engine)
-    return engine._replace(statistics=engine.statistics._replace(num_gradients=spent))

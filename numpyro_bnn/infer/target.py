@@ -40,8 +40,7 @@ MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
 class Target:
     """What a kernel needs from a model; ``args`` and ``kwargs`` are always arguments of the model.
 
-    :param model: the model, with fixed values of its parameters.
-    :param plates: subsampled plates by name.
+    :param model: the model, with fixed values of its parameters; ``plates``: subsampled plates by name.
     :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
     :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
     :param rows: sizes of the plates that contain observations and no latent site.

@@ -29,15 +29,13 @@ class TemperingState(NamedTuple):
     """State of :class:`ParallelTempering` with R replicas, the first of which is at the posterior's temperature.
 
     :param z: values of the first replica, as its kernel represents them.
-    :param base: states of the inner kernel, (R, ...).
-    :param inverse_temperatures: from 1 down, (R,).
+    :param base: states of the inner kernel, (R, ...); ``inverse_temperatures``: from 1 down, (R,).
     :param swap_accept_prob: acceptance probability of an exchange between neighbors, (R - 1,).
     :param diverging: whether the transition of the first replica diverged.
     :param round_trips: round trips of any state from the posterior to the last temperature and back, since warm-up.
     :param walk: whether the state at each temperature has visited the last one since leaving the first, (R,).
     :param rejections: sum of rejection probabilities since the ladder was last spaced, (R - 1,).
-    :param i: transitions so far.
-    :param rng_key: the key of the next exchange.
+    :param i: transitions so far; ``rng_key``: the key of the next exchange.
     """
 
     z: Any

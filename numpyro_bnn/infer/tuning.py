@@ -133,8 +133,7 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
     outside indicates a problem: gradient noise heats the chain, or it has not converged. The mean may be off even if
     all values lie inside.
 
-    :param num_parameters: P.
-    :param temperature: T of the target.
+    :param num_parameters: P; ``temperature``: T of the target.
     :param level: probability of the band.
     :return: lower and upper bound.
     :raises ValueError: for fewer than one parameter, or a level outside (0, 1).
@@ -157,6 +156,12 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
 
 # A chain of at least so many steps is frozen below these shares of the posterior variance, or of acceptance.
 ENOUGH_STEPS, LEAST_COVERED, LEAST_ACCEPTED = 1000, 0.02, 0.01
+FORGOTTEN = 5  # least number of times that a chain should forget its position, in warm-up and after it
+
+
+def listed(by_chain: jax.Array) -> str:
+    """One value per chain, as text for the attributes of a run."""
+    return str(np.ravel(jax.device_get(by_chain)).tolist())
 
 
 class Coverage(NamedTuple):

@@ -24,8 +24,7 @@ class UnitState(NamedTuple):
 
     :param base: state of the inner kernel, with the values after the moves.
     :param unit_accept_prob: mean acceptance probability of the moves of the last transition.
-    :param i: transitions so far.
-    :param rng_key: the key of the next transition.
+    :param i: transitions so far; ``rng_key``: the key of the next transition.
     """
 
     base: Any

@@ -1,5 +1,6 @@
 """Argument checks and shapes of the metrics, and scores with standard errors."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -94,3 +95,25 @@ def probs_and_labels(call: str, probs: ArrayLike, labels: ArrayLike) -> tuple[Fl
     check_same_length(call, probs=array, labels=known)
     check_labels(call, "labels", known, array.shape[1])
     return array, known.astype(np.int64)
+
+
+def table(x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
+
+
+def spread(size: int, most: int) -> np.ndarray:
+    """At most ``most`` positions of ``size``, evenly spaced."""
+    return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
+
+
+def columns(values: Iterable[np.ndarray], most: int) -> np.ndarray:
+    """About ``most`` columns (C, S, K) of arrays (C, S, ...), spread over the arrays and within each."""
+    flat = [value.reshape(*value.shape[:2], -1) for value in values]
+    kept = [value[..., spread(value.shape[2], max(most // len(flat), 1))] for value in flat]
+    return np.concatenate(kept, axis=2) if kept else np.zeros((0, 0, 0))
+
+
+def high(values: np.ndarray) -> float:
+    """The 90 % quantile of the values that are defined (infinite ones too); NaN if none is."""
+    known = values[~np.isnan(values)]
+    return float(np.quantile(known, 0.9, method="higher")) if known.size else float("nan")

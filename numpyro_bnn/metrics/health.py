@@ -1,7 +1,7 @@
 """A health report: what is off in a result, how much, and what to do about it."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
+from numpyro_bnn.metrics._inputs import columns, high, spread, table
 
 LEAST_DRAWS = 100  # draws of a chain below which R-hat, ESS and averages over draws are mostly noise
 LEAST_REPEATS = 20  # so many rejections in a row have the probability 1e-6 at an acceptance of 0.5
+LEAST_STEPS = 1000  # of a chain before they are called few
 STILL = 1e-4  # a chain is frozen if no parameter varies by more than this part of its size
 # At most so many values of the function, parameters, rows, rows of inputs, and draws of a mean are read.
 COLUMNS, PARAMETERS, ROWS, INPUT_ROWS, DRAWS = 16, 256, 500, 10_000, 100
@@ -21,7 +23,7 @@ Measured = tuple[Any, ...] | None
 
 
 class HealthWarning(UserWarning):
-    """What :func:`health` finds wrong in a result that is exported; ``idata.attrs["health"]`` keeps it.
+    """What :func:`health` finds wrong in a result that is exported.
 
     >>> import warnings
     >>> warnings.simplefilter("ignore", HealthWarning)
@@ -65,20 +67,20 @@ class Health(NamedTuple):
 def health(idata: Any) -> Health:
     """Check a result: its chains, energies, temperatures, mixing and fit of the function, its guide, its data.
 
-    R-hat and ESS are those of the function at up to 16 rows, because weights do not mix by symmetry. A check
-    that lacks its numbers is left out; chains that one check finds at fault are left out of those after it.
+        R-hat and ESS are those of the function at up to 16 rows, because weights do not mix by symmetry. A check
+        that lacks its numbers is left out; chains that one check finds at fault are left out of those after it.
 
-    :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a netCDF file with one.
-    :raises TypeError: for anything else.
+        :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a netCDF file with one.
+        :raises TypeError: for anything else.
 
-    >>> import numpy as np
-    >>> from numpyro_bnn import _arviz
-    >>> w, dims = np.random.default_rng(0).normal(size=(2, 200)), ("chain", "draw", "data")
-    >>> w[1] += 5.0
-    >>> groups = {"posterior": {"w": (dims[:2], w)}, "posterior_predictive": {"y_mean": (dims, w[..., None])}}
-    >>> idata = _arviz.inference_data({name: _arviz.dataset(group) for name, group in groups.items()})
-    >>> health(idata).warnings[0].what
-    'R-hat of the function is 1.82 (at most 1 within a chain)'
+        >>> import numpy as np
+        >>> from numpyro_bnn import _arviz
+        >>> w, dims = np.random.default_rng(0).normal(size=(2, 200)), ("chain", "draw", "data")
+        >>> w[1] += 5.0
+        >>> groups = {"posterior": {"w": (dims[:2], w)}, "posterior_predictive": {"y_mean": (dims, w[..., None])}}
+        >>> idata = _arviz.inference_data({name: _arviz.dataset(group) for name, group in groups.items()})
+        >>> health(idata).warnings[0].what
+        'R-hat of the function is 1.82 (at most 1 within a chain)'
     """
     checks, found = _Checks(_arviz.opened(idata)), []
     for name, least, advice in CHECKS:
@@ -155,13 +157,13 @@ class _Checks:
     def parameters(self) -> np.ndarray:
         """Some columns (C, S, K) of the parameters that are real numbers."""
         real = [value for value in self.arrays("posterior").values() if value.dtype.kind == "f"]
-        return _columns(real, PARAMETERS) if real else np.zeros((len(self.chains), self.draws, 0))
+        return columns(real, PARAMETERS) if real else np.zeros((len(self.chains), self.draws, 0))
 
     @cached_property
     def function(self) -> np.ndarray:
         """Some columns (C, S, K) of the function in sound chains, or of its log likelihood; maybe none."""
         groups = self.means("posterior_predictive"), self.means("predictions"), self.arrays("log_likelihood")
-        values = _columns(next(filter(None, groups), {}).values(), COLUMNS)
+        values = columns(next(filter(None, groups), {}).values(), COLUMNS)
         return values[[c not in self.faulty and bool(np.isfinite(each).all()) for c, each in enumerate(values)]]
 
     def means(self, group: str) -> dict[str, np.ndarray]:
@@ -181,7 +183,7 @@ class _Checks:
         held = {name: x for name, x in self.arrays("constant_data").items() if np.ndim(x) and len(x) in rows}
         wide = {name: x for name, x in held.items() if x.ndim > 1} or (held if len(held) == 1 else {})
         wide = {name: x for name, x in wide.items() if x.dtype.kind == "f" or (x.ndim > 1 and x.dtype.kind in "iu")}
-        return {name: _table(x) for name, x in wide.items()} if self.has_network else {}
+        return {name: table(x) for name, x in wide.items()} if self.has_network else {}
 
     # -- the checks ----------------------------------------------------------------------------------------
 
@@ -262,17 +264,23 @@ class _Checks:
             self.faulty |= set() if (lost > 0.75).all() else set(np.flatnonzero(lost > 0.75).tolist())
         return max(filter(None, found), default=None)
 
+    def steps(self) -> Measured:
+        """Steps after warm-up, against those in which a chain on minibatches forgets its position often enough."""
+        kept, needed = (float(self.about.get(name, 0)) for name in ("steps_kept", "steps_needed"))
+        what = f"{kept:.0f} steps, where the gradient noise asks for {needed:.0e} after as long a warm-up"
+        return (needed / kept, 1, what) if needed and kept >= LEAST_STEPS else None
+
     def rhat(self) -> Measured:
-        value, within = _high(_arviz.rhat(self.function)) if self.function.size else np.nan, ""
+        value, within = high(_arviz.rhat(self.function)) if self.function.size else np.nan, ""
         if value > 1.1 and len(self.function) > 1:
-            largest = max(_high(_arviz.rhat(chain[None])) for chain in self.function)
+            largest = max(high(_arviz.rhat(chain[None])) for chain in self.function)
             within = f" (at most {largest:.3g} within a chain)"
         self.mixed = not value > 1.1
         return None if np.isnan(value) else (value, 1.1, f"R-hat of the function is {value:.3g}{within}")
 
     def ess(self) -> Measured:
         """Effective draws, which mean nothing where R-hat is large."""
-        value = -_high(-_arviz.ess(self.function)) if self.function.size and self.mixed else np.nan
+        value = -high(-_arviz.ess(self.function)) if self.function.size and self.mixed else np.nan
         total = len(self.function) * self.draws
         limit, what = min(100.0, total / 10), f"{total} draws are worth {value:.0f} independent ones of the function"
         return None if np.isnan(value) else (value, limit, what, value < limit)
@@ -296,9 +304,9 @@ class _Checks:
 
     def standardized(self) -> Measured:
         targets = {name: y for name, y in self.arrays("observed_data").items() if y.dtype.kind == "f" and y.ndim}
-        tables, found = {**self.inputs, **{name: _table(y) for name, y in targets.items()}}, []
+        tables, found = {**self.inputs, **{name: table(y) for name, y in targets.items()}}, []
         for name, x in tables.items():
-            some = x[_spread(len(x), INPUT_ROWS)].astype(np.float64)
+            some = x[spread(len(x), INPUT_ROWS)].astype(np.float64)
             if some.size and self.has_network:
                 mean, sd, size = some.mean(axis=0), some.std(axis=0), 1 / np.abs(some).max(axis=0)
                 off = np.where(sd > 0, np.maximum.reduce([np.abs(mean), sd, size]), 0.0)
@@ -316,7 +324,7 @@ class _Checks:
     def extrapolation(self) -> Measured:
         held, found = self.arrays("predictions_constant_data"), []
         for name, x in ((name, x) for name, x in self.inputs.items() if name in held and x.size):
-            new, sd = _table(held[name]), x[_spread(len(x), INPUT_ROWS)].std(axis=0, dtype=np.float64)
+            new, sd = table(held[name]), x[spread(len(x), INPUT_ROWS)].std(axis=0, dtype=np.float64)
             width = 3 * np.maximum(sd, np.median(sd))
             beyond = ((new < x.min(axis=0) - width) | (new > x.max(axis=0) + width)).any(axis=1)
             words = f"{beyond.sum()} of {len(new)} new rows of {name} lie more than 3 standard deviations outside the"
@@ -336,36 +344,14 @@ def explained(means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray
         y, classes = observed.get(site), suffix == "probs"
         if y is None or not y.ndim or draws.shape[2 : draws.ndim - classes] != y.shape:
             continue
-        rows = _spread(len(y), ROWS)
-        mean = draws[:, _spread(draws.shape[1], DRAWS)[:, None], rows].mean(axis=1, dtype=np.float64)
+        rows = spread(len(y), ROWS)
+        mean = draws[:, spread(draws.shape[1], DRAWS)[:, None], rows].mean(axis=1, dtype=np.float64)
         y, (labels, counts) = y[rows], np.unique(y[rows], return_counts=True)
         losses = mean.argmax(axis=-1) != y if classes else (mean - y) ** 2
         least = y != labels[counts.argmax()] if classes else (y - y.mean(axis=0, dtype=np.float64)) ** 2
         with np.errstate(all="ignore"):
             found[site] = 1 - losses.reshape(len(losses), -1).mean(axis=1) / least.mean()
     return found
-
-
-def _table(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
-
-
-def _spread(size: int, most: int) -> np.ndarray:
-    """At most ``most`` positions of ``size``, evenly spaced."""
-    return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
-
-
-def _columns(values: Iterable[np.ndarray], most: int) -> np.ndarray:
-    """About ``most`` columns (C, S, K) of arrays (C, S, ...), spread over the arrays and within each."""
-    flat = [value.reshape(*value.shape[:2], -1) for value in values]
-    kept = [value[..., _spread(value.shape[2], max(most // len(flat), 1))] for value in flat]
-    return np.concatenate(kept, axis=2) if kept else np.zeros((0, 0, 0))
-
-
-def _high(values: np.ndarray) -> float:
-    """The 90 % quantile of the values that are defined (infinite ones too); NaN if none is."""
-    known = values[~np.isnan(values)]
-    return float(np.quantile(known, 0.9, method="higher")) if known.size else float("nan")
 
 
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"
@@ -388,6 +374,7 @@ CHECKS = (  # name, draws that each chain needs (0: also for independent draws),
     ("temperature", LEAST_DRAWS, f"{SMALLER}; take larger batches, and more warm-up."),
     ("fit", 0, "It is trapped: start elsewhere, or run longer."),
     ("covered", LEAST_DRAWS, f"Too few steps, or too small ones: {MORE}"),
+    ("steps", 0, f"Too few steps: {MORE}"),
     ("rhat", LEAST_DRAWS, "Take more draws; if chains differ, a longer warm start, or `ParallelTempering`."),
     ("ess", LEAST_DRAWS, "Take more draws, or more steps per draw (`steps_per_draw`)."),
     ("tree_depth", LEAST_DRAWS, "Raise `max_tree_depth`, standardize the data, or make scales non-centered."),

@@ -326,8 +326,7 @@ class Microcanonical(Dynamics):
             refused = ~taken
         after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)
         error = error if self.energy else None
-        # The end of a step depends on the noise of its minibatch, its start does not.
-        shown = here if self.fresh else seen
+        shown = here if self.fresh else seen  # the end of a step depends on the noise of its minibatch
         return StepResult(seen.position, after, shown, energy_error=error, refused=refused)
 
     def _integrate(self, context: StepContext, here: Evaluation, direction: Array, batch: Any) -> tuple:

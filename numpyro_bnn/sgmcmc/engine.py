@@ -71,12 +71,10 @@ class Statistics(NamedTuple):
 class State(NamedTuple):
     """State of one chain of a :class:`Sampler`.
 
-    :param position: (P,).
-    :param step: steps made so far, also the argument of the schedules.
+    :param position: (P,); ``step``: steps made so far, also the argument of the schedules.
     :param num_warmup: steps with a number below this one are warm-up: the preconditioner adapts.
     :param seeds: seeds of the random streams; step t has its own counters, so a chain can resume at any step.
-    :param memory: state of the dynamics.
-    :param estimator: state of the gradient estimator.
+    :param memory: state of the dynamics; ``estimator``: state of the gradient estimator.
     :param adaptation: state of the preconditioner.
     :param statistics: means over the steps: temperatures, acceptance, number of gradients, energy variance.
     :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there on.

@@ -14,8 +14,7 @@ Array = jax.Array
 class Evaluation(NamedTuple):
     """The potential and its gradient at one position.
 
-    :param position: (P,).
-    :param potential: scalar estimate of U.
+    :param position: (P,); ``potential``: scalar estimate of U.
     :param gradient: (P,) estimate of the gradient of U.
     :param adaptation: state of the preconditioner after it has seen this gradient.
     """
@@ -32,10 +31,8 @@ class StepContext(NamedTuple):
     :param evaluate: ``evaluate(position, batch) -> Evaluation``.
     :param root: ``root(adaptation, v)`` multiplies by L, where the preconditioner is G = L L'.
     :param transpose: ``transpose(adaptation, v)`` multiplies by L'.
-    :param adaptation: state of the preconditioner at the start of the step.
-    :param step_size: eps of this step.
-    :param temperature: T of this step.
-    :param warming: whether this step is one of the warm-up.
+    :param adaptation: state of the preconditioner at the start of the step; ``step_size``: eps of this step.
+    :param temperature: T of this step; ``warming``: whether this step is one of the warm-up.
     """
 
     evaluate: Callable[[Array, Any], Evaluation]
@@ -63,8 +60,7 @@ class StepRandomness(NamedTuple):
 class StepResult(NamedTuple):
     """The outcome of one step.
 
-    :param position: (P,).
-    :param memory: the state of the dynamics (momenta, cached gradients).
+    :param position: (P,); ``memory``: the state of the dynamics (momenta, cached gradients).
     :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
     :param accept_prob: Metropolis acceptance probability, or None without a Metropolis test.
     :param energy_error: change of an energy that an exact step would conserve, or None if not computed.
