@@ -421,6 +421,29 @@ def test_tuned_prior_maximizes_the_evidence():
     np.testing.assert_allclose(fit.log_evidence, max(evidences), atol=1e-3)
 
 
+def test_tuned_noise_maximizes_the_evidence():
+    """Of a linear model with noise to be learned: no other noise sd (times its prior) has more."""
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.5, 2.0).expand([3]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.LogNormal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, sigma), obs=y)
+
+    guide, fit = fitted(model, "full", X, Y, tune_prior=True, num_rounds=100)
+    scale, sigma = 2.0 * fit.prior_precision["w"] ** -0.5, guide.median(fit.params)["sigma"]
+    grid = sigma * np.exp(np.linspace(-0.2, 0.2, 41))
+
+    def joint(sigma):
+        marginal = sigma**2 * np.eye(len(X)) + scale**2 * X @ X.T
+        return multivariate_normal.logpdf(Y, 0.5 * X.sum(axis=1), marginal) - jnp.log(sigma) ** 2 / 2
+
+    assert abs(int(np.argmax([joint(s) for s in grid])) - 20) <= 1  # a grid of 1 percent
+    other, plain = fitted(model, "full", X, Y)
+    assert other.median(plain.params)["sigma"] < 0.95 * sigma  # the joint mode is too small
+    assert fit.converged
+
+
 # ------------------------------------------------------------------------------ sites, scales, prediction
 
 

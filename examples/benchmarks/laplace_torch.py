@@ -5,11 +5,12 @@ Run it where `torch` and `laplace-torch` are installed; it imports nothing else:
     python examples/benchmarks/laplace_torch.py reference tests/laplace_torch.json
     python examples/benchmarks/laplace_torch.py torch kron                # seconds of `fit` and of a prediction
 
-and, where this package is, `python -m examples.benchmarks.laplace_torch ours kron`. Weights and data of the timing are
-random: the cost does not depend on them.
+and, where this package is, `python -m examples.benchmarks.laplace_torch ours kron`. Weights and data of the timing
+are random, since the cost does not depend on them.
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -19,7 +20,12 @@ import numpy as np
 WIDTHS = {"normal": (4, 6, 5, 1), "categorical": (4, 6, 5, 3)}
 ROWS, NEW, PRIOR_PRECISION, NOISE = 40, 7, 2.0, 0.3
 TIMED = (784, 400, 400, 10)
-STRUCTURES = {"full": ("all", "full"), "kron": ("all", "kron"), "diag": ("all", "diag"), "last": ("last_layer", "full")}
+STRUCTURES = {
+    "full": ("all", "full"),
+    "kron": ("all", "kron"),
+    "diag": ("all", "diag"),
+    "last": ("last_layer", "full"),
+}
 
 
 def data(likelihood, widths, rows, seed=0):
@@ -27,10 +33,8 @@ def data(likelihood, widths, rows, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, widths[0])).astype(np.float32)
     y = rng.normal(size=(rows, widths[-1])) if likelihood == "normal" else rng.integers(0, widths[-1], size=rows)
-    layers = [
-        (rng.normal(size=(i, o)) / np.sqrt(i), 0.3 * rng.normal(size=o))
-        for i, o in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    sizes = itertools.pairwise(widths)
+    layers = [(rng.normal(size=(i, o)) / np.sqrt(i), 0.3 * rng.normal(size=o)) for i, o in sizes]
     return x, y, [(w.astype(np.float32), b.astype(np.float32)) for w, b in layers]
 
 
@@ -44,10 +48,14 @@ def torch_laplace(likelihood, widths, rows, name, batch_size, double):
     modules = []
     for w, b in layers:
         layer = torch.nn.Linear(*w.shape)
-        layer.weight.data, layer.bias.data = (torch.tensor(v, dtype=torch.get_default_dtype()) for v in (w.T.copy(), b))
+        layer.weight.data, layer.bias.data = (
+            torch.tensor(v, dtype=torch.get_default_dtype()) for v in (w.T.copy(), b)
+        )
         modules += [layer, torch.nn.Tanh()]
     kind = torch.get_default_dtype() if likelihood == "normal" else torch.long
-    rows = torch.utils.data.TensorDataset(torch.tensor(x, dtype=torch.get_default_dtype()), torch.tensor(y, dtype=kind))
+    rows = torch.utils.data.TensorDataset(
+        torch.tensor(x, dtype=torch.get_default_dtype()), torch.tensor(y, dtype=kind)
+    )
     subset, structure = STRUCTURES[name]
     options = {"sigma_noise": NOISE} if likelihood == "normal" else {}
     task = "regression" if likelihood == "normal" else "classification"

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.laplace.likelihoods import CALL
+from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
 from numpyro_bnn.guides.laplace.structures import Gaussian
 from numpyro_bnn.program.compiled import prepare, run
@@ -58,11 +59,11 @@ class Fit(NamedTuple):
     progress_bar: bool
 
 
-Search = Callable[[Values, Mapping[str, float], jax.Array], tuple[Values, list[float]]]
+Search = Callable[[Values, tuple, jax.Array], tuple[Values, list[float]]]
 
 
 def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
-    """A function from a start, prior precisions and a key to the mode and the losses; compiled once."""
+    """A function from a start, what is tuned, and a key, to the mode and the losses; compiled once."""
     import optax
 
     if options.optimizer is None and not problem.plates:
@@ -73,12 +74,12 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
     optimizer = options.optimizer or optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, total))
 
     def epoch(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        v, state, precision, key = given
+        v, state, (precision, spread), key = given
 
         def step(carry: tuple, key: jax.Array) -> tuple:
             v, state = carry
             index = draw_indices(problem.size, batch, key) if problem.plates else None
-            loss, grads = jax.value_and_grad(problem.potential)(v, precision, index, (args, kwargs))
+            loss, grads = jax.value_and_grad(problem.potential)(v, precision, spread, index, (args, kwargs))
             updates, state = optimizer.update(grads, state, v)
             return (optax.apply_updates(v, updates), state), loss
 
@@ -90,14 +91,14 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
 
 
 def _epochs(
-    program: Callable, optimizer: Any, options: Fit, size: int, v: Values, precision: Mapping[str, float], key: Any
+    program: Callable, optimizer: Any, options: Fit, size: int, v: Values, tuning: tuple, key: Any
 ) -> tuple[Values, list[float]]:
     losses: list[float] = []
     state, best, since = optimizer.init(v), np.inf, 0
     with tqdm.tqdm(total=options.num_epochs, disable=not options.progress_bar) as bar:
         while len(losses) * size < options.num_epochs and since * size < options.patience:
             key, now = split(key)
-            v, state, loss = program((v, state, dict(precision), now))
+            v, state, loss = program((v, state, tuning, now))
             losses.append(_finite(float(loss)))
             best, since = (losses[-1], 0) if losses[-1] < best else (best, since + 1)
             bar.set_postfix_str(f"loss {loss:.5g}", refresh=False)
@@ -109,11 +110,11 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
     """L-BFGS on all rows, until the loss no longer falls."""
     import optax
 
-    v, precision = given
+    v, (precision, spread) = given
     solver = optax.lbfgs()
 
     def loss(v: Values) -> jax.Array:
-        return problem.potential(v, precision, None, (args, kwargs))
+        return problem.potential(v, precision, spread, None, (args, kwargs))
 
     value_and_grad = optax.value_and_grad_from_state(loss)
 
@@ -141,10 +142,10 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
     return v, losses, taken
 
 
-def _lbfgs(program: Callable, options: Fit, v: Values, precision: Any, key: Any) -> tuple:
+def _lbfgs(program: Callable, options: Fit, v: Values, tuning: tuple, key: Any) -> tuple:
     if not options.num_epochs:
         return v, []
-    v, losses, taken = program((v, dict(precision)))
+    v, losses, taken = program((v, tuning))
     return v, [_finite(loss) for loss in np.asarray(losses)[: int(taken)].tolist()]
 
 
@@ -258,6 +259,7 @@ def tuned(
     """Search, measure and, if asked for, tune prior precisions in turn; returns a ``LaplaceResult``."""
     names = [name for name in problem.sites if name in problem.fixed]
     groups = [names] if tune == "global" else [[name] for name in names]
+    spread = _spread(guide, problem, call, v, None) if tune else {}
     if tune and not names:
         got = f"{tune!r} for a guide without a site that has a Normal prior of fixed scale"
         raise argument_error(f"{CALL}.run", "tune_prior", got, "Leave it out: the scales are learned with the model.")
@@ -266,19 +268,20 @@ def tuned(
     _check_rows(guide, problem, v, call)
     for last in [*[False] * (num_rounds - 1 if tune else 0), True]:
         key, now = split(key)
-        v, more = search(v, precision, now)
+        v, more = search(v, (precision, spread), now)
         losses += more
         found = measured(guide, problem, call, v, precision)
         if last or not tune:
             break
         new = _fixed_point(guide, problem, found, v, precision, groups)
+        spread = _spread(guide, problem, call, v, gaussian_at(guide, problem, found, v, new))
         change = max(abs(np.log(new[name] / precision[name])) for name in names)
         precision = new
         if change < SAME:
             break
     gaussian = gaussian_at(guide, problem, found, v, precision)
     _check_positive(problem, gaussian)
-    grads = problem.total(jax.grad(problem.log_likelihood), v, call)
+    grads = problem.total(jax.grad(problem.log_likelihood), v, call, spread)
     of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)), (v, precision), *call)
     grads = jax.tree.map(jnp.add, grads, of_prior)
     units = jnp.concatenate([jnp.ravel(grads[n]) * jnp.sqrt(gaussian.variance[n]) for n in problem.sites])
@@ -300,6 +303,27 @@ def tuned(
         distance=distance,
         converged=distance < CLOSE,
     )
+
+
+def _spread(guide: Any, problem: Problem, call: Call, v: Values, gaussian: Gaussian | None) -> dict[str, jax.Array]:
+    """(N, M) variances of the loc of sites whose noise scale is learned; 0 before there is a Gaussian."""
+    names = [name for name, (_, used) in problem.observed.items() if {"loc", "log_scale"} <= set(used)]
+    params = {} if gaussian is None else guide._to_params(v, gaussian)
+
+    def rows(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        params, index = given
+        if not params:
+            seen = problem.observations(problem.trace(v, index, (args, kwargs)))
+            return {name: jnp.zeros_like(seen[name].weight, float) for name in names}
+        found = {}
+        for name in names:
+            seen, cov, _ = gaussian_outputs(guide, problem, params, (args, kwargs), name, index=index)
+            found[name] = jnp.diagonal(cov, axis1=1, axis2=2)[:, : seen.weight.shape[1]]
+        return found
+
+    program = prepare(rows, *call)
+    parts = [program((params, index)) for index in problem.chunks()]
+    return {name: jnp.concatenate([part[name] for part in parts]) for name in names}
 
 
 def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
