@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -171,7 +172,7 @@ def measured(guide: Any, problem: Problem, call: Call, v: Values, precision: Map
     prior = {**problem.prior_precision(v, precision), **curvature}
     here = {name: jnp.maximum(prior[name], 1e-6) for name in problem.sites}
     sums = guide._structure.measure(problem.sweep(v, call), here)
-    return Precision(sums, curvature, coupling, problem.total(problem.log_likelihood, v, call))
+    return Precision(sums, curvature, coupling, problem.total("likelihood", problem.log_likelihood, v, call))
 
 
 def gaussian_at(guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, Any]) -> Gaussian:
@@ -205,7 +206,7 @@ def _prior_curvature(problem: Problem, v: Values, call: Call, dense: bool) -> tu
 
             return jax.hessian(negative)(flat)
 
-        matrix = run(of_all, v, *call)
+        matrix = problem.prepared("curvature", of_all, call)(v)
         ends = np.cumsum([v[name].size for name in problem.sites])
         diagonal = dict(zip(problem.sites, jnp.split(jnp.diag(matrix), ends[:-1]), strict=True))
         own = {name: diagonal[name] for name in names}
@@ -220,7 +221,7 @@ def _prior_curvature(problem: Problem, v: Values, call: Call, dense: bool) -> tu
         ones, signed = (jax.jvp(gradient, (flat,), (t,))[1] for t in (jnp.ones_like(flat), signs))
         return back(ones), jnp.max(jnp.abs(signed - signs * ones)) / (jnp.max(jnp.abs(ones)) + 1e-30)
 
-    diagonal, error = run(products, v, *call)
+    diagonal, error = problem.prepared("curvature", products, call)(v)
     if error > MIXED:
         got = f"{problem.sites}, whose joint prior is not independent ({', '.join(names)})"
         raise argument_error(CALL, "structure", got, 'Use "full", or give these sites independent priors.')
@@ -273,7 +274,7 @@ def tuned(
         found = measured(guide, problem, call, v, precision)
         if last or not tune:
             break
-        new = _fixed_point(guide, problem, found, v, precision, groups)
+        new = _fixed_point(guide, problem, found, v, precision, groups, call)
         spread = _spread(guide, problem, call, v, gaussian_at(guide, problem, found, v, new))
         change = max(abs(np.log(new[name] / precision[name])) for name in names)
         precision = new
@@ -281,7 +282,7 @@ def tuned(
             break
     gaussian = gaussian_at(guide, problem, found, v, precision)
     _check_positive(problem, gaussian)
-    grads = problem.total(jax.grad(problem.log_likelihood), v, call, spread)
+    grads = problem.total("gradient", jax.grad(problem.log_likelihood), v, call, spread)
     of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)), (v, precision), *call)
     grads = jax.tree.map(jnp.add, grads, of_prior)
     units = jnp.concatenate([jnp.ravel(grads[n]) * jnp.sqrt(gaussian.variance[n]) for n in problem.sites])
@@ -289,7 +290,7 @@ def tuned(
     if not distance < CLOSE:
         message = f"{CALL}.run: {distance:.2g} posterior sds from the mode on average. Run more epochs."
         warnings.warn(message, stacklevel=3)
-    guide._problem = problem
+    guide._problem = replace(problem, programs={})
     evidence = run(lambda g, *c: log_evidence(guide, problem, found, g[0], g[1], c), (v, precision), *call)
     prior = {**problem.prior_precision(v, precision), **found.curvature}
     effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
@@ -321,7 +322,7 @@ def _spread(guide: Any, problem: Problem, call: Call, v: Values, gaussian: Gauss
             found[name] = jnp.diagonal(cov, axis1=1, axis2=2)[:, : seen.weight.shape[1]]
         return found
 
-    program = prepare(rows, *call)
+    program = problem.prepared("variances" if params else "no variances", rows, call)
     parts = [program((params, index)) for index in problem.chunks()]
     return {name: jnp.concatenate([part[name] for part in parts]) for name in names}
 
@@ -336,12 +337,18 @@ def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
 
 
 def _fixed_point(
-    guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, float], groups: list[list[str]]
+    guide: Any,
+    problem: Problem,
+    found: Precision,
+    v: Values,
+    precision: Mapping[str, float],
+    groups: list[list[str]],
+    call: Call,
 ) -> dict[str, float]:
     """Prior precisions that maximize the evidence at one mode."""
 
-    @jax.jit
-    def update(log_precision: jax.Array) -> jax.Array:
+    def update(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        log_precision, found, v = given
         now = {name: jnp.exp(log_precision[i]) for i, group in enumerate(groups) for name in group}
         variance, prior = gaussian_at(guide, problem, found, v, now).variance, problem.prior_precision(v, now)
         new = []
@@ -352,8 +359,9 @@ def _fixed_point(
         return jnp.clip(jnp.stack(new), -15.0, 15.0)
 
     logs = jnp.log(jnp.asarray([precision[group[0]] for group in groups]))
+    program = problem.prepared("fixed point", update, call)
     for _ in range(100):
-        logs, before = update(logs), logs
+        logs, before = program((logs, found, v)), logs
         if float(jnp.max(jnp.abs(logs - before))) < SAME / 10:
             break
     return {name: float(jnp.exp(logs[i])) for i, group in enumerate(groups) for name in group}

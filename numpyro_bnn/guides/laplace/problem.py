@@ -69,6 +69,13 @@ class Problem:
     sites: Sequence[str]
     held: dict[str, Any] = field(default_factory=dict)
     capture: bool = True
+    programs: dict[str, Callable] = field(default_factory=dict)
+
+    def prepared(self, key: str, fn: Callable, call: Call) -> Callable:
+        """``fn(given, args, kwargs)`` as a program that all rounds of a run share: ``fn`` closes over no values."""
+        if key not in self.programs:
+            self.programs[key] = prepare(fn, *call)
+        return self.programs[key]
 
     def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
         """Constrained values of all latent sites."""
@@ -198,7 +205,7 @@ class Problem:
                 v, index, extra = given
                 return function(self.jacobians(v, index, (args, kwargs))[0], *extra)
 
-            program, total = prepare(part, *call), None
+            program, total = self.prepared(f"sweep {function.__qualname__}", part, call), None
             for index in self.chunks():
                 found = program((v, index, extra))
                 total = found if total is None else jax.tree.map(jnp.add, total, found)
@@ -206,14 +213,14 @@ class Problem:
 
         return summed
 
-    def total(self, function: Callable, v: Values, call: Call, *extra: Any) -> Any:
+    def total(self, key: str, function: Callable, v: Values, call: Call, *extra: Any) -> Any:
         """The sum of ``function(v, index, call, *extra)`` over all rows."""
 
         def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
             v, index, extra = given
             return function(v, index, (args, kwargs), *extra)
 
-        program = prepare(part, *call)
+        program = self.prepared(key, part, call)
         parts = [program((v, index, extra)) for index in self.chunks()]
         return jax.tree.map(lambda *leaves: sum(leaves), *parts)
 

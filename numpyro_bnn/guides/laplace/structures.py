@@ -336,7 +336,7 @@ class LowRank(Full):
         rank = min(self.rank, scale.size)
         width = min(rank + OVERSAMPLING, scale.size)
 
-        def product(jac: Jacobians, vectors: jax.Array) -> jax.Array:
+        def product(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
             parts = split((vectors * scale[:, None]).T, self.sizes)
             forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
             back = [jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes]
@@ -344,8 +344,8 @@ class LowRank(Full):
 
         basis = jnp.linalg.qr(random.normal(random.key(0), (scale.size, width)))[0]
         for _ in range(ITERATIONS if width < scale.size else 0):
-            basis = jnp.linalg.qr(sweep(product, basis))[0]
-        values, turn = jnp.linalg.eigh(basis.T @ sweep(product, basis))
+            basis = jnp.linalg.qr(sweep(product, basis, scale))[0]
+        values, turn = jnp.linalg.eigh(basis.T @ sweep(product, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
         columns = vectors * jnp.sqrt(values) / scale[:, None]
         diagonal = Diagonal.measure(self, sweep, prior)  # type: ignore[arg-type]
