@@ -61,6 +61,8 @@ SHORT = {
     "examples.benchmarks.estimators": "--sets yacht --splits 1 --method mean_field --effort 0.01",
     "examples.benchmarks.infinite_kernel": "--points 60 --depth 2 --block-size 25",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
+    "examples.benchmarks.laplace_uci": "--sets yacht --splits 1 --rounds 2 --steps 5 --width 3",
+    "examples.benchmarks.laplace_torch": "ours --structures diag --rows 8 --batch-size 4",
     "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
     "examples.benchmarks.gradient_variance": "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1"
     " --networks mlp",
@@ -137,6 +139,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
+        ("examples.benchmarks.laplace_uci", ["--rounds", "0"]),
         ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
         ("examples.symmetries", ["--num-chains", "1"]),
         ("examples.ensembles", ["--members", "1"]),
@@ -447,6 +450,24 @@ def test_probabilistic_backpropagation(tmp_path, capsys):
     assert "diabetes data instead" in out
     assert "noise variance" in out
     assert (tmp_path / "out" / "probabilistic_backpropagation.png").stat().st_size > 10_000
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
+def test_laplace_uci(tmp_path, data_folder):
+    """One split, tiny; JSON and a table."""
+    page, path = page_with(tmp_path, "laplace_uci"), tmp_path / "uci.json"
+    report = run("examples.benchmarks.laplace_uci", "--data", data_folder, "--output", path, "--docs", page)
+    assert json.loads(path.read_text())["rows"][0]["by_split"] == report["rows"][0]["by_split"]
+    assert "| yacht | 1 |" in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
+def test_laplace_torch(tmp_path):
+    found = run("examples.benchmarks.laplace_torch", "--output", tmp_path / "times.json")
+    assert set(found["diag"]) == {"first", "second"}
 
 
 @pytest.mark.data

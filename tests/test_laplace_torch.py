@@ -34,7 +34,10 @@ def model(x, y=None, likelihood="normal"):
         numpyro.sample("y", fn, obs=y)
 
 
-@pytest.mark.parametrize("name", REFERENCE)
+CASES = [pytest.param(name, marks=[] if name == "categorical kron" else [pytest.mark.slow]) for name in REFERENCE]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_linearized_predictive_and_evidence(name):
     likelihood, structure = name.split()
     x, y, layers = data(likelihood, WIDTHS[likelihood], ROWS)

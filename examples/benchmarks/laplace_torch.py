@@ -2,14 +2,15 @@
 
 Run it where `torch` and `laplace-torch` are installed; it imports nothing else:
 
-    python examples/benchmarks/laplace_torch.py reference tests/laplace_torch.json
-    python examples/benchmarks/laplace_torch.py torch kron                # seconds of `fit` and of a prediction
+    python examples/benchmarks/laplace_torch.py reference --output tests/laplace_torch.json
+    python examples/benchmarks/laplace_torch.py torch --structures kron  # processor seconds
 
-and, where this package is, `python -m examples.benchmarks.laplace_torch ours kron`. Weights and data of the timing are
-random: the cost does not depend on them.
+and, where this package is, `python -m examples.benchmarks.laplace_torch ours --structures kron`. Weights and data
+of the timing are random, since the cost does not depend on them.
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -32,10 +33,8 @@ def data(likelihood, widths, rows, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, widths[0])).astype(np.float32)
     y = rng.normal(size=(rows, widths[-1])) if likelihood == "normal" else rng.integers(0, widths[-1], size=rows)
-    layers = [
-        (rng.normal(size=(i, o)) / np.sqrt(i), 0.3 * rng.normal(size=o))
-        for i, o in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    sizes = itertools.pairwise(widths)
+    layers = [(rng.normal(size=(i, o)) / np.sqrt(i), 0.3 * rng.normal(size=o)) for i, o in sizes]
     return x, y, [(w.astype(np.float32), b.astype(np.float32)) for w, b in layers]
 
 
@@ -69,7 +68,7 @@ def torch_laplace(likelihood, widths, rows, name, batch_size, double):
     return la, time.process_time() - started
 
 
-def reference(path):
+def reference():
     """Means and covariances of the linearized outputs at new inputs, and the log evidence."""
     import torch
 
@@ -83,7 +82,7 @@ def reference(path):
             found[f"{likelihood} {name}"] = {
                 "mean": mean.tolist(), "covariance": cov.tolist(), "log_evidence": evidence,
             }  # fmt: skip
-    Path(path).write_text(json.dumps(found) + "\n")
+    return found
 
 
 def time_torch(name, rows, batch_size):
@@ -132,18 +131,26 @@ def time_ours(name, rows, batch_size):
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["reference", "torch", "ours"])
-    parser.add_argument("argument", help="a path for the reference, else the structure")
-    parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=200)
-    args = parser.parse_args()
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.laplace_torch",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("what", choices=["reference", "torch", "ours"], help="reference numbers, or times of either")
+    parser.add_argument("--structures", nargs="+", default=["last", "kron", "diag"], choices=list(STRUCTURES))
+    parser.add_argument("--rows", type=int, default=2000, help="rows of the times")
+    parser.add_argument("--batch-size", type=int, default=200, help="rows of a minibatch of the times")
+    parser.add_argument("--output", type=Path, default=Path("output/laplace_torch.json"), help="JSON file")
+    args = parser.parse_args(argv)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.what == "reference":
-        reference(args.argument)
+        found = reference()
     else:
         timed = {"torch": time_torch, "ours": time_ours}[args.what]
-        print(json.dumps({args.argument: timed(args.argument, args.rows, args.batch_size)}))
+        found = {name: timed(name, args.rows, args.batch_size) for name in args.structures}
+    args.output.write_text(json.dumps(found) + "\n")
+    return found
 
 
 if __name__ == "__main__":

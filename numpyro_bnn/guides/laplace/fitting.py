@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.laplace.likelihoods import CALL
+from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
 from numpyro_bnn.guides.laplace.structures import Gaussian
 from numpyro_bnn.program.compiled import prepare, run
@@ -58,11 +60,11 @@ class Fit(NamedTuple):
     progress_bar: bool
 
 
-Search = Callable[[Values, Mapping[str, float], jax.Array], tuple[Values, list[float]]]
+Search = Callable[[Values, tuple, jax.Array], tuple[Values, list[float]]]
 
 
 def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
-    """A function from a start, prior precisions and a key to the mode and the losses; compiled once."""
+    """A function from a start, what is tuned, and a key, to the mode and the losses; compiled once."""
     import optax
 
     if options.optimizer is None and not problem.plates:
@@ -73,12 +75,12 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
     optimizer = options.optimizer or optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, total))
 
     def epoch(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        v, state, precision, key = given
+        v, state, (precision, spread), key = given
 
         def step(carry: tuple, key: jax.Array) -> tuple:
             v, state = carry
             index = draw_indices(problem.size, batch, key) if problem.plates else None
-            loss, grads = jax.value_and_grad(problem.potential)(v, precision, index, (args, kwargs))
+            loss, grads = jax.value_and_grad(problem.potential)(v, precision, spread, index, (args, kwargs))
             updates, state = optimizer.update(grads, state, v)
             return (optax.apply_updates(v, updates), state), loss
 
@@ -90,14 +92,14 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
 
 
 def _epochs(
-    program: Callable, optimizer: Any, options: Fit, size: int, v: Values, precision: Mapping[str, float], key: Any
+    program: Callable, optimizer: Any, options: Fit, size: int, v: Values, tuning: tuple, key: Any
 ) -> tuple[Values, list[float]]:
     losses: list[float] = []
     state, best, since = optimizer.init(v), np.inf, 0
     with tqdm.tqdm(total=options.num_epochs, disable=not options.progress_bar) as bar:
         while len(losses) * size < options.num_epochs and since * size < options.patience:
             key, now = split(key)
-            v, state, loss = program((v, state, dict(precision), now))
+            v, state, loss = program((v, state, tuning, now))
             losses.append(_finite(float(loss)))
             best, since = (losses[-1], 0) if losses[-1] < best else (best, since + 1)
             bar.set_postfix_str(f"loss {loss:.5g}", refresh=False)
@@ -109,11 +111,11 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
     """L-BFGS on all rows, until the loss no longer falls."""
     import optax
 
-    v, precision = given
+    v, (precision, spread) = given
     solver = optax.lbfgs()
 
     def loss(v: Values) -> jax.Array:
-        return problem.potential(v, precision, None, (args, kwargs))
+        return problem.potential(v, precision, spread, None, (args, kwargs))
 
     value_and_grad = optax.value_and_grad_from_state(loss)
 
@@ -141,10 +143,10 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
     return v, losses, taken
 
 
-def _lbfgs(program: Callable, options: Fit, v: Values, precision: Any, key: Any) -> tuple:
+def _lbfgs(program: Callable, options: Fit, v: Values, tuning: tuple, key: Any) -> tuple:
     if not options.num_epochs:
         return v, []
-    v, losses, taken = program((v, dict(precision)))
+    v, losses, taken = program((v, tuning))
     return v, [_finite(loss) for loss in np.asarray(losses)[: int(taken)].tolist()]
 
 
@@ -170,7 +172,7 @@ def measured(guide: Any, problem: Problem, call: Call, v: Values, precision: Map
     prior = {**problem.prior_precision(v, precision), **curvature}
     here = {name: jnp.maximum(prior[name], 1e-6) for name in problem.sites}
     sums = guide._structure.measure(problem.sweep(v, call), here)
-    return Precision(sums, curvature, coupling, problem.total(problem.log_likelihood, v, call))
+    return Precision(sums, curvature, coupling, problem.total("likelihood", problem.log_likelihood, v, call))
 
 
 def gaussian_at(guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, Any]) -> Gaussian:
@@ -204,7 +206,7 @@ def _prior_curvature(problem: Problem, v: Values, call: Call, dense: bool) -> tu
 
             return jax.hessian(negative)(flat)
 
-        matrix = run(of_all, v, *call)
+        matrix = problem.prepared("curvature", of_all, call)(v)
         ends = np.cumsum([v[name].size for name in problem.sites])
         diagonal = dict(zip(problem.sites, jnp.split(jnp.diag(matrix), ends[:-1]), strict=True))
         own = {name: diagonal[name] for name in names}
@@ -219,7 +221,7 @@ def _prior_curvature(problem: Problem, v: Values, call: Call, dense: bool) -> tu
         ones, signed = (jax.jvp(gradient, (flat,), (t,))[1] for t in (jnp.ones_like(flat), signs))
         return back(ones), jnp.max(jnp.abs(signed - signs * ones)) / (jnp.max(jnp.abs(ones)) + 1e-30)
 
-    diagonal, error = run(products, v, *call)
+    diagonal, error = problem.prepared("curvature", products, call)(v)
     if error > MIXED:
         got = f"{problem.sites}, whose joint prior is not independent ({', '.join(names)})"
         raise argument_error(CALL, "structure", got, 'Use "full", or give these sites independent priors.')
@@ -258,6 +260,7 @@ def tuned(
     """Search, measure and, if asked for, tune prior precisions in turn; returns a ``LaplaceResult``."""
     names = [name for name in problem.sites if name in problem.fixed]
     groups = [names] if tune == "global" else [[name] for name in names]
+    spread = _spread(guide, problem, call, v, None) if tune else {}
     if tune and not names:
         got = f"{tune!r} for a guide without a site that has a Normal prior of fixed scale"
         raise argument_error(f"{CALL}.run", "tune_prior", got, "Leave it out: the scales are learned with the model.")
@@ -266,19 +269,20 @@ def tuned(
     _check_rows(guide, problem, v, call)
     for last in [*[False] * (num_rounds - 1 if tune else 0), True]:
         key, now = split(key)
-        v, more = search(v, precision, now)
+        v, more = search(v, (precision, spread), now)
         losses += more
         found = measured(guide, problem, call, v, precision)
         if last or not tune:
             break
-        new = _fixed_point(guide, problem, found, v, precision, groups)
+        new = _fixed_point(guide, problem, found, v, precision, groups, call)
+        spread = _spread(guide, problem, call, v, gaussian_at(guide, problem, found, v, new))
         change = max(abs(np.log(new[name] / precision[name])) for name in names)
         precision = new
         if change < SAME:
             break
     gaussian = gaussian_at(guide, problem, found, v, precision)
     _check_positive(problem, gaussian)
-    grads = problem.total(jax.grad(problem.log_likelihood), v, call)
+    grads = problem.total("gradient", jax.grad(problem.log_likelihood), v, call, spread)
     of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)), (v, precision), *call)
     grads = jax.tree.map(jnp.add, grads, of_prior)
     units = jnp.concatenate([jnp.ravel(grads[n]) * jnp.sqrt(gaussian.variance[n]) for n in problem.sites])
@@ -286,7 +290,7 @@ def tuned(
     if not distance < CLOSE:
         message = f"{CALL}.run: {distance:.2g} posterior sds from the mode on average. Run more epochs."
         warnings.warn(message, stacklevel=3)
-    guide._problem = problem
+    guide._problem = replace(problem, programs={})
     evidence = run(lambda g, *c: log_evidence(guide, problem, found, g[0], g[1], c), (v, precision), *call)
     prior = {**problem.prior_precision(v, precision), **found.curvature}
     effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
@@ -302,6 +306,27 @@ def tuned(
     )
 
 
+def _spread(guide: Any, problem: Problem, call: Call, v: Values, gaussian: Gaussian | None) -> dict[str, jax.Array]:
+    """(N, M) variances of the loc of sites whose noise scale is learned; 0 before there is a Gaussian."""
+    names = [name for name, (_, used) in problem.observed.items() if {"loc", "log_scale"} <= set(used)]
+    params = {} if gaussian is None else guide._to_params(v, gaussian)
+
+    def rows(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        params, index = given
+        if not params:
+            seen = problem.observations(problem.trace(v, index, (args, kwargs)))
+            return {name: jnp.zeros_like(seen[name].weight, float) for name in names}
+        found = {}
+        for name in names:
+            seen, cov, _ = gaussian_outputs(guide, problem, params, (args, kwargs), name, index=index)
+            found[name] = jnp.diagonal(cov, axis1=1, axis2=2)[:, : seen.weight.shape[1]]
+        return found
+
+    program = problem.prepared("variances" if params else "no variances", rows, call)
+    parts = [program((params, index)) for index in problem.chunks()]
+    return {name: jnp.concatenate([part[name] for part in parts]) for name in names}
+
+
 def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
     for name in problem.sites:
         variance = gaussian.variance[name]
@@ -312,12 +337,18 @@ def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
 
 
 def _fixed_point(
-    guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, float], groups: list[list[str]]
+    guide: Any,
+    problem: Problem,
+    found: Precision,
+    v: Values,
+    precision: Mapping[str, float],
+    groups: list[list[str]],
+    call: Call,
 ) -> dict[str, float]:
     """Prior precisions that maximize the evidence at one mode."""
 
-    @jax.jit
-    def update(log_precision: jax.Array) -> jax.Array:
+    def update(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        log_precision, found, v = given
         now = {name: jnp.exp(log_precision[i]) for i, group in enumerate(groups) for name in group}
         variance, prior = gaussian_at(guide, problem, found, v, now).variance, problem.prior_precision(v, now)
         new = []
@@ -328,8 +359,9 @@ def _fixed_point(
         return jnp.clip(jnp.stack(new), -15.0, 15.0)
 
     logs = jnp.log(jnp.asarray([precision[group[0]] for group in groups]))
+    program = problem.prepared("fixed point", update, call)
     for _ in range(100):
-        logs, before = update(logs), logs
+        logs, before = program((logs, found, v)), logs
         if float(jnp.max(jnp.abs(logs - before))) < SAME / 10:
             break
     return {name: float(jnp.exp(logs[i])) for i, group in enumerate(groups) for name in group}

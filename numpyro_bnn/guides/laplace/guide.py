@@ -173,7 +173,9 @@ class AutoLaplace(AutoBlocks):
         With ``tune_prior`` the precisions of fixed Normal priors are multiplied by factors that maximize Laplace's
         evidence (MacKay's fixed point :math:`\delta = \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the
         effective parameters), alternating with further search for the mode. The result is then the posterior under
-        prior sds that are ``prior_precision ** -0.5`` times those of the model.
+        prior sds that are ``prior_precision ** -0.5`` times those of the model. A learned noise scale of a Normal
+        likelihood is then at its evidence too, :math:`\sigma^2 = \sum_n (r_n^2 + \mathrm{var} f_n) / N`, while the
+        joint mode is too small by the effective parameters.
 
         :param rng_key: key of start and minibatches.
         :param args: arguments of the model, targets included; minibatches by its subsampled plate.

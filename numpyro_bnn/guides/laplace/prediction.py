@@ -34,7 +34,7 @@ class LaplacePredictive(NamedTuple):
 
 def log_density(guide: Any, problem: Problem, params: Mapping[str, Any], call: Call, name: str) -> jax.Array:
     """(N,) log density of the rows of a site, averaged over its outputs."""
-    seen, cov, _ = _gaussian_outputs(guide, problem, params, call, name)
+    seen, cov, _ = gaussian_outputs(guide, problem, params, call, name)
     site, axis = problem.trace(guide._coordinates(params), None, call)[name], problem.observed[name][0]
     if not site["is_observed"]:
         raise argument_error(f"{CALL}.log_predictive_density", "args", "no targets", "Pass the targets as well.")
@@ -44,15 +44,17 @@ def log_density(guide: Any, problem: Problem, params: Mapping[str, Any], call: C
     return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
 
 
-def _gaussian_outputs(guide: Any, problem: Problem, params: Any, call: Call, name: str, joint: bool = False) -> Any:
+def gaussian_outputs(
+    guide: Any, problem: Problem, params: Any, call: Call, name: str, joint: bool = False, index: Any = None
+) -> Any:
     """The observation at the mode and the covariances of its outputs."""
     v = guide._coordinates(params)
-    trace = problem.trace(v, None, call)
+    trace = problem.trace(v, index, call)
     if missing := [n for n in v if n not in trace]:
         got = f"arguments without the site {missing[0]!r} of the run"
         raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
     seen = problem.observations(trace)[name]
-    jac, _ = problem.jacobians(v, None, call, name)
+    jac, _ = problem.jacobians(v, index, call, name)
     fns: dict[str, Any] = dict(guide._normals(params))
     for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
         fns["*" if block.name == guide.prefix else next(iter(block.shapes))] = fn
@@ -70,7 +72,7 @@ def predict(
     """``options``: site, whether linearized, link, whether between rows, number of draws."""
     name, linearized, link, joint, num_samples = options
     used = problem.observed[name][1]
-    seen, cov, both = _gaussian_outputs(guide, problem, params, call, name, joint)
+    seen, cov, both = gaussian_outputs(guide, problem, params, call, name, joint)
     f, variance = _split(seen, used, cov)
     if not linearized or (link == "sample" and "logits" in f):
         if linearized:

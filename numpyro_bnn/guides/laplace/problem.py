@@ -69,6 +69,13 @@ class Problem:
     sites: Sequence[str]
     held: dict[str, Any] = field(default_factory=dict)
     capture: bool = True
+    programs: dict[str, Callable] = field(default_factory=dict)
+
+    def prepared(self, key: str, fn: Callable, call: Call) -> Callable:
+        """``fn(given, args, kwargs)`` as a program that all rounds of a run share: ``fn`` closes over no values."""
+        if key not in self.programs:
+            self.programs[key] = prepare(fn, *call)
+        return self.programs[key]
 
     def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
         """Constrained values of all latent sites."""
@@ -120,13 +127,21 @@ class Problem:
 
     # -- densities -------------------------------------------------------------------------------------
 
-    def log_likelihood(self, v: Values, index: jax.Array | None, call: Call) -> jax.Array:
-        """Sum over these rows."""
+    def log_likelihood(
+        self, v: Values, index: jax.Array | None, call: Call, spread: Mapping[str, jax.Array] | None = None
+    ) -> jax.Array:
+        """Sum over these rows; with the variances ``spread`` (N, M) of loc, averaged over it to tune the noise."""
         trace = self.trace(v, index, call)
         total = jnp.zeros(())
         for site in (trace[name] for name in self.data):
             log_prob = site["fn"].log_prob(site["value"])
             total += jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
+        if spread:
+            still = {name: at if name in self.others else jax.lax.stop_gradient(at) for name, at in v.items()}
+            seen = self.observations(self.trace(still, index, call))
+            for name, variance in spread.items():
+                here, rows = seen[name], variance if index is None else variance[index]
+                total -= 0.5 * jnp.sum(here.weight * rows * jnp.exp(-2 * here.outputs["log_scale"]))
         return total
 
     def log_prior(self, v: Values, precision: Mapping[str, Any], call: Call, names: Sequence[str]) -> jax.Array:
@@ -147,12 +162,11 @@ class Problem:
                 total += jnp.sum(transform.log_abs_det_jacobian(v[name], site["value"]))
         return total
 
-    def potential(self, v: Values, precision: Mapping[str, Any], index: Any, call: Call) -> jax.Array:
+    def potential(self, v: Values, precision: Mapping, spread: Mapping, index: Any, call: Call) -> jax.Array:
         """-log p(D, v), estimated from some rows."""
         scale = 1.0 if index is None or not self.plates else self.size / index.shape[0]
-        return -scale * self.log_likelihood(v, index, call) - self.log_prior(
-            v, precision, call, list(self.transforms)
-        )
+        likelihood = scale * self.log_likelihood(v, index, call, spread)
+        return -likelihood - self.log_prior(v, precision, call, list(self.transforms))
 
     def prior_precision(self, v: Values, precision: Mapping[str, Any]) -> Values:
         """(P_s,) the diagonal precision of Normal priors, by site."""
@@ -191,7 +205,7 @@ class Problem:
                 v, index, extra = given
                 return function(self.jacobians(v, index, (args, kwargs))[0], *extra)
 
-            program, total = prepare(part, *call), None
+            program, total = self.prepared(f"sweep {function.__qualname__}", part, call), None
             for index in self.chunks():
                 found = program((v, index, extra))
                 total = found if total is None else jax.tree.map(jnp.add, total, found)
@@ -199,14 +213,14 @@ class Problem:
 
         return summed
 
-    def total(self, function: Callable, v: Values, call: Call, *extra: Any) -> Any:
+    def total(self, key: str, function: Callable, v: Values, call: Call, *extra: Any) -> Any:
         """The sum of ``function(v, index, call, *extra)`` over all rows."""
 
         def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
             v, index, extra = given
             return function(v, index, (args, kwargs), *extra)
 
-        program = prepare(part, *call)
+        program = self.prepared(key, part, call)
         parts = [program((v, index, extra)) for index in self.chunks()]
         return jax.tree.map(lambda *leaves: sum(leaves), *parts)
 

@@ -13,7 +13,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import cholesky_of_inverse
 
 from numpyro_bnn.guides.blocks import Block, Family, FullRank, declare_loc, declare_scale
-from numpyro_bnn.guides.laplace.jacobians import Jacobians, Layout, Outer, from_matrix, to_matrix
+from numpyro_bnn.guides.laplace.jacobians import Dense, Jacobians, Layout, Outer, from_matrix, to_matrix
 
 Vectors = Mapping[str, jax.Array]  # (P_s,) by site
 Sweep = Callable[..., Any]  # sums a function of the Jacobians (and further arguments) over all rows
@@ -150,6 +150,20 @@ def joined(jac: Jacobians, names: Sequence[str]) -> jax.Array:
     return jnp.concatenate([jac[name].dense() for name in names], axis=2)
 
 
+def _squared(first: Outer | Dense, second: Outer | Dense) -> jax.Array:
+    """(P, Q) the sum over rows and directions of products of two Jacobians."""
+    if not all(isinstance(part, Outer) and part.inputs.shape[1] == 1 for part in (first, second)):
+        return jnp.einsum("bdp,bdq->pq", first.dense(), second.dense())
+    assert isinstance(first, Outer)
+    assert isinstance(second, Outer)
+    # Summed over the directions first, which costs as much as one direction.
+    middle = jnp.einsum("bdo,bdp->bop", first.grads[:, :, 0], second.grads[:, :, 0])
+    found = jnp.einsum("bi,bop,bj->iojp", first.inputs[:, 0], middle, second.inputs[:, 0])
+    found = found * first.slope[:, :, None, None] * second.slope
+    by_first = from_matrix(jnp.moveaxis(found, (0, 1), (2, 3)), first.layout)
+    return from_matrix(jnp.moveaxis(by_first, 2, 0), second.layout)
+
+
 def split(vector: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
     """Parts of the last axis by site."""
     ends = [sum(list(sizes.values())[: i + 1]) for i in range(len(sizes))]
@@ -169,8 +183,8 @@ class Full:
         """(P, P) J^T J."""
 
         def squares(jac: Jacobians) -> jax.Array:
-            matrix = joined(jac, list(self.sizes)).reshape(-1, sum(self.sizes.values()))
-            return matrix.T @ matrix
+            rows = [jnp.concatenate([_squared(jac[a], jac[b]) for b in self.sizes], axis=1) for a in self.sizes]
+            return jnp.concatenate(rows)
 
         return sweep(squares)
 
@@ -322,7 +336,7 @@ class LowRank(Full):
         rank = min(self.rank, scale.size)
         width = min(rank + OVERSAMPLING, scale.size)
 
-        def product(jac: Jacobians, vectors: jax.Array) -> jax.Array:
+        def product(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
             parts = split((vectors * scale[:, None]).T, self.sizes)
             forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
             back = [jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes]
@@ -330,8 +344,8 @@ class LowRank(Full):
 
         basis = jnp.linalg.qr(random.normal(random.key(0), (scale.size, width)))[0]
         for _ in range(ITERATIONS if width < scale.size else 0):
-            basis = jnp.linalg.qr(sweep(product, basis))[0]
-        values, turn = jnp.linalg.eigh(basis.T @ sweep(product, basis))
+            basis = jnp.linalg.qr(sweep(product, basis, scale))[0]
+        values, turn = jnp.linalg.eigh(basis.T @ sweep(product, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
         columns = vectors * jnp.sqrt(values) / scale[:, None]
         diagonal = Diagonal.measure(self, sweep, prior)  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""Laplace approximation on the UCI regression sets, with prior precisions and noise by the evidence.
+
+The standard splits, one hidden layer of 50 tanh units, normal priors with one tuned scale per weight matrix and bias.
+Of several starts per split the one with the largest evidence is kept, without a look at the test rows. Writes JSON;
+with ``--docs`` also the table of a page.
+
+    python -m examples.benchmarks.laplace_uci --data FOLDER --output docs/laplace_uci.json --docs docs/guides.md
+"""
+
+import argparse
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+from examples import loaders
+from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, put_table, write_report
+from examples.shared import at_least, markdown, writable_file
+
+SETS = ("boston", "concrete", "energy", "yacht")
+
+
+def model(x, y=None, width=50):
+    """One hidden layer, homoscedastic noise with a flat prior on a log scale that spans seven orders of magnitude."""
+    import numpyro_bnn as bnn
+
+    net = bnn.random_network("net", bnn.nn.MLP([width, 1], "tanh"), x.shape[1:], bnn.priors.Normal())
+    sigma = numpyro.sample("sigma", dist.LogNormal(-1.0, 4.0))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(net(x)[..., 0], sigma), obs=y)
+
+
+def learn_split(name: str, split: int, args: argparse.Namespace) -> dict[str, float]:
+    """Fit one split from several starts, and score it in the units of the data."""
+    from numpyro_bnn import datasets, guides
+
+    data = datasets.standardize(loaders.load_uci(name, split, args.data))
+    x, y, x_test, y_test = (
+        jnp.asarray(part, float) for part in (data.x_train, data.y_train, data.x_test, data.y_test)
+    )
+    guide = guides.AutoLaplace(model, args.structure)
+    start, fits = time.perf_counter(), []
+    for key in jax.random.split(jax.random.key(args.seed + split), args.starts):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"tune_prior": True, "num_rounds": args.rounds, "num_epochs": args.steps, "width": args.width}
+            fits.append(guide.run(key, x, y, progress_bar=False, **options))
+    fit = max(fits, key=lambda fit: fit.log_evidence)
+    found = guide.predictive(fit.params, x_test, width=args.width)
+    density = guide.log_predictive_density(fit.params, x_test, y_test, width=args.width)
+    scale, error = float(data.y_scaler.scale_factor), np.asarray(found.mean - y_test)
+    return {
+        "rmse": scale * float(np.sqrt(np.mean(error**2))),
+        "log_likelihood": float(density.mean()) - np.log(scale),
+        "coverage": float(np.mean(np.abs(error) < 1.645 * np.sqrt(found.variance))),
+        "log_evidence": fit.log_evidence,
+        "effective_parameters": fit.effective_parameters,
+        "distance": fit.distance,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    splits = [learn_split(name, split, args) for split in range(args.splits)]
+    by_split = {key: [split[key] for split in splits] for key in splits[0]}
+    return {
+        "set": name,
+        "splits": args.splits,
+        "rmse": mean_and_error(np.array(by_split["rmse"])),
+        "log_likelihood": mean_and_error(np.array(by_split["log_likelihood"])),
+        "seconds": float(np.median(by_split["seconds"])),
+        "by_split": by_split,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results as a Markdown table."""
+    heads = (
+        "set",
+        "splits",
+        "test RMSE",
+        "test log likelihood",
+        "PBP, 20 splits",
+        "coverage of 90 %",
+        "seconds a split",
+    )
+    lines = []
+    for row in rows:
+        cells = [f"{m:.3f} ± {e:.3f}" for m, e in (row["rmse"], row["log_likelihood"], PBP[row["set"]][1])]
+        coverage = f"{np.mean(row['by_split']['coverage']):.2f}"
+        lines.append((row["set"], row["splits"], *cells, coverage, f"{row['seconds']:.0f}"))
+    return markdown(heads, lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.laplace_uci",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--splits", type=int, default=20)
+    parser.add_argument("--structure", default="full", choices=["full", "kron", "diag", "low_rank"])
+    parser.add_argument("--starts", type=int, default=1, help="starts per split, of which the evidence chooses")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds of tuning")
+    parser.add_argument("--steps", type=int, default=300, help="most steps of L-BFGS a round")
+    parser.add_argument("--width", type=int, default=50, help="hidden units")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("output/laplace_uci.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ("splits", "starts", "rounds", "steps", "width"))
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    writable_file(args.output)
+    report: dict[str, Any] = {"rows": [], "options": options_of(args), **environment([])}
+    for name in args.sets:
+        report["rows"].append(learn_set(name, args))
+        print(table(report["rows"][-1:]).split("\n")[-1], flush=True)
+        write_report(args.output, report)
+    put_table(args.docs, "laplace_uci", table(report["rows"]), report)
+    return report
+
+
+if __name__ == "__main__":
+    main()
