@@ -301,7 +301,8 @@ class Classifier(ClassifierMixin, _Network):
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each row."""
-        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
+        best = np.argmax(self.predict_proba(X), axis=1)  # refuses before there are classes
+        return self.classes_[best]
 
     def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
         """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S, N, K)."""

@@ -239,10 +239,5 @@ def _from_guide(task: Task, guide: Any, fit: Any) -> Draws:
 
 
 # One row for each method. A guide with a `run` of its own (Laplace) is one more function like `adf`.
-METHODS: dict[str, Callable[[Task], Draws]] = {
-    "ensemble": ensemble,
-    "nuts": nuts,
-    "mean_field": mean_field,
-    "adf": adf,
-}
+METHODS: dict[str, Callable] = {"ensemble": ensemble, "nuts": nuts, "mean_field": mean_field, "adf": adf}
 HETEROSCEDASTIC = {"ensemble"}  # methods whose noise depends on the inputs unless the user says otherwise
