@@ -67,20 +67,20 @@ class Health(NamedTuple):
 def health(idata: Any) -> Health:
     """Check a result: its chains, energies, temperatures, mixing and fit of the function, its guide, its data.
 
-        R-hat and ESS are those of the function at up to 16 rows, because weights do not mix by symmetry. A check
-        that lacks its numbers is left out; chains that one check finds at fault are left out of those after it.
+    R-hat and ESS are those of the function at up to 16 rows, because weights do not mix by symmetry. A check
+    that lacks its numbers is left out; chains that one check finds at fault are left out of those after it.
 
-        :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a netCDF file with one.
-        :raises TypeError: for anything else.
+    :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a netCDF file with one.
+    :raises TypeError: for anything else.
 
-        >>> import numpy as np
-        >>> from numpyro_bnn import _arviz
-        >>> w, dims = np.random.default_rng(0).normal(size=(2, 200)), ("chain", "draw", "data")
-        >>> w[1] += 5.0
-        >>> groups = {"posterior": {"w": (dims[:2], w)}, "posterior_predictive": {"y_mean": (dims, w[..., None])}}
-        >>> idata = _arviz.inference_data({name: _arviz.dataset(group) for name, group in groups.items()})
-        >>> health(idata).warnings[0].what
-        'R-hat of the function is 1.82 (at most 1 within a chain)'
+    >>> import numpy as np
+    >>> from numpyro_bnn import _arviz
+    >>> w, dims = np.random.default_rng(0).normal(size=(2, 200)), ("chain", "draw", "data")
+    >>> w[1] += 5.0
+    >>> groups = {"posterior": {"w": (dims[:2], w)}, "posterior_predictive": {"y_mean": (dims, w[..., None])}}
+    >>> idata = _arviz.inference_data({name: _arviz.dataset(group) for name, group in groups.items()})
+    >>> health(idata).warnings[0].what
+    'R-hat of the function is 1.82 (at most 1 within a chain)'
     """
     checks, found = _Checks(_arviz.opened(idata)), []
     for name, least, advice in CHECKS:
