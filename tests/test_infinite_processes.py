@@ -10,7 +10,7 @@ from numpyro import handlers
 from scipy import stats
 
 from numpyro_bnn import _arviz, nn, priors, random_network, to_inference_data
-from numpyro_bnn.infinite import empirical_ntk, gp_regression, nngp, ntk, ntk_ensemble, prior_fit
+from numpyro_bnn.infinite import empirical_ntk, gp_regression, nngp, ntk, prior_fit
 from numpyro_bnn.infinite.regression import factorize, with_noise, zero_mean_log_density
 
 NET = nn.MLP([8, 8, 1], "erf")
@@ -152,21 +152,7 @@ def test_predictions_at_inputs_of_another_kind_are_refused(data):
         gp.predict(np.zeros((2, 3)))
 
 
-# ------------------------------------------------------------------------------------------- trained ensembles
-
-
-@pytest.mark.parametrize("time", [0.0, 0.4, 30.0, float("inf")])
-def test_ensemble_of_linear_models(data, time):
-    """A linear model has its tangent kernel at every width: weights solve dv/dt = -J'(J v - y) from v ~ N(0, I)."""
-    x, y = data
-    new, jacobian = x[:3] + 0.5, np.concatenate([x / 2**0.5, np.ones((25, 1))], 1)
-    ahead = np.concatenate([new / 2**0.5, np.ones((3, 1))], 1)
-    values, vectors = np.linalg.eigh(jacobian.T @ jacobian)
-    decay = (vectors * np.exp(-values * time)) @ vectors.T
-    mean = ahead @ (np.eye(3) - decay) @ np.linalg.solve(jacobian.T @ jacobian, jacobian.T @ y)
-    found = ntk_ensemble(nn.Dense(1), x, y, new, time=time)
-    np.testing.assert_allclose(found.mean, mean, atol=1e-9)
-    np.testing.assert_allclose(found.covariance, ahead @ decay @ decay.T @ ahead.T, atol=1e-9)
+# ------------------------------------------------------------------------------ the tangent kernel of finite width
 
 
 def train(net, params, sds, x, y, rate, steps):
@@ -192,34 +178,6 @@ def prior_draw(net, shape, prior, key):
 
 def standard_deviations(net, shape, prior):
     return {name: jnp.asarray(prior(name, dims).scale) for name, dims in net.param_shapes(shape).items()}
-
-
-@pytest.mark.slow
-def test_ensemble_of_wide_networks():
-    """300 networks of width 512, 200 steps: means within 6 standard errors plus what the width leaves."""
-    x, y, new = np.array([[-1.0], [0.2], [0.9]]), np.array([1.0, -0.5, 0.3]), np.array([[-0.4], [1.5]])
-    net, rate, steps, networks = nn.MLP([512, 1], "erf"), 0.02, 200, 300
-    sds = standard_deviations(net, (1,), PRIOR)
-
-    def one(key):
-        trained = train(net, prior_draw(net, (1,), PRIOR, key), sds, jnp.asarray(x, jnp.float32), y, rate, steps)
-        return net.apply(trained, jnp.asarray(new, jnp.float32))[:, 0]
-
-    draws = np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(jax.random.key(0), networks)))
-    mean, covariance = ntk_ensemble(net, x, y, new, time=rate * steps, prior=PRIOR)
-    sd = np.sqrt(np.diagonal(covariance))
-    assert (np.abs(draws.mean(0) - mean) < 6 * sd / networks**0.5 + 0.02).all()
-    assert (np.abs(draws.std(0) / sd - 1) < 6 / (2 * networks) ** 0.5).all()
-
-
-@pytest.mark.parametrize(("options", "message"), [({"time": -1.0}, "time"), ({"y": np.zeros(3)}, "mismatched")])
-def test_errors_of_ensembles(data, options, message):
-    x, y = data
-    with pytest.raises(ValueError, match=message):
-        ntk_ensemble(NET, x, options.pop("y", y), x, **options)
-
-
-# ------------------------------------------------------------------------------ the tangent kernel of finite width
 
 
 def test_empirical_kernel_is_the_product_of_jacobians(data):

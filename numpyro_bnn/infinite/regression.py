@@ -10,7 +10,7 @@ from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_key, check_number, check_same_length
-from numpyro_bnn.infinite.kernels import both_kernels, nngp, prior_variance
+from numpyro_bnn.infinite.kernels import nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
 
@@ -166,65 +166,6 @@ def gp_regression(
         numbers = float(noise_sd), float(_whitened_log_density(factor.lower, whitened)), float(factor.jitter)
         lower, half = np.asarray(factor.lower), np.asarray(whitened)
     return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
-
-
-def ntk_ensemble(
-    net: Layer, x: Any, y: Any, x_new: Any, *, time: float = np.inf, prior: Any = None, scales: Scales = None
-) -> Prediction:
-    r"""Predictions of an ensemble of infinitely wide networks, drawn from the prior and trained by gradient descent.
-
-    Gradient flow dv/dt = -d/dv sum_n (f(x_n) - y_n)^2 / 2 on the standardized parameters of :func:`ntk`. With K the
-    NNGP kernel and T the tangent kernel,
-
-    .. math::
-        E[f_*] &= G y, \qquad G = T_* T^{-1} (I - e^{-T t}), \\
-        \mathrm{Cov}[f_*] &= K_{**} + G K G' - (G K_*' + K_* G').
-
-    This distribution is not a Bayesian posterior. For full-batch steps on the standardized parameters with a learning
-    rate r that is small compared with 2 / the largest eigenvalue of T, t is r times the number of steps.
-
-    :param net: as for :func:`nngp`.
-    :param x: training inputs ``(N, *input_shape)``.
-    :param y: targets (N,), or (N, K).
-    :param x_new: inputs ``(M, *input_shape)``.
-    :param time: t; infinity for networks trained to the end.
-    :param prior: distribution of the initial parameters, as for :func:`nngp`.
-    :param scales: values of the prior's hyper-sites.
-    :return: a :class:`Prediction`, in float64. At infinite time, directions that T does not reach within rounding
-        (repeated inputs) keep their initial values.
-    :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a negative time.
-
-    Reference: Lee et al. (2019), *Wide neural networks of any depth evolve as linear models*, equations (13)-(15).
-
-    >>> import numpy as np
-    >>> from numpyro_bnn import nn
-    >>> x = np.array([[0.0], [1.0]])
-    >>> trained = ntk_ensemble(nn.MLP([64, 1], "relu"), x, np.array([1.0, 2.0]), x)
-    >>> trained.mean.round(6).tolist(), bool(abs(trained.covariance).max() < 1e-9)
-    ([1.0, 2.0], True)
-    """
-    call = "infinite.ntk_ensemble"
-    check_data(call, x, y)
-    check_number(call, "time", time, infinite=True)
-    x, y, x_new = (np.asarray(value, np.float64) for value in (x, y, x_new))
-    with jax.enable_x64(True):
-        pairs = (x, None), (x_new, x), (x_new, None)
-        train, cross, new = (both_kernels(call, net, x1, x2, prior, scales) for x1, x2 in pairs)
-        gain = jnp.asarray(cross.ntk) @ _learned(jnp.asarray(train.ntk), float(time))
-        half = gain @ train.nngp
-        mixed = gain @ jnp.asarray(cross.nngp).T
-        covariance = new.nngp + half @ gain.T - mixed - mixed.T
-        return Prediction(np.asarray(gain @ y), np.asarray((covariance + covariance.T) / 2))
-
-
-def _learned(kernel: jax.Array, time: float) -> jax.Array:
-    """T^-1 (I - exp(-T t)), in the eigenvectors of T."""
-    values, vectors = jnp.linalg.eigh(kernel)
-    reached = values > len(values) * jnp.finfo(values.dtype).eps * values[-1]
-    safe = jnp.where(reached, values, 1)
-    # Directions of eigenvalue 0 have the rate t, but at infinite time (t times 0 is undefined) they are not learned.
-    rates = jnp.where(reached, -jnp.expm1(-safe * time) / safe, 0 if np.isinf(time) else time)
-    return (vectors * rates) @ vectors.T
 
 
 def check_data(call: str, x: Any, y: Any) -> None:
