@@ -147,7 +147,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.benchmarks.function_agreement", ["--num-chains", "2"]),
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
-        ("examples.benchmarks.estimators", ["--effort", "0"]),
+        ("examples.benchmarks.estimators", ["--splits", "0"]),
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
