@@ -1,5 +1,6 @@
 """Estimators: scikit-learn's contract, units of the data, predictive mixtures, chains at fault, reuse of programs."""
 
+import json
 import pickle
 import subprocess
 import sys
@@ -340,6 +341,19 @@ def test_pickle_and_export(data, fitted):
     density = logsumexp(idata["log_likelihood"]["y"].to_numpy()[0], axis=0) - np.log(50)
     np.testing.assert_allclose(density, fitted.log_predictive_density(X, y), atol=1e-3)
     assert idata.attrs["method"] == "mean_field"
+    verdicts = {check["name"]: check["verdict"] for check in json.loads(idata.attrs["health"])}
+    assert verdicts["standardized"] == "ok"  # the network sees standardized data, whatever the units are
+
+
+def test_exported_chains_keep_their_numbers(fitted):
+    model = pickle.loads(pickle.dumps(fitted))
+    draws = model._predictive.draws
+    model._predictive.draws = {name: np.concatenate([value, value]) for name, value in draws.items()}
+    model.attrs_ |= {"num_chains": 3, "frozen_chains": "[1]", "first_divergence": "[-1, 7, -1]"}
+    model._idata = None
+    assert model.idata_["posterior"]["chain"].to_numpy().tolist() == [0, 2]
+    verdicts = {check["name"]: check["verdict"] for check in json.loads(model.idata_.attrs["health"])}
+    assert verdicts["diverged"] == "ok"  # chain 1 is not there
 
 
 def test_import_without_scikit_learn():

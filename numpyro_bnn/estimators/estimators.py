@@ -1,5 +1,6 @@
 """``Regressor`` and ``Classifier``: scikit-learn's contract, standardization, answers in the units of the data."""
 
+import ast
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -19,7 +20,7 @@ from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
 from numpyro_bnn.priors.base import as_prior
-from numpyro_bnn.results.export import about
+from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
@@ -128,6 +129,10 @@ class _Network(BaseEstimator):
         exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))
+        lost = {chain for name in ("diverged", "frozen_chains") for chain in ast.literal_eval(self.attrs_[name])}
+        kept = [chain for chain in range(self.attrs_.get("num_chains", 1)) if chain not in lost]
+        groups = {name: g.assign_coords(chain=kept) if "chain" in g.dims else g for name, g in groups.items()}
+        attrs = _arviz.attrs(reported(groups, about(self.attrs_, key, None)))  # judged as it was standardized
 
         def in_units(name: str, scaler: Scaler) -> None:
             values = {str(k): v * scaler.scale + scaler.mean for k, v in groups[name].data_vars.items()}
@@ -138,7 +143,7 @@ class _Network(BaseEstimator):
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
                 in_units(name, scaler)
             groups["log_likelihood"] = groups["log_likelihood"] - np.sum(np.log(scaler.scale))
-        return _arviz.inference_data(groups, about(self.attrs_, key, None))
+        return _arviz.inference_data(groups, attrs)
 
 
 class Regressor(RegressorMixin, _Network):

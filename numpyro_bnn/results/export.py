@@ -107,7 +107,7 @@ def to_inference_data(
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
-        return _reported(groups, about(process_attrs(result, num_samples), rng_key, attrs))
+        return reported(groups, about(process_attrs(result, num_samples), rng_key, attrs))
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
     else:
@@ -123,10 +123,10 @@ def to_inference_data(
     groups, more = _training(exporter, _starts(result, exporter) if judged else {}, train_key, chosen)
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
-    return _reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
+    return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
 
 
-def _reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     """The result with its health report, and a warning of what is off."""
     idata = _arviz.inference_data(groups, about)
     report = health(idata)
