@@ -359,6 +359,19 @@ def test_minibatches_and_order_of_rows_do_not_matter(structure):
         np.testing.assert_allclose(of_other.log_evidence, fit.log_evidence, rtol=1e-9)
 
 
+def test_a_search_that_overflows_ends_at_its_lowest_point():
+    """The density is NaN beyond 2, where the first steps go."""
+
+    def model(y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        loc = jnp.where(w > 2.0, jnp.nan, 50.0 * w)
+        numpyro.sample("y", dist.Normal(loc, 30.0), obs=y)
+
+    guide, fit = fitted(model, "diag", jnp.asarray(140.0))
+    assert np.all(np.isfinite(fit.losses))
+    assert np.isfinite(guide.median(fit.params)["w"])
+
+
 def test_a_second_run_is_that_of_its_own_data():
     guide, _ = fitted(linear, "full", jnp.asarray(X), jnp.asarray(Y))
     again = guide.run(KEY, jnp.asarray(X[:8]), jnp.asarray(Y[:8]), progress_bar=False)

@@ -120,11 +120,11 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
     value_and_grad = optax.value_and_grad_from_state(loss)
 
     def go_on(carry: tuple) -> jax.Array:
-        _, _, _, _, since, taken = carry
+        *_, since, taken = carry
         return (since < options.patience) & (taken < options.num_epochs)
 
     def step(carry: tuple) -> tuple:
-        v, state, losses, best, since, taken = carry
+        v, state, losses, best, found, since, taken = carry
         value, grad = value_and_grad(v, state=state)
         updates, state = solver.update(grad, state, v, value=value, grad=grad, value_fn=loss)
         lower = value < best
@@ -133,21 +133,24 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
             state,
             losses.at[taken].set(value),
             jnp.where(lower, value, best),
-            jnp.where(lower, 0, since + 1),
+            jax.tree.map(lambda new, old: jnp.where(lower, new, old), v, found),
+            # A step that overflows ends the search at the lowest point so far.
+            jnp.where(lower, 0, jnp.where(jnp.isfinite(value), since + 1, options.patience)),
             taken + 1,
         )
 
     losses = jnp.zeros(max(1, options.num_epochs))
-    start = (v, solver.init(v), losses, jnp.asarray(jnp.inf), jnp.asarray(0), jnp.asarray(0))
-    v, _, losses, _, _, taken = jax.lax.while_loop(go_on, step, start)
-    return v, losses, taken
+    start = (v, solver.init(v), losses, jnp.asarray(jnp.inf), v, jnp.asarray(0), jnp.asarray(0))
+    _, _, losses, _, found, _, taken = jax.lax.while_loop(go_on, step, start)
+    return found, losses, taken
 
 
 def _lbfgs(program: Callable, options: Fit, v: Values, tuning: tuple, key: Any) -> tuple:
     if not options.num_epochs:
         return v, []
     v, losses, taken = program((v, tuning))
-    return v, [_finite(loss) for loss in np.asarray(losses)[: int(taken)].tolist()]
+    made = np.asarray(losses)[: int(taken)].tolist()
+    return v, [_finite(made[0]), *(loss for loss in made[1:] if np.isfinite(loss))]
 
 
 def _finite(loss: float) -> float:
