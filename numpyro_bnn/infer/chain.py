@@ -241,7 +241,11 @@ class Chain:
         if not policy.chooses_step_size:
             return state
         curvature, size = largest_curvature(sampler, engine), engine.position.size
-        average = noise if policy.noise is None else policy.noise.averaged(state.moment, noise)
+        average = noise
+        if policy.noise is not None and isinstance(
+            sampler.gradient, sgmcmc.Minibatch
+        ):  # others: noise grows off center
+            average = policy.noise.averaged(state.moment, noise)
         chosen = policy.choose_step_size(curvature, average, size)
         if policy.steers_step_size:
             chosen = jnp.where(i <= warm, chosen, state.base_step_size)
