@@ -241,7 +241,8 @@ class Chain:
         if not policy.chooses_step_size:
             return state
         curvature, size = largest_curvature(sampler, engine), engine.position.size
-        average = noise if policy.noise is None else policy.noise.averaged(state.moment, noise)
+        plain = isinstance(sampler.gradient, sgmcmc.Minibatch)  # noise of others grows off their center
+        average = policy.noise.averaged(state.moment, noise) if policy.noise and plain else noise
         chosen = policy.choose_step_size(curvature, average, size)
         if policy.steers_step_size:
             chosen = jnp.where(i <= warm, chosen, state.base_step_size)
