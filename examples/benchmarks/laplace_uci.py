@@ -125,7 +125,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     writable_file(args.output)
     report: dict[str, Any] = {"rows": [], "options": options_of(args), **environment([])}
     for name in args.sets:
-        report["rows"].append(learn_set(name, args))
+        with jax.enable_x64(True):  # on yacht the precision is too ill-conditioned for float32
+            report["rows"].append(learn_set(name, args))
         print(table(report["rows"][-1:]).split("\n")[-1], flush=True)
         write_report(args.output, report)
     put_table(args.docs, "laplace_uci", table(report["rows"]), report)

@@ -335,7 +335,7 @@ def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
         variance = gaussian.variance[name]
         if not bool(jnp.all(jnp.isfinite(variance) & (variance > 0))):
             got = f"a model whose precision is not positive at the site {name!r}"
-            instead = "It is not at a mode, or a prior is not log-concave there: run more epochs, use Normal priors."
+            instead = "With little noise use float64 (`jax_enable_x64`); else run more epochs, or use Normal priors."
             raise argument_error(CALL, "model", got, instead)
 
 
