@@ -277,7 +277,7 @@ class SGMCMCKernel(ArgumentKernel):
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
         policy = self.make_policy(target, num_warmup)
         noisy = target.subsampled and self.uses_minibatches
-        if learns_from_noise(self._call, self._preconditioner, noisy, self._step_size):
+        if learns_from_noise(self._call, self._preconditioner, noisy, self._step_size, self._gradient):
             size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
             noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw)
             policy = self.learning_noise(policy, noise)

@@ -121,13 +121,16 @@ class NoisePreconditioner:
         return inverse[::-1, ::-1].T / scale[:, None]
 
 
-def learns_from_noise(call: str, given: Any, noisy: bool, step_size: Any) -> bool:
-    """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen."""
+def learns_from_noise(call: str, given: Any, noisy: bool, step_size: Any, gradient: str) -> bool:
+    """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen.
+
+    That of control variates is 0 where it is measured first, at their center, and says nothing about other positions.
+    """
     named = is_named(given, "gradient_noise")
     if named and not noisy:
         instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or leave it out."
         raise argument_error(call, "preconditioner", "'gradient_noise'", instead)
-    return named or (given is None and step_size is None and noisy)
+    return named or (given is None and step_size is None and noisy and gradient == "minibatch")
 
 
 def is_named(spec: Any, name: str) -> bool:
