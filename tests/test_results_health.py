@@ -51,7 +51,7 @@ class Made:
         self.attrs |= {"base_step_size": str([0.1] * chains)}
         self.attrs |= {"refused_steps": str([0.01] * chains), "max_energy_error": 5.0}
         self.attrs |= {"variance_covered": str([0.9] * chains), "mean_accept_prob": str([0.6] * chains)}
-        self.attrs |= {"frozen_chains": "[]"}
+        self.attrs |= {"frozen_chains": "[]", "steps_kept": 20_000, "steps_needed": 10_000.0}
 
     def idata(self, dtype=np.float64, without=()):
         rows = {"x": (("data", "x_dim_1"), self.x), "y": (("data",), self.y)}
@@ -88,6 +88,10 @@ def diverged(made):
     made.w[2, 150:] = np.nan
     made.f[2, 150:] = np.nan
     made.attrs["first_divergence"] = "[-1, -1, 17, -1]"
+
+
+def few_steps(made):
+    made.attrs["steps_needed"] = 50_000.0
 
 
 def nan_chain(made):
@@ -232,6 +236,7 @@ FAILURES = {
     "an energy variance far below": (energy("1e-10"), ["energy_variance"], "chain 1 is 1e-10"),
     "an implied bias that is large by design": (energy("0.0004", 1.66), ["energy_variance"], "a variance 1.7"),
     "refused steps": (refused, ["refused_steps"], "chain 1 refused 40% of its steps"),
+    "too few steps on minibatches": (few_steps, ["steps"], "20000 steps, where the gradient noise asks for 5e+04"),
     "a wrong configurational temperature": (hot("configurational_temperature"), ["temperature"], "chain 1 is -7.5"),
     "a wrong kinetic temperature": (hot("kinetic_temperature"), ["temperature"], "kinetic temperature of chain 1"),
     "a dead chain": (dead_chain, ["fit"], "chain 1 explains 0%, its member or the best chain 9"),

@@ -364,6 +364,31 @@ def test_gradients_alone_show_the_energy_error_of_gaussians():
     np.testing.assert_allclose(ends[1].memory.potential, ends[0].memory.potential, rtol=1e-3)
 
 
+def test_a_chain_moves_where_only_short_steps_are_taken():
+    """Full steps are all refused; the shorter ones among them take the chain to the typical set and about it."""
+    size, sd = 10, 0.02
+    sampler = build(Full(lambda q: rounded(q / sd)), Microcanonical(0.2, max_energy_error=5.0), schedule=1.0)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        def body(state, _):
+            state = sampler.run(state, 20)
+            return state, jnp.vdot(state.position, state.position) / (size * sd**2)
+
+        return jax.lax.scan(body, sampler.init(jnp.full(size, 2 * sd), key), None, 1000)
+
+    state, squares = run(jax.random.split(jax.random.key(0), 50))
+    refused = np.asarray(state.statistics.num_refused / state.statistics.num_steps)
+    found = np.asarray(squares, np.float64)[:, 200:].mean(1)
+    error = found.std() / 50**0.5
+    print(f"refused {refused.mean():.3f}; mean square {found.mean():.4f} +- {error:.4f}")
+    assert refused.min() > 0.9
+    assert refused.max() < 0.98
+    # It starts at 4. Steps of 1/16 are as long as the Gaussian is wide, sd sqrt(P): their bias is about a tenth.
+    assert abs(found.mean() - 1) < 4 * error + 0.15
+
+
 @BOTH
 def test_on_gaussians_the_limit_of_the_kernel_refuses_nothing(integrator):
     """At about the energy variance of the default, the chain is the same to the last bit."""

@@ -51,6 +51,7 @@ MEASUREMENTS = {
     "minibatches": _json("minibatches", "--docs docs/minibatches.md", data=False, continues=True),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
+    "laplace_torch": _json("laplace_torch", "ours", data=False),
     "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),
     "horseshoe": _json("horseshoe", data=False),
     "california": Measurement("probabilistic_backpropagation", "california"),
@@ -63,6 +64,8 @@ MEASUREMENTS = {
     "function_agreement": _json("function_agreement", "--docs docs/microcanonical.md"),
     "infinite_uci": _json("infinite_uci", "--docs docs/infinite.md"),
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
+    "laplace_uci": _json("laplace_uci"),
+    "estimators": _json("estimators", "--docs docs/estimators.md"),
     "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
     "uci": Measurement("benchmarks.uci", "uci.jsonl", "--docs docs/evidence.md README.md", continues=True),
 }

@@ -131,7 +131,7 @@ def time_ours(name, rows, batch_size):
     return found
 
 
-def main(argv=None):
+def parse(argv=None):
     parser = argparse.ArgumentParser(
         prog="examples.benchmarks.laplace_torch",
         description=__doc__.split("\n")[0],
@@ -142,7 +142,11 @@ def main(argv=None):
     parser.add_argument("--rows", type=int, default=2000, help="rows of the times")
     parser.add_argument("--batch-size", type=int, default=200, help="rows of a minibatch of the times")
     parser.add_argument("--output", type=Path, default=Path("output/laplace_torch.json"), help="JSON file")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.what == "reference":
         found = reference()
