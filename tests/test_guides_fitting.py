@@ -65,9 +65,11 @@ def plain(x, y):
 
 def test_a_first_fit_compiles_few_programs(compiled):
     """Arguments, keys, initial values and scales, state, steps, parameters; it was one program per operation."""
-    x = np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
-    result = quiet(make(guide=AutoMeanField, program=plain), jax.random.key(0), 3, x, x[:, 0])
-    assert len(compiled) <= 14
+    jax.clear_caches()  # whatever tests before this one have compiled
+    x, key = np.random.default_rng(0).normal(size=(13, 7)).astype("float32"), jax.random.key(0)
+    compiled.clear()
+    result = quiet(make(guide=AutoMeanField, program=plain), key, 3, x, x[:, 0])
+    assert 0 < len(compiled) <= 14, len(compiled)
     assert result.losses.shape == (3,)
 
 
