@@ -244,7 +244,7 @@ def test_a_chain_that_is_lost_in_warm_up_is_marked():
 
 
 def test_many_refused_steps_are_reported():
-    kernel = infer.MCLMC(gaussian, 3.0, warm_start=0.5, steps_per_draw=20, preconditioner="identity")
+    kernel = infer.MCLMC(gaussian, 4.0, warm_start=0.5, steps_per_draw=20, preconditioner="identity")
     mcmc = run(kernel, 20, 20, chains=2)
     with pytest.warns(UserWarning, match=r"refused_steps: chain \d refused \d+% of its steps"):
         about = bnn.to_inference_data(mcmc).attrs

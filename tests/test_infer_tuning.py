@@ -174,17 +174,17 @@ def test_steps_grow_slowly_and_shrink_at_once():
 
 
 def test_the_first_target_is_limited_in_nats():
-    """At 10,000 parameters a hundred times the target would be errors of 20 nats a step; the limit is a quarter of
-    the largest error, 16 nats / 4, so a variance of 16 / 10,000 is met at once."""
-    targets = {"energy_targets": (0.04, 4e-4), "max_energy_error": lambda size: 16.0}
+    """At 10,000 parameters a hundred times the target would be errors of 20 nats a step; the limit is a twelfth
+    of the largest error, 48 nats / 12, so a variance of 16 / 10,000 is met at once."""
+    targets = {"energy_targets": (0.04, 4e-4), "max_energy_error": lambda size: 48.0}
     assert steered(16 / 10_000, size=10_000, **targets)[0] == pytest.approx(1.0, rel=1e-4)
     assert steered(4e-4, size=10_000, i=90, **targets)[0] == pytest.approx(1.0, rel=1e-4)
-    # The limit contains the targets that a user gives, and is never below five nats.
+    # The limit contains the targets that a user gives, and is never below 15 nats.
     plain, given = infer.MCLMC(lambda: None), infer.MCLMC(lambda: None, energy_variance=(0.5, 0.1))
     last = plain.energy_targets[1]
-    assert plain.max_energy_error(10_000) == pytest.approx(8 * (10_000 * last) ** 0.5)
-    assert plain.max_energy_error(10) == 5
-    assert given.max_energy_error(1000) == pytest.approx(max(8 * 100**0.5, 4 * 500**0.5))
+    assert plain.max_energy_error(10_000) == pytest.approx(24 * (10_000 * last) ** 0.5)
+    assert plain.max_energy_error(10) == 15
+    assert given.max_energy_error(1000) == pytest.approx(max(24 * 100**0.5, 12 * 500**0.5))
 
 
 def test_lengths_follow_the_autocorrelation_time():

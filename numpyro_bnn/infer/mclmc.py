@@ -20,9 +20,10 @@ from numpyro_bnn.infer.target import Target
 from numpyro_bnn.infer.tuning import Noise, Spread, Stages, autocorrelation_time, implied_bias, listed
 
 EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
-LARGEST = 8.0  # largest energy error of a step that is taken, in standard deviations of the last target
-LEAST_LARGEST = 5.0  # lower limit of it, in nats
-EARLY_LARGEST = 4.0  # lower limit of it, in standard deviations of the first target
+LARGEST = 24.0  # largest energy error of a step that is taken, in standard deviations of the last target
+LEAST_LARGEST = 15.0  # lower limit of it, in nats
+EARLY_LARGEST = 12.0  # lower limit of it, in standard deviations of the first target
+COUNTED = 8.0  # largest energy error that adaptation counts, in standard deviations of the target
 GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the steps
 FROZEN = 200  # refused steps in a row after which a chain counts as frozen
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
@@ -122,10 +123,10 @@ class MCLMC(SGMCMCKernel):
         return EARLY * last, last
 
     def max_energy_error(self, num_parameters: int) -> float:
-        """Largest energy error of a step that is taken, in nats: far in the tail of errors as large as the target's.
+        """Largest energy error of a step that is taken, in nats: beyond errors as large as the target's.
 
         >>> round(MCLMC(lambda: None).max_energy_error(4475), 1)
-        11.4
+        34.2
         """
         first, last = ((num_parameters * target) ** 0.5 for target in self.energy_targets)
         early = EARLY_LARGEST * first if self._energy_variance is not None else 0.0
@@ -335,7 +336,7 @@ class EnergyTuner(Tuner):
         early = max(last, min(first, (self.max_energy_error(size) / EARLY_LARGEST) ** 2 / size))
         share = jnp.clip((i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0)
         target = (early * (last / early) ** share).astype(dtype)
-        largest = LARGEST**2 * target
+        largest = COUNTED**2 * target
         seen = (1 - refused) * jnp.minimum(energy, largest) + refused * largest
         age = tuning.age + 1
         gain = jnp.maximum(1 / age, jnp.where(i < stages.late, 0.1, 0.0).astype(dtype))
