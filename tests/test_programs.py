@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from jax.extend.core import ClosedJaxpr
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, SVI, Trace_ELBO
@@ -111,16 +112,17 @@ def test_models_that_compute_shapes_from_data(labels):
         with numpyro.plate("data", len(y)):
             numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
 
-    mcmc = MCMC(infer.MALA(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False)
-    mcmc.run(random.key(0), labels, X)
-    assert mcmc.get_samples()["effect"].shape == (2, len(np.unique(labels)))
+    for make in (infer.SGLD, infer.MCLMC, infer.MALA):
+        mcmc = MCMC(make(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False)
+        mcmc.run(random.key(0), labels, X)
+        assert mcmc.get_samples()["effect"].shape == (2, len(np.unique(labels)))
     exported = to_inference_data(mcmc)
     assert exported["posterior_predictive"]["y"].shape == (1, 2, 3)
     np.testing.assert_array_equal(exported["observed_data"]["y"], X)
 
 
 def test_a_second_kernel_compiles_only_the_loop_of_mcmc(compiled):
-    """A new kernel and new data of the same shape: one program, in which NumPyro has the data as constants."""
+    """A new kernel and new data of the same shape: the loop of the new ``MCMC``, and no program of ours."""
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -136,6 +138,65 @@ def test_a_second_kernel_compiles_only_the_loop_of_mcmc(compiled):
         mcmc.run(random.key(seed), X + seed, X)
         counts.append(len(compiled) - before)
     assert counts[1] == 1 < counts[0]
+
+
+@pytest.mark.parametrize("name", ["SGLD", "MCLMC", "OrbitMoves", "ParallelTempering"])
+def test_data_are_no_constants_of_the_program(name):
+    """Of 4,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs many times their memory."""
+    x = np.linspace(-1.0, 1.0, 4000, dtype=np.float32)[:, None]
+    model = models.regression(nn.MLP([2, 1]), priors.Hierarchical())
+    make = getattr(infer, name)
+    if name == "OrbitMoves":
+        kernel = make(infer.MALA(model, step_size=1e-3), symmetry.find(model, x, x[:, 0]))
+    elif name == "ParallelTempering":
+        kernel = make(infer.MALA(model, step_size=1e-3), 2)
+    else:
+        kernel = make(model)
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=2, progress_bar=False)
+    mcmc.run(random.key(0), x, x[:, 0])
+    program = jax.make_jaxpr(lambda state: kernel.sample(state, (x, x[:, 0]), {}))(mcmc.last_state)
+    sizes = [np.size(part) for part in constants_of(program)]
+    assert max(sizes, default=0) < len(x)
+
+
+def constants_of(closed):
+    """The arrays that a program and its inner programs hold themselves; references are inputs."""
+    for const in closed.consts:
+        if not isinstance(const, jax.Ref):
+            yield const
+    for equation in closed.jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda part: isinstance(part, ClosedJaxpr)):
+            if isinstance(inner, ClosedJaxpr):
+                yield from constants_of(inner)
+
+
+def test_changed_data_are_read_again():
+    """A second run of one ``MCMC`` on other data, and on the same table with other values, does not see the first."""
+    x = np.array(X)
+    mcmc = MCMC(infer.MALA(linear, step_size=0.5), num_warmup=20, num_samples=200, progress_bar=False)
+    means = []
+    for slope in (3.0, -3.0):
+        y = slope * x
+        mcmc.run(random.key(0), x, y)
+        means.append(float(mcmc.get_samples()["w"].mean()))
+    x *= -1.0
+    mcmc.run(random.key(0), x, y)
+    means.append(float(mcmc.get_samples()["w"].mean()))
+    precision = 1.0 + np.sum(X**2)
+    expected = np.array([3.0, -3.0, 3.0]) * np.sum(X**2) / precision
+    np.testing.assert_allclose(means, expected, atol=5.0 / np.sqrt(20.0 * precision))  # at least 20 effective draws
+
+
+def test_one_model_in_two_ways_to_map_chains():
+    """``chain_method="parallel"`` traces chains in a mesh of devices; its programs are no use to other methods."""
+    runs = []
+    for method in ("parallel", infer.parallel_vectorized, "vectorized"):
+        kernel, options = infer.SGLD(linear, 1e-3), {"num_chains": 2, "chain_method": method, "progress_bar": False}
+        mcmc = MCMC(kernel, num_warmup=2, num_samples=3, **options)
+        mcmc.run(random.key(0), X, 2 * X)
+        runs.append(mcmc.get_samples()["w"])
+    for found in runs[1:]:
+        np.testing.assert_allclose(found, runs[0], rtol=1e-5)
 
 
 def linear(x, y=None):

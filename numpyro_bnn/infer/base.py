@@ -282,7 +282,7 @@ class SGMCMCKernel(ArgumentKernel):
             noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw)
             policy = self.learning_noise(policy, noise)
         self._policy = policy
-        self._sample_fn = Chain(policy, model_args, model_kwargs).transition
+        self._sample_fn = self.sample
 
         def start(given: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> SGMCMCState:
             z, key = jax.tree.map(lambda value: spread * value, given[0]), given[1]
@@ -329,7 +329,7 @@ class SGMCMCKernel(ArgumentKernel):
         return kernel
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_policy": None, "_sample_fn": None}
+        return {**super().__getstate__(), "_policy": None}
 
     @property
     def policy(self) -> Policy:

@@ -1,19 +1,23 @@
 """What every kernel does to the arguments of its model before it looks at them."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, check_key
-from numpyro_bnn.program.arguments import as_arrays, fingerprints, plain_values, with_plain_values
+from numpyro_bnn.program.arguments import as_arrays, fingerprints, is_table, plain_values, with_plain_values
+from numpyro_bnn.program.compiled import NEEDS_VALUES
 
 METHODS = ("init", "sample", "refresh", "postprocess_fn", "get_constrain_fn", "members")
-CONSTANT_BYTES = 2**27  # constants of a program above this size are reported
+
+
+def _is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
 
 
 class ArgumentKernel(MCMCKernel):
@@ -26,12 +30,16 @@ class ArgumentKernel(MCMCKernel):
     _plain: Mapping[str, int | bool] | None = None  # of the last `init`
     _traced = False  # whether some program took them in place of traced values
     _prints: Mapping[str, bytes] | None = None
+    _inputs: Any = None  # by identity: data of the last run and a reference to a copy; None where it cannot be read
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in METHODS:
             if name in cls.__dict__:
                 setattr(cls, name, _with_arrays(cls.__dict__[name]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sample_fn": None, "_inputs": None}
 
     def changed_data(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
@@ -45,6 +53,27 @@ class ArgumentKernel(MCMCKernel):
             args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
             self._traced |= traced
         return as_arrays(args, kwargs, f"infer.{type(self).__name__}")
+
+    def _as_inputs(self, args: tuple, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
+        """Data read from references: a program that ``MCMC`` compiles has them as inputs, not copies as constants."""
+
+        def read(leaf: Any) -> Any:
+            if id(leaf) not in self._inputs:
+                (array,), _ = as_arrays((leaf,), None)
+                known = isinstance(array, jax.Array) and not _is_tracer(array)
+                if not known or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                    return leaf
+                with jax.core.eval_context():
+                    self._inputs[id(leaf)] = leaf, jax.new_ref(array)  # the leaf too, so that its id is not reused
+            return self._inputs[id(leaf)][1][...]
+
+        return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
+
+    def _renew_inputs(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
+        """A new run reads its data again: ``MCMC`` keeps programs by the identity of data; values may change."""
+        for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
+            if id(leaf) in (self._inputs or ()):
+                self._inputs[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
 
     def _remember(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
         plain = plain_values(args, kwargs)
@@ -63,26 +92,23 @@ def _with_arrays(method: Callable) -> Callable:
         bound = signature.bind(self, *given, **named)
         bound.apply_defaults()
         args, kwargs = bound.arguments["model_args"], bound.arguments["model_kwargs"]
+
+        def run(args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
+            converted = self._arguments(name, args, kwargs)
+            bound.arguments["model_args"], bound.arguments["model_kwargs"] = converted
+            return method(*bound.args, **bound.kwargs)
+
         if name == "init":
             check_key(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])
-        converted = self._arguments(name, args, kwargs)
-        bound.arguments["model_args"], bound.arguments["model_kwargs"] = converted
-        if name == "sample":
-            _report_constants(bound.arguments["state"], converted)
-        return method(*bound.args, **bound.kwargs)
+            parallel = _is_tracer(bound.arguments["rng_key"])  # `pmap` takes no references
+            self._inputs = None if parallel else self._inputs or {}
+            self._renew_inputs(args, kwargs)
+        compiled = name == "sample" and any(map(_is_tracer, jax.tree.leaves(bound.arguments["state"])))
+        if compiled and self._inputs is not None:
+            try:
+                return run(*self._as_inputs(args, kwargs))
+            except NEEDS_VALUES:  # data that shape the model are a part of it
+                self._inputs = None
+        return run(args, kwargs)
 
     return call
-
-
-def _report_constants(state: Any, call: Any) -> None:
-    """Warn where ``MCMC`` makes large data constants of its program: it compiles several copies of them."""
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-        return
-    arrays = [leaf for leaf in jax.tree.leaves(call) if isinstance(leaf, jax.Array)]
-    size = sum(leaf.nbytes for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
-    if size > CONSTANT_BYTES:
-        warnings.warn(
-            f"MCMC: {size / 2**30:.2f} GiB of data are constants of its compiled program, which takes several times"
-            " this memory. `MCMC(kernel, ..., jit_model_args=True)` passes them as arguments.",
-            stacklevel=2,
-        )

@@ -181,9 +181,6 @@ class PrecisionGibbs(ArgumentKernel):
         kernel._sample_fn = None
         return kernel
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sample_fn": None}
-
 
 class GIG(NamedTuple):
     """The generalized inverse Gaussian: density of t > 0 proportional to t^(p - 1) exp(-(a t + b / t) / 2)."""

@@ -257,9 +257,6 @@ class ParallelTempering(ArgumentKernel):
         kernel._sample_fn = None
         return kernel
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sample_fn": None}
-
     # -- read by `to_inference_data` ---------------------------------------------------------------------
 
     def describe(self, state: TemperingState) -> dict[str, Any]:

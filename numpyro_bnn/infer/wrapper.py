@@ -169,9 +169,6 @@ class Wrapper(ArgumentKernel):
         kernel._sample_fn = None
         return kernel
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sample_fn": None}
-
     # -- read by `to_inference_data` ---------------------------------------------------------------------
 
     def describe(self, state: Any) -> dict[str, Any]:

@@ -130,13 +130,13 @@ def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.r
 
     with jax.ensure_compile_time_eval():  # a value that is known stays known, also where a program is traced
         given = args, dict(kwargs or {})
-        return jax.tree_util.tree_map_with_path(converted, given, is_leaf=_is_table)
+        return jax.tree_util.tree_map_with_path(converted, given, is_leaf=is_table)
 
 
 def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
     """:func:`as_arrays` for the export: tables and lists become NumPy arrays, and arrays keep their precision."""
     given = args, dict(kwargs or {})
-    return jax.tree.map(lambda leaf: leaf if _values(leaf) is None else _values(leaf), given, is_leaf=_is_table)
+    return jax.tree.map(lambda leaf: leaf if _values(leaf) is None else _values(leaf), given, is_leaf=is_table)
 
 
 def plain_values(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, int | bool]:
@@ -186,19 +186,19 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
 
 
 def _leaves(args: tuple, kwargs: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path((args, dict(kwargs or {})), is_leaf=_is_table)
+    flat, _ = jax.tree_util.tree_flatten_with_path((args, dict(kwargs or {})), is_leaf=is_table)
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in flat)
 
 
 def _values(leaf: Any) -> np.ndarray | None:
     """The values of a NumPy array or a table; ``None`` for everything else, also for rows of several lengths."""
     try:
-        return np.asarray(leaf) if isinstance(leaf, np.ndarray) or _is_table(leaf) else None
+        return np.asarray(leaf) if isinstance(leaf, np.ndarray) or is_table(leaf) else None
     except ValueError:
         return None
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
     """Whether a value is a pandas (or polars, xarray) object, or a nested list of numbers."""
     if not isinstance(value, list):
         return hasattr(value, "to_numpy")

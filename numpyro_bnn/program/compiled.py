@@ -85,7 +85,7 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         leaves, tree = jax.tree.flatten(given)
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         settings = inside, jnp.result_type(float), getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
-        key = tree, settings, *map(jax.typeof, leaves)
+        key = tree, settings, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves)
         found = known.get(key)
         if found is None:
             flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
@@ -132,7 +132,7 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
         array = np.asarray(part)
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
     inputs = tuple((v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars)
-    return digest.digest(), inputs
+    return digest.digest(), inputs, jax.sharding.get_abstract_mesh()  # chains in parallel are traced in a mesh
 
 
 def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
