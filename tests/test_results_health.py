@@ -216,8 +216,13 @@ def constant_column(made):
     made.x[:, 1] = made.new[:, 1] = 1.0
 
 
+def infinite_input(made):
+    made.x[3, 1] = np.inf
+    del made.attrs["explained_by_members"]
+
+
 def far(made):
-    made.new[:5] = 20.0
+    made.new[:3], made.new[3], made.new[4, 1] = 20.0, -20.0, np.nan
 
 
 FAILURES = {
@@ -250,6 +255,7 @@ FAILURES = {
     "an ELBO that falls": (falling, ["elbo"], "changes by -30 nats"),
     "inputs far from 0": (years, ["standardized"], "1 of 2 columns of x are off: column 1 has mean 2e+03"),
     "tiny inputs": (tiny_inputs, ["standardized"], "2 of 2 columns of x are off"),
+    "an infinite input": (infinite_input, ["standardized", "extrapolation"], "1 of 2 columns of x are off: column 1"),
     "targets on a large scale": (large_targets, ["standardized"], "1 of 1 columns of y are off: column 0"),
     "a constant input": (constant_column, ["constant_inputs"], "constant columns: 1 of x"),
     "predictions far outside": (far, ["extrapolation"], "5 of 50 new rows of x"),

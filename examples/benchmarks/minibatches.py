@@ -202,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="kernels and others")
     parser.add_argument("--rows", nargs="+", type=int, default=[20_000, 1_000_000], help="data points")
     parser.add_argument("--gradients", nargs="+", type=int, default=[20_000, 200_000], help="gradients per chain")
-    parser.add_argument("--reference-gradients", type=int, default=60_000, help="of all the data, per chain")
+    parser.add_argument("--reference-gradients", type=int, default=300_000, help="of all the data, per chain")
     parser.add_argument("--long-gradients", type=int, default=1_000_000, help="of minibatches, per reference chain")
     parser.add_argument("--full-rows", type=int, default=50_000, help="most rows of a reference on all the data")
     parser.add_argument("--batch-size", type=int, default=256, help="rows of a minibatch")
@@ -221,9 +221,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
     text = args.output.read_text()
-    options = {
-        name: value for name, value in options_of(args).items() if name not in ("methods", "rows", "gradients")
-    }
+    options = {name: value for name, value in options_of(args).items() if name not in VARIED}
     old = json.loads(text) if text.strip() else {"rows": [], "options": options}
     if old["options"] != options:
         sys.exit(f"--output: {args.output} was measured with other options: {old['options']}. Choose another file.")

@@ -309,7 +309,7 @@ class _Checks:
             some = x[spread(len(x), INPUT_ROWS)].astype(np.float64)
             if some.size and self.has_network:
                 mean, sd, size = some.mean(axis=0), some.std(axis=0), 1 / np.abs(some).max(axis=0)
-                off = np.where(sd > 0, np.maximum.reduce([np.abs(mean), sd, size]), 0.0)
+                off = np.nan_to_num(np.where(sd == 0, 0.0, np.maximum.reduce([np.abs(mean), sd, size])), nan=np.inf)
                 c, many = int(off.argmax()), f"{(off > 10).sum()} of {off.size} columns of {name} are off"
                 what = f"{many}: column {c} has mean {mean[c]:.3g}, standard deviation {sd[c]:.3g}"
                 found.append((off[c], 10, what))
@@ -326,7 +326,7 @@ class _Checks:
         for name, x in ((name, x) for name, x in self.inputs.items() if name in held and x.size):
             new, sd = table(held[name]), x[spread(len(x), INPUT_ROWS)].std(axis=0, dtype=np.float64)
             width = 3 * np.maximum(sd, np.median(sd))
-            beyond = ((new < x.min(axis=0) - width) | (new > x.max(axis=0) + width)).any(axis=1)
+            beyond = ~((new >= x.min(axis=0) - width) & (new <= x.max(axis=0) + width)).all(axis=1)  # or NaN
             words = f"{beyond.sum()} of {len(new)} new rows of {name} lie more than 3 standard deviations outside the"
             found.append((beyond.mean(), 0.01, f"{words} training rows"))
         return max(found, default=None)
