@@ -50,6 +50,7 @@ SHORT = {
     " --max-tree-depth 2",
     "examples.last_layer": "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 --max-tree-depth 2"
     " --steps-per-draw 5",
+    "examples.lotka_volterra": "--data-sets 1 --num-warmup 6 --num-samples 6 --max-tree-depth 2",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
@@ -135,6 +136,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.probabilistic_backpropagation", ["--num-epochs", "0"]),
         ("examples.variational", ["--points", "3"]),
         ("examples.last_layer", ["--train-rows", "9"]),
+        ("examples.lotka_volterra", ["--held-out", "0"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
@@ -524,6 +526,18 @@ def test_last_layer(tmp_path, capsys):
     written = json.loads((tmp_path / "out" / "last_layer.json").read_text())
     assert [line["accuracy"] for line in written] == [row.accuracy for row in rows]
     assert (tmp_path / "out" / "last_layer.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_lotka_volterra(tmp_path, capsys):
+    report = run("examples.lotka_volterra", "--output", tmp_path / "out")
+    for found in report["pelts"].values():
+        assert all(low <= mean <= high for mean, low, high in found["intervals"].values())
+        assert math.isfinite(found["log_score"])
+    assert all(count in (0, 1) for counts in report["covered"].values() for count in counts.values())
+    assert "| with a network |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "lotka_volterra.json").read_text())["covered"] == report["covered"]
+    assert (tmp_path / "out" / "lotka_volterra.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
