@@ -1198,11 +1198,13 @@ ROWS = {
             TypeError,
             "Pass a finite number at least 0 and at most 1.",
         ),
+        ("infer.SGHMC(plain, momentum_decay=0)", "momentum_decay", ValueError, "Pass a `step_size`, or a decay above"),
+        ("infer.SGNHT(plain, momentum_decay=0)", "momentum_decay", ValueError, "Pass a `step_size`, or a decay above"),
         (
             "infer.SGNHT(plain, momentum_decay=1)",
             "momentum_decay",
             ValueError,
-            "Pass a value below 1: a thermostat needs a mom",
+            "Pass less than 1: a thermostat needs momentum.",
         ),
         (
             "infer.SGNHT(plain, momentum_decay=-1)",

@@ -17,8 +17,7 @@ THERMOSTAT_STEPS = 20
 
 def friction_of(momentum_decay: float, step_size: Any) -> Any:
     """Friction gamma per unit of time such that exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size)."""
-    rate = float("inf") if momentum_decay == 1 else -math.log1p(-momentum_decay)
-    return rate / step_size**0.5
+    return (math.inf if momentum_decay == 1 else -math.log1p(-momentum_decay)) / step_size**0.5
 
 
 class _WithMomentum(SGMCMCKernel):
@@ -31,6 +30,8 @@ class _WithMomentum(SGMCMCKernel):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         check_number(self._call, "momentum_decay", self._momentum_decay, most=1)
+        if self._momentum_decay == 0 and self._step_size is None:
+            raise argument_error(self._call, "momentum_decay", 0, "Pass a `step_size`, or a decay above 0.")
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
         """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of variance V adds h^2 V per step
@@ -64,7 +65,7 @@ class SGHMC(_WithMomentum):
     elsewhere. Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
     ``momentum_decay=1`` a step is one of SGLD with the mean of two successive noises.
 
-    :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is Hamiltonian.
+    :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is Hamiltonian (give a `step_size`).
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -101,8 +102,7 @@ class SGNHT(_WithMomentum):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         if self._momentum_decay == 1:
-            instead = "Pass a value below 1: a thermostat needs a momentum to measure."
-            raise argument_error(self._call, "momentum_decay", 1, instead)
+            raise argument_error(self._call, "momentum_decay", 1, "Pass less than 1: a thermostat needs momentum.")
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
@@ -118,5 +118,5 @@ class SGNHT(_WithMomentum):
         noise V + D has the temperature T (1 + h^2 D / (2 A h T + h^2 V)).
         """
         refreshed = -2 * math.log1p(-self._momentum_decay)
-        heat = refreshed * self._temperature * noise.limit(self._bias_tolerance, 0.2 / max(refreshed, 1e-30))
-        return jnp.minimum(1 / curvature, heat)
+        limit = noise.limit(self._bias_tolerance, 0.2 / max(refreshed, 1e-30))
+        return jnp.minimum(1 / curvature, refreshed * self._temperature * limit)
