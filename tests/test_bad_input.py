@@ -1198,8 +1198,8 @@ ROWS = {
             TypeError,
             "Pass a finite number at least 0 and at most 1.",
         ),
-        ("infer.SGHMC(plain, momentum_decay=0)", "momentum_decay", ValueError, "Pass a `step_size`, or a decay above"),
-        ("infer.SGNHT(plain, momentum_decay=0)", "momentum_decay", ValueError, "Pass a `step_size`, or a decay above"),
+        ("infer.SGHMC(plain, momentum_decay=0)", "momentum_decay", ValueError, "Pass a `step_size`, or a decay"),
+        ("infer.SGNHT(plain, momentum_decay=0)", "momentum_decay", ValueError, "Pass a `step_size`, or a decay"),
         (
             "infer.SGNHT(plain, momentum_decay=1)",
             "momentum_decay",
