@@ -1,5 +1,6 @@
 """Estimators: scikit-learn's contract, units of the data, predictive mixtures, chains at fault, reuse of programs."""
 
+import ast
 import json
 import pickle
 import subprocess
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = {"widths": (4,), "effort": 0.002, "num_samples": 4, "random_state": 0}
 LEARNED = TINY | {"effort": 0.1}  # enough for the scores that scikit-learn asks for
 # Programs compiled by a further fold of the same size.
-COMPILED = {"ensemble": 0, "mean_field": 1}
+COMPILED = {"ensemble": 0, "mean_field": 1, "laplace": 0}
 FAST = {"widths": (8,), "num_samples": 50, "random_state": 0}
 
 
@@ -145,9 +146,10 @@ def test_few_draws_have_the_exact_mixture():
     means, sds = np.array([-10.0, 0.0, 30.0]), np.array([0.5, 2.0, 1.0])
     found = mixture(means, sds)
     rows = np.zeros((2, 1))
-    mean, sd = found("moments", rows)
+    mean, noise, spread = found("moments", rows)
     np.testing.assert_allclose(mean, means.mean(), rtol=1e-5)
-    np.testing.assert_allclose(sd, np.sqrt((sds**2).mean() + means.var()), rtol=1e-5)
+    np.testing.assert_allclose(noise, (sds**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(spread, means.var(), rtol=1e-5)
     levels = np.array([0.05, 0.5, 0.95])
     for level, value in zip(levels, found("quantiles", rows, options=(levels,)), strict=True):
         np.testing.assert_allclose(stats.norm.cdf(value[:, None], means, sds).mean(1), level, atol=1e-5)
@@ -171,6 +173,57 @@ def test_noise_that_depends_on_the_inputs(data, fitted):
     low, high = fitted.predict_interval(X, level=0.8)
     # Binomial: 128 of 160 rows are expected, with the standard deviation 5.
     assert abs(np.sum((low < y) & (y < high)) - 128) < 25
+
+
+# -- Laplace: the linearized network in closed form ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "heteroscedastic"),
+    [(1, False), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(2, False, marks=pytest.mark.slow)],
+)
+def test_laplace_in_closed_form_is_the_mixture_of_its_draws(data, targets, heteroscedastic):
+    """Mean, variance, quantiles and density need no draws, and are those of draws of the linearized network."""
+    X, y = data[0], data[1] if targets == 1 else np.stack([data[1], 7 - 3 * data[1]], 1)
+    options = {"widths": (4,), "num_samples": 20_000, "random_state": 0}
+    model = Regressor("laplace", heteroscedastic=heteroscedastic, **options).fit(X, y)
+    rows = X[:6]
+    (means, sds), _ = model._components(rows, 20_000, 0)
+    means, sds = model._in_units(means), model._in_units(sds, shift=False)
+    mean, sd = model.predict(rows, return_std=True)
+    variance = sds**2 + (means - means.mean(0)) ** 2
+    # Five standard errors of Monte Carlo means.
+    np.testing.assert_array_less(np.abs(means.mean(0) - mean), 5 * means.std(0) / 20_000**0.5)
+    np.testing.assert_array_less(np.abs(variance.mean(0) - sd**2), 5 * variance.std(0) / 20_000**0.5)
+    for level, ends in zip((0.05, 0.95), model.predict_interval(rows, level=0.9), strict=True):
+        below = stats.norm.cdf((ends - means) / sds)
+        np.testing.assert_array_less(np.abs(below.mean(0) - level), 5 * below.std(0) / 20_000**0.5)
+    each = stats.norm.pdf(y[:6], means, sds)
+    each = each.prod(-1) if targets == 2 else each
+    found = np.exp(model.log_predictive_density(rows, y[:6]))
+    np.testing.assert_array_less(np.abs(each.mean(0) - found), 5 * each.std(0) / 20_000**0.5)
+
+
+def test_laplace_is_exact_for_a_linear_model(data):
+    """Without hidden layers, given the noise: linear regression with the prior precisions of the evidence."""
+    X, y, _ = data
+    model = Regressor("laplace", widths=(), prior=bnn.priors.Normal(2.0), random_state=0).fit(X, y)
+    rows, targets = model._data
+    design = np.c_[rows, np.ones(len(X))]
+    precision = ast.literal_eval(model.attrs_["prior_precision"])
+    trace = handlers.trace(handlers.seed(model._predictive.guide.model, 0)).get_trace(jnp.asarray(rows))
+    kernel, bias = (
+        precision[name] / np.ravel(trace[name]["fn"].variance)[0]
+        for name in ("net/Dense_0.kernel", "net/Dense_0.bias")
+    )
+    median = model._predictive.guide.median(model._predictive.params)
+    noise = float(median["sigma"]) + methods.NOISE_FLOORS["laplace"]
+    cov = np.linalg.inv(design.T @ design / noise**2 + np.diag([kernel] * 3 + [bias]))
+    mean, of_noise, spread = model._summary("moments", X)
+    np.testing.assert_allclose(mean, design @ cov @ design.T @ targets / noise**2, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(spread, np.einsum("ni,ij,nj->n", design, cov, design), rtol=1e-4)
+    # The log of the noise has a variance of 1 / (2 N), nearly.
+    np.testing.assert_allclose(of_noise, noise**2 * np.exp(1 / len(X)), rtol=1e-2)
 
 
 # -- data as they come -------------------------------------------------------------------------------------
@@ -304,7 +357,8 @@ def test_padding_changes_nothing(data):
 # -- work that is not done again ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [pytest.param("ensemble", marks=pytest.mark.slow), "mean_field"])
+@pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
+@pytest.mark.parametrize("method", [pytest.param("ensemble", marks=pytest.mark.slow), "mean_field", "laplace"])
 def test_folds_share_programs(method, data, compiled):
     """Five folds of 152 rows have 121 or 122 training rows: padded to one size, they compile once."""
     X, y = data[0][:152], data[1][:152]

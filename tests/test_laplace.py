@@ -1,6 +1,7 @@
 """AutoLaplace against closed forms, against dense autodiff, and between its own structures."""
 
 import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from numpyro.infer.util import potential_energy
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, nn, priors
-from numpyro_bnn.guides.laplace import fitting, structures
+from numpyro_bnn.guides.laplace import fitting, structures, tuning
 
 KEY = jax.random.key(0)
 STRUCTURES = ["full", "kron", "diag", "low_rank"]
@@ -359,6 +360,25 @@ def test_minibatches_and_order_of_rows_do_not_matter(structure):
         np.testing.assert_allclose(of_other.log_evidence, fit.log_evidence, rtol=1e-9)
 
 
+@pytest.mark.parametrize("structure", one_fast("kron"))
+def test_masked_rows_do_not_count(structure):
+    """Rows that pad the data to a size: neither their inputs nor their number may matter."""
+
+    def masked(x, y=None, known=True):
+        net = bnn.random_network("net", nn.MLP([4, 1], "tanh"), x.shape[1:], priors.Normal())
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.3).mask(known), obs=y)
+
+    guide, fit = fitted(masked, structure, X, Y, num_epochs=20)
+    start = {"init_params": {name: guide.median(fit.params)[name] for name in guide._latent()}, "num_epochs": 0}
+    padded = np.concatenate([X, 3 * X[:4]]), np.concatenate([Y, Y[:4]]), np.arange(16) < 12
+    other, of_other = fitted(masked, structure, *padded, **start)
+    np.testing.assert_allclose(
+        covariance(other, of_other.params), covariance(guide, fit.params), rtol=1e-6, atol=1e-9
+    )
+    np.testing.assert_allclose(of_other.log_evidence, fit.log_evidence, rtol=1e-9)
+
+
 def test_a_search_that_overflows_ends_at_its_lowest_point():
     """The density is NaN beyond 2, where the first steps go."""
 
@@ -370,6 +390,45 @@ def test_a_search_that_overflows_ends_at_its_lowest_point():
     guide, fit = fitted(model, "diag", jnp.asarray(140.0))
     assert np.all(np.isfinite(fit.losses))
     assert np.isfinite(guide.median(fit.params)["w"])
+
+
+def little_noise(x, y=None):
+    """A posterior in a narrow curved valley, whose mode is hard to find."""
+    net = bnn.random_network("net", nn.MLP([6, 1], "tanh"), x.shape[1:], priors.Normal())
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.01), obs=y)
+
+
+SMOOTH = np.sin(2 * X[:, 0]) + X[:, 1]
+
+
+def test_a_dense_precision_finds_the_mode():
+    """Twenty steps of L-BFGS are far from it; the damped steps of Newton that follow are not."""
+    full, fit = fitted(little_noise, "full", X, SMOOTH, num_epochs=20)
+    assert fit.converged
+    potential = jax.grad(lambda v: potential_energy(little_noise, (X, SMOOTH), {}, v))
+    mode = full.median(fit.params)
+    gradient = ravel_pytree({name: potential(mode)[name] for name in full._latent()})[0]
+    newton = jnp.sqrt(gradient @ covariance(full, fit.params) @ gradient)
+    assert newton < 0.1  # posterior sds along the gradient
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        _, short = fitted(little_noise, "kron", X, SMOOTH, num_epochs=20)
+    assert fit.losses[-1] < short.losses[-1] - 10
+
+
+def test_tuning_keeps_the_largest_evidence(monkeypatch):
+    """More rounds never lower the evidence, although the fixed point passes its maximum."""
+    monkeypatch.setattr(tuning, "NEWTON_STEPS", 0)
+    monkeypatch.setattr(tuning, "FEW_STEPS", 0)
+    found = []
+    for num_rounds in range(1, 9):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*posterior sds from the mode")
+            options = {"num_epochs": 10, "num_rounds": num_rounds, "tune_prior": True}
+            found.append(fitted(little_noise, "full", X, SMOOTH, **options)[1].log_evidence)
+    print(found)
+    assert found == sorted(found)
+    assert found[-1] > found[0]
 
 
 def test_a_second_run_is_that_of_its_own_data():
@@ -423,7 +482,7 @@ def test_gradient_of_the_evidence(structure):
     @jax.jit
     def evidence(logs):
         precision = {name: jnp.exp(logs[i]) for i, name in enumerate(names)}
-        return fitting.log_evidence(guide, problem, found, v, precision, call)
+        return tuning.log_evidence(guide, problem, found, v, precision, call)
 
     logs, step = jnp.asarray(np.random.default_rng(5).normal(size=len(names))), 1e-4
     grad = jax.grad(evidence)(logs)
@@ -432,7 +491,7 @@ def test_gradient_of_the_evidence(structure):
     ]
     np.testing.assert_allclose(grad, jnp.stack(differences), rtol=1e-5, atol=1e-6)
     groups = [[name] for name in names]
-    best = fitting._fixed_point(guide, problem, found, v, dict.fromkeys(names, 1.0), groups, call)
+    best = tuning._fixed_point(guide, problem, found, v, dict.fromkeys(names, 1.0), groups, call)
     at_best = jax.grad(evidence)(jnp.log(jnp.array([best[name] for name in names])))
     np.testing.assert_allclose(at_best, 0.0, atol=2e-3)
 

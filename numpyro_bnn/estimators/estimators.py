@@ -34,7 +34,7 @@ class _Network(BaseEstimator):
         method: str = "ensemble",
         *,
         widths: Sequence[int] = (50,),
-        activation: Any = "relu",
+        activation: Any = None,
         prior: Any = None,
         num_chains: int | None = None,
         num_samples: int | None = None,
@@ -51,6 +51,10 @@ class _Network(BaseEstimator):
     def _call(self) -> str:
         return f"estimators.{type(self).__name__}"
 
+    @property
+    def _activation(self) -> Any:
+        return methods.ACTIVATIONS.get(self.method, "relu") if self.activation is None else self.activation
+
     def _check_settings(self) -> None:
         """Refuse settings before any work."""
         call = self._call
@@ -59,7 +63,7 @@ class _Network(BaseEstimator):
             raise argument_error(call, "widths", self.widths, "Pass the hidden widths, e.g. `(50,)`.", TypeError)
         for width in self.widths:
             check_count(call, "widths", width)
-        nn.MLP([1, 1], self.activation)
+        nn.MLP([1, 1], self._activation)
         as_prior(self.prior or {}, call)
         check_number(call, "effort", self.effort, strict=True)
         for name in ("num_chains", "num_samples"):
@@ -73,8 +77,8 @@ class _Network(BaseEstimator):
         """Standardize the inputs, run the method, and keep its draws."""
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
-        net = nn.MLP([*self.widths, outputs], self.activation)
-        prior = self.prior or priors.Hierarchical()
+        net = nn.MLP([*self.widths, outputs], self._activation)
+        prior = self.prior or methods.PRIORS.get(self.method, priors.Hierarchical)()
         model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
@@ -91,7 +95,8 @@ class _Network(BaseEstimator):
             draws = methods.METHODS[self.method](task)
         #: Algorithm and settings of the fit, and the chains that were left out (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
-        self._predictive, self._x_scaler, self._y_scaler = Predictive(model, draws.sites), x_scaler, y_scaler
+        self._predictive = draws.predictive or Predictive(model, draws.sites)
+        self._x_scaler, self._y_scaler = x_scaler, y_scaler
         self._data, self._idata = (x, y), None
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -125,10 +130,11 @@ class _Network(BaseEstimator):
         return self._idata
 
     def _export(self) -> Any:
-        model, draws = self._predictive.model, self._predictive.draws
+        model, draws = self._predictive.model_of(self._predictive.params), self._predictive.draws
         exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
-        groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))
+        with self._predictive.precision():
+            groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))
         lost = {chain for name in ("diverged", "frozen_chains") for chain in ast.literal_eval(self.attrs_[name])}
         kept = [chain for chain in range(self.attrs_.get("num_chains", 1)) if chain not in lost]
         groups = {name: g.assign_coords(chain=kept) if "chain" in g.dims else g for name, g in groups.items()}
@@ -156,10 +162,12 @@ class Regressor(RegressorMixin, _Network):
     .. math:: p(y | x, D) = \frac{1}{M} \sum_m N(y; f_m(x), s_m(x)^2).
 
     :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the most accurate), ``"nuts"``,
-        ``"mean_field"`` (Bayes by Backprop), or ``"adf"`` (probabilistic backpropagation, the fastest).
+        ``"laplace"`` (a Gaussian at the mode, of the linearized network), ``"mean_field"`` (Bayes by Backprop), or
+        ``"adf"`` (probabilistic backpropagation, the fastest).
     :param widths: units of the hidden layers.
-    :param activation: name of the activation, or a layer.
-    :param prior: as for :func:`~numpyro_bnn.random_network`; ``priors.Hierarchical()`` by default.
+    :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
+    :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, and for
+        ``"laplace"`` ``priors.Normal()``, whose precisions maximize the evidence.
     :param heteroscedastic: let the noise depend on the inputs; by default for ``"ensemble"`` only. ``False`` usually
         gives a smaller RMSE and a lower log likelihood.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
@@ -187,7 +195,7 @@ class Regressor(RegressorMixin, _Network):
         method: str = "ensemble",
         *,
         widths: Sequence[int] = (50,),
-        activation: Any = "relu",
+        activation: Any = None,
         prior: Any = None,
         heteroscedastic: bool | None = None,
         num_chains: int | None = None,
@@ -219,7 +227,9 @@ class Regressor(RegressorMixin, _Network):
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
         y_scaler = Scaler.fit(y)
-        likelihood = partial(methods.normal_likelihood, targets, bool(hetero))
+        likelihood = partial(
+            methods.normal_likelihood, targets, bool(hetero), methods.NOISE_FLOORS.get(self.method, 0.0)
+        )
         self._fit(X, y_scaler.transform(y), targets * (1 + bool(hetero)), likelihood, y_scaler)
         return self
 
@@ -234,7 +244,8 @@ class Regressor(RegressorMixin, _Network):
         The variance is that of a new observation: the mean variance of the noise, plus the variance of the function.
         """
         check_flag(f"{self._call}.predict", "return_std", return_std)
-        mean, sd = self._summary("moments", X)
+        mean, noise, spread = self._summary("moments", X)
+        sd = np.sqrt(noise + spread)
         return (self._in_units(mean), self._in_units(sd, shift=False)) if return_std else self._in_units(mean)
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:

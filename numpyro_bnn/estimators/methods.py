@@ -15,16 +15,20 @@ import numpyro.distributions as dist
 from jax.sharding import Mesh, PartitionSpec
 from numpyro.infer import NUTS, SVI
 
-from numpyro_bnn import guides, infer, nn, symmetry
+from numpyro_bnn import guides, infer, nn, priors, symmetry
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.program.compiled import prepare
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.fit import from_guide
 
 LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
 HELD_OUT, ENOUGH_ROWS = 0.1, 20  # share of the rows that stop the optimizer, and the fewest rows that afford it
 MANY_ROWS = 5000  # above it a gradient is so expensive that chains are fewer and shorter
+LARGEST_FULL, LARGEST_WORK = 1500, 10**10  # unknowns of a dense precision of "laplace", and rows times their square
+MOST_VALUES = 10**8  # numbers in the draws of "laplace"
 REPORTS = 20  # calls of a callback in one fit
 
 
@@ -56,6 +60,7 @@ class Draws(NamedTuple):
 
     sites: dict[str, np.ndarray]
     attrs: dict[str, Any]
+    predictive: Predictive | None = None  # by default the mixture over the draws
 
 
 def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -94,18 +99,18 @@ def network_model(
         numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
-def normal_likelihood(targets: int, heteroscedastic: bool) -> Callable:
+def normal_likelihood(targets: int, heteroscedastic: bool, least_sd: float = 0.0) -> Callable:
     """Normal noise: one scale for all rows, with prior HalfNormal(1), or outputs of the network."""
     shape = () if targets == 1 else (targets,)
     sigma: Any = 0.0
     if not heteroscedastic:
         prior = dist.HalfNormal(1.0)
-        sigma = numpyro.sample("sigma", prior.expand(shape).to_event(1) if shape else prior)
+        sigma = least_sd + numpyro.sample("sigma", prior.expand(shape).to_event(1) if shape else prior)
 
     def of_output(out: jax.Array) -> dist.Distribution:
         mean, sd = out[..., :targets], sigma
         if heteroscedastic:
-            sd = LEAST_SD + jax.nn.softplus(out[..., targets:])
+            sd = max(LEAST_SD, least_sd) + jax.nn.softplus(out[..., targets:])
             sd = sd if shape else sd[..., 0]
         return dist.Normal(mean, sd).to_event(1) if shape else dist.Normal(mean[..., 0], sd)
 
@@ -231,13 +236,39 @@ def adf(task: Task) -> Draws:
     return _from_guide(task, guide, fit)
 
 
-def _from_guide(task: Task, guide: Any, fit: Any) -> Draws:
+def laplace(task: Task) -> Draws:
+    """A Gaussian at the mode, with prior precisions and noise by the evidence; predictions are linearized."""
+    with LinearizedPredictive.precision():
+        x, y, known = task.data
+        data = jnp.asarray(x, float), jnp.asarray(y, int if y.dtype.kind == "i" else float), known
+        reading = Reading(task.model, data)
+        number = sum(value.size for value in reading.shapes(reading.latent).values())
+        dense = number <= LARGEST_FULL and len(x) * number**2 <= LARGEST_WORK
+        guide = guides.AutoLaplace(task.model, "full" if dense else "kron")
+        options: dict[str, Any] = {
+            "num_epochs": 20 if dense else 300,
+            "num_rounds": task.steps(100 if dense else 15, 2),
+        }
+        fit = guide.run(task.rng_key, *data, tune_prior="auto", progress_bar=False, **options)
+        task.report(1, 1)
+        draws = _from_guide(task._replace(data=data), guide, fit, max(50, min(1000, MOST_VALUES // number)))
+    found: dict[str, Any] = {"log_evidence": fit.log_evidence, "effective_parameters": fit.effective_parameters}
+    found |= {"prior_precision": str(fit.prior_precision), "converged": int(fit.converged)}
+    attrs = {**draws.attrs, **found, "structure": guide.structure}
+    return Draws(draws.sites, attrs, LinearizedPredictive(guide, fit.params, draws.sites))
+
+
+def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
     """Independent draws from a fitted guide, as one chain."""
     key = jax.random.fold_in(task.rng_key, 1)
-    found = from_guide(fit, guide, task.data, {}, key, task.num_samples or 1000)
+    found = from_guide(fit, guide, task.data, {}, key, task.num_samples or usual)
     return _sound(task.call, dict(found.posterior), dict(found.attrs))
 
 
-# One row for each method. A guide with a `run` of its own (Laplace) is one more function like `adf`.
-METHODS: dict[str, Callable] = {"ensemble": ensemble, "nuts": nuts, "mean_field": mean_field, "adf": adf}
+# One row for each method.
+METHODS: dict[str, Callable] = {
+    "ensemble": ensemble, "nuts": nuts, "laplace": laplace, "mean_field": mean_field, "adf": adf
+}  # fmt: skip
 HETEROSCEDASTIC = {"ensemble"}  # methods whose noise depends on the inputs unless the user says otherwise
+# The evidence chooses one factor for the scale of each matrix, and could choose to have no noise.
+PRIORS, NOISE_FLOORS, ACTIVATIONS = {"laplace": priors.Normal}, {"laplace": 1e-3}, {"laplace": "tanh"}

@@ -1,18 +1,26 @@
 """Predictive distributions: mixtures over the draws, summarized on the device in chunks of rows."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import logsumexp, ndtr, ndtri
+import numpyro
+import numpyro.distributions as dist
+from jax.scipy.special import entr, logsumexp, ndtr, ndtri
+from scipy.stats import norm, qmc
 
+from numpyro_bnn.guides.laplace.likelihoods import natural
+from numpyro_bnn.guides.laplace.prediction import gaussian_outputs, outputs_by_name
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
 from numpyro_bnn.results.replay import sites_at
 
 LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
 HALVINGS = 40  # of the bracket of a quantile
+NODES = 64  # of an integral over the log scale
 
 
 class Predictive:
@@ -21,6 +29,10 @@ class Predictive:
     :param model: ``model(x)`` with the observation ``y``.
     :param draws: values (C, S, ...) by site.
     """
+
+    params: Any = None  # further inputs of all programs
+    closed_form: frozenset[str] = frozenset()  # summaries that use no draws
+    precision: Callable = nullcontext  # of all computations
 
     def __init__(self, model: Callable, draws: Mapping[str, np.ndarray]) -> None:
         self.model, self.draws = model, draws
@@ -39,17 +51,22 @@ class Predictive:
         :param options: arrays that are the same for all rows.
         :return: a tuple of arrays, whose rows are on the axis that the table says.
         """
+        with self.precision():
+            return self._summarize(summary, x, *by_row, chosen=chosen, options=options)
+
+    def _summarize(self, summary: str, x: np.ndarray, *by_row: np.ndarray, chosen: Any, options: Any) -> tuple:
         axis, _ = SUMMARIES[summary]
         program = self._programs.setdefault(summary, shared(self._program(summary)))
         merged = {name: value.reshape((-1, *value.shape[2:])) for name, value in self.draws.items()}
         draws = {name: jnp.asarray(value if chosen is None else value[chosen]) for name, value in merged.items()}
+        draws = {} if summary in self.closed_form else draws
         chunk = self._rows(len(x), self.num_draws if chosen is None else len(chosen))
         found = []
         for first in range(0, len(x), chunk):
             kept = min(chunk, len(x) - first)
             index = np.minimum(np.arange(first, first + chunk), len(x) - 1)  # one shape: one program
             rows = [jnp.asarray(values[index], float if values.dtype.kind == "f" else int) for values in (x, *by_row)]
-            values = jax.device_get(program(draws, rows, options))
+            values = jax.device_get(program(draws, self.params, rows, options))
             found.append([np.take(value, range(kept), axis).astype(np.float64) for value in values])
         return tuple(np.concatenate(parts, axis) for parts in zip(*found, strict=True))
 
@@ -61,28 +78,116 @@ class Predictive:
     def _program(self, summary: str) -> Callable:
         summarize = SUMMARIES[summary][1]
 
-        def program(draws: Any, rows: list[jax.Array], options: Any) -> tuple:
+        def program(draws: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
+            model = self.model_of(params)
+
             def components(draw: Mapping[str, jax.Array]) -> Any:
-                fn = sites_at(self.model, draw, jax.random.key(0), ((rows[0],), {}))["y"]["fn"]
+                fn = sites_at(model, draw, jax.random.key(0), ((rows[0],), {}))["y"]["fn"]
                 return (fn.probs,) if hasattr(fn, "logits") else (fn.mean, jnp.sqrt(fn.variance))
 
             size = draws_per_chunk(components, jax.tree.map(lambda value: value[0], draws))
             number = len(next(iter(draws.values())))
-            return summarize(jax.lax.map(components, draws, batch_size=min(size, number)), *rows[1:], *options)
+            parts = jax.lax.map(components, draws, batch_size=min(size, number))
+            return summarize(parts, jnp.full(number, 1 / number), *rows[1:], *options)
 
         return program
+
+    def model_of(self, params: Any) -> Callable:
+        """The model whose observation the draws predict."""
+        return self.model
+
+
+class LinearizedPredictive(Predictive):
+    """The linearized network of a Laplace approximation: summaries in closed form, draws of the same network."""
+
+    closed_form = frozenset({"moments", "quantiles", "log_density"})
+    precision = partial(jax.enable_x64, True)  # a posterior with little noise is ill-conditioned
+
+    def __init__(self, guide: Any, params: Mapping[str, Any], draws: Mapping[str, np.ndarray]) -> None:
+        super().__init__(guide.model, draws)
+        self.guide, self.params = guide, {name: np.asarray(value) for name, value in params.items()}
+
+    def model_of(self, params: Any) -> Callable:
+        return partial(linearized_model, guide=self.guide, params=params)
+
+    def _program(self, summary: str) -> Callable:
+        if summary not in self.closed_form:
+            return super()._program(summary)
+
+        def program(_: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
+            problem = self.guide._problem
+            seen, cov, _ = gaussian_outputs(self.guide, problem, params, ((rows[0],), {}), "y")
+            f, variance = outputs_by_name(seen, problem.observed["y"][1], cov)
+            single = len(seen.shape) == 1
+            if summary == "moments":
+                noise = jnp.exp(2 * f["log_scale"] + 2 * variance["log_scale"])
+                found = f["loc"], noise, variance["loc"]
+                return tuple(value[:, 0] for value in found) if single else found
+            means, cov, weights = _given_log_scales(f, cov)
+            if summary == "quantiles":
+                sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
+                means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
+                return _quantiles((means, sds), weights, *options)
+            y = rows[1].reshape(means.shape[1:])
+            density = dist.MultivariateNormal(means, covariance_matrix=cov).log_prob(y)
+            return (logsumexp(density, axis=0, b=weights[:, None]),)
+
+        return program
+
+
+def _given_log_scales(f: Mapping[str, jax.Array], cov: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Observations (R, K) as a mixture of M Gaussians, each given the log scales: means, covariances, weights.
+
+    Nodes of the log scales are those of Gauss and Hermite for one target, and of a Sobol sequence for several.
+    """
+    loc, log_scale = f["loc"], f["log_scale"]
+    size = loc.shape[1]
+    if size == 1:
+        points, weights = np.polynomial.hermite_e.hermegauss(NODES)
+        points, weights = points[:, None], weights / weights.sum()
+    else:
+        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * NODES))
+        weights = np.full(len(points), 1 / len(points))
+    values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
+    values = jnp.maximum(values, 0.0)
+    root = vectors * jnp.sqrt(values)[:, None]
+    inverse = jnp.where(values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0)
+    gain = cov[:, :size, size:] @ vectors * inverse[:, None]
+    at = jnp.asarray(points, float)
+    means = loc + jnp.einsum("rke,me->mrk", gain, at)
+    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, at)))
+    left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
+    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
+
+
+def linearized_model(x: jax.Array, y: Any = None, known: Any = None, *, guide: Any, params: Any) -> None:
+    """The model of a guide with outputs that are linear in its coordinates, whose posterior the Gaussian is."""
+    problem, mode = guide._problem, guide._coordinates(params)
+    call: tuple = ((x,), {})
+    trace = problem.trace(mode, None, call)
+    values = {name: numpyro.sample(name, trace[name]["fn"]) for name in mode}
+    there = problem.coordinates(values, call)
+    away = {name: there[name] - value for name, value in mode.items()}
+    at, change = jax.jvp(lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (away,))
+    f = {name: at[name] + change[name] for name in at}
+    logits = f.get("logits")
+    fn: Any = dist.Normal(f["loc"], jnp.exp(f["log_scale"])) if logits is None else dist.Categorical(logits=logits)
+    fn = fn.to_event(trace["y"]["fn"].event_dim)
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", fn if known is None else fn.mask(known), obs=y)
 
 
 # -- components: means and standard deviations (M, R) or (M, R, K); of classes, probabilities (M, R, K) -----
 
 
-def _moments(parts: tuple) -> tuple:
-    """Mean and standard deviation of an observation: variances of the noise and of the function add up."""
+def _moments(parts: tuple, weights: jax.Array) -> tuple:
+    """Mean of an observation, mean variance of the noise, and variance of the function, which add up."""
     means, sds = parts
-    return means.mean(0), jnp.sqrt((sds**2).mean(0) + means.var(0))
+    mean = jnp.tensordot(weights, means, 1)
+    return mean, jnp.tensordot(weights, sds**2, 1), jnp.tensordot(weights, (means - mean) ** 2, 1)
 
 
-def _quantiles(parts: tuple, levels: jax.Array) -> tuple:
+def _quantiles(parts: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
     """Quantiles of the mixture at each level, by bisection between the extreme quantiles of its components."""
     means, sds = parts
 
@@ -92,7 +197,7 @@ def _quantiles(parts: tuple, levels: jax.Array) -> tuple:
         def halve(_: Any, bracket: tuple) -> tuple:
             low, high = bracket
             middle = (low + high) / 2
-            below = ndtr((middle - means) / sds).mean(0) < level
+            below = jnp.tensordot(weights, ndtr((middle - means) / sds), 1) < level
             return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
         low, high = jax.lax.fori_loop(0, HALVINGS, halve, (each.min(0), each.max(0)))
@@ -101,12 +206,18 @@ def _quantiles(parts: tuple, levels: jax.Array) -> tuple:
     return tuple(jax.lax.map(at, levels))
 
 
-def _normal_log_density(parts: tuple, y: jax.Array) -> tuple:
+def _normal_log_density(parts: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     """Log density of the mixture at y; all outputs of a row together."""
     means, sds = parts
     each = -0.5 * ((y - means) / sds) ** 2 - jnp.log(sds) - 0.5 * jnp.log(2 * jnp.pi)
     each = each.sum(-1) if each.ndim == 3 else each
-    return (logsumexp(each, axis=0) - jnp.log(len(each)),)
+    return (logsumexp(each, axis=0, b=weights[:, None]),)
+
+
+def _entropies(parts: tuple, weights: jax.Array) -> tuple:
+    """Entropy of the mean probabilities, and mean entropy of the draws."""
+    mean = jnp.tensordot(weights, parts[0], 1)
+    return entr(mean).sum(-1), jnp.tensordot(weights, entr(parts[0]).sum(-1), 1)
 
 
 # Name -> the axis of the rows in its results, and the function of the components.
@@ -114,6 +225,7 @@ SUMMARIES: dict[str, tuple[int, Callable]] = {
     "moments": (0, _moments),
     "quantiles": (0, _quantiles),
     "log_density": (0, _normal_log_density),
-    "components": (1, lambda parts: parts),
-    "probabilities": (0, lambda parts: (parts[0].mean(0),)),
+    "components": (1, lambda parts, _: parts),
+    "probabilities": (0, lambda parts, weights: (jnp.tensordot(weights, parts[0], 1),)),
+    "entropies": (0, _entropies),
 }

@@ -22,11 +22,12 @@ from numpyro_bnn._checks import (
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace import structures
-from numpyro_bnn.guides.laplace.fitting import Fit, LaplaceResult, fit_mode, tuned
+from numpyro_bnn.guides.laplace.fitting import Fit, fit_mode
 from numpyro_bnn.guides.laplace.jacobians import Layout, Outer
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density, predict
 from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
+from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers, run
 from numpyro_bnn.program.row_lengths import check_row_lengths
@@ -170,12 +171,17 @@ class AutoLaplace(AutoBlocks):
     ) -> LaplaceResult:
         r"""Find the mode, and the precision there.
 
+        With ``structure="full"`` on all rows, damped steps of Newton (Levenberg and Marquardt's, by the precision
+        of the approximation) go from where the optimizer ends to the mode.
+
         With ``tune_prior`` the precisions of fixed Normal priors are multiplied by factors that maximize Laplace's
         evidence (MacKay's fixed point :math:`\delta = \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the
-        effective parameters), alternating with further search for the mode. The result is then the posterior under
-        prior sds that are ``prior_precision ** -0.5`` times those of the model. A learned noise scale of a Normal
-        likelihood is then at its evidence too, :math:`\sigma^2 = \sum_n (r_n^2 + \mathrm{var} f_n) / N`, while the
-        joint mode is too small by the effective parameters.
+        effective parameters), alternating with further search for the mode. The fixed point may pass the maximum:
+        the round with the largest evidence is kept, and tuning ends after three rounds below it. The result is then
+        the posterior under prior sds that are ``prior_precision ** -0.5`` times those of the model. A learned noise
+        scale of a Normal likelihood is then at its evidence too,
+        :math:`\sigma^2 = \sum_n (r_n^2 + \mathrm{var} f_n) / N`, while the joint mode is too small by the effective
+        parameters. Many short rounds (``num_epochs=20, num_rounds=100``) find a larger evidence than few long ones.
 
         :param rng_key: key of start and minibatches.
         :param args: arguments of the model, targets included; minibatches by its subsampled plate.
@@ -185,7 +191,8 @@ class AutoLaplace(AutoBlocks):
         :param patience: epochs without a lower loss after which the search stops.
         :param init_params: where to start: constrained values by site, e.g. trained weights, and values of the
             model's own parameters (``numpyro.param``), which stay as they are.
-        :param tune_prior: ``True`` or ``"site"``: one factor per site, ``"global"``: one for all.
+        :param tune_prior: ``True`` or ``"site"``: one factor per site, ``"global"``: one for all; ``"auto"``: one per
+            site if there are such priors.
         :param num_rounds: most rounds of tuning.
         :param progress_bar: show a progress bar over epochs.
         :param kwargs: keyword arguments of the model.
@@ -198,7 +205,7 @@ class AutoLaplace(AutoBlocks):
         num_epochs = check_count(call, "num_epochs", num_epochs, 0)
         patience, num_rounds = check_count(call, "patience", patience), check_count(call, "num_rounds", num_rounds)
         if not isinstance(tune_prior, bool):
-            check_choice(call, "tune_prior", tune_prior, ("site", "global"))
+            check_choice(call, "tune_prior", tune_prior, ("site", "global", "auto"))
         check_kind(call, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by site.")
         refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
         args, kwargs = as_arrays(args, kwargs, call)
@@ -212,7 +219,8 @@ class AutoLaplace(AutoBlocks):
         start = self._started(problem, (args, kwargs), dict(init_params or {}))
         options = Fit(num_epochs, optimizer, patience, progress_bar)
         search = fit_mode(problem, (args, kwargs), options)
-        return tuned(self, problem, (args, kwargs), search, start, rng_key, tune_prior, num_rounds)
+        newton = optimizer is None and num_epochs > 0
+        return tuned(self, problem, (args, kwargs), search, start, rng_key, tune_prior, num_rounds, newton)
 
     def _started(self, problem: Problem, call: Call, given: dict[str, Any]) -> Values:
         """Coordinates of the start."""

@@ -40,12 +40,14 @@ class Outer(NamedTuple):
     :param inputs: (B, T, I) a.
     :param grads: (B, D, T, O) g.
     :param slope: (I, O) S.
+    :param known: (B,) 1 for rows with data, 0 for rows that are masked.
     """
 
     inputs: jax.Array
     grads: jax.Array
     slope: jax.Array
     layout: Layout
+    known: jax.Array
 
     def dense(self) -> jax.Array:
         """(B, D, P) in the order of the site."""
@@ -259,12 +261,14 @@ def jacobians(
     outputs: Callable[[Mapping[str, jax.Array]], jax.Array],
     values: Mapping[str, jax.Array],
     roots: jax.Array,
+    known: jax.Array,
     capture: bool = True,
 ) -> tuple[Jacobians, jax.Array]:
     """The Jacobian of ``roots @ outputs`` with respect to each site.
 
     :param outputs: from values by site to (B, E).
     :param roots: (B, D, E).
+    :param known: (B,) 1 for rows with data, 0 for rows that are masked.
     :param capture: look for outer products, which needs rows that do not influence one another.
     :return: the Jacobians, and the largest share of the gradient of one row that comes from another (0, or rounding).
     """
@@ -284,7 +288,7 @@ def jacobians(
     found: Jacobians = {}
     for name, grads in back(cotangents).items():
         use = single[name]
-        found[name] = Outer(use.inputs, use.grads(grads), use.slope, use.layout)
+        found[name] = Outer(use.inputs, use.grads(grads), use.slope, use.layout, known)
 
     signs = jnp.where(jax.random.bernoulli(jax.random.key(7), shape=(rows,)), 1.0, -1.0)
     mixed = jnp.einsum("bde,d->be", roots, jax.random.normal(jax.random.key(8), (directions,)))

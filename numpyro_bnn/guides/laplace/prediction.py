@@ -40,7 +40,7 @@ def log_density(guide: Any, problem: Problem, params: Mapping[str, Any], call: C
         raise argument_error(f"{CALL}.log_predictive_density", "args", "no targets", "Pass the targets as well.")
     value = jnp.broadcast_to(site["value"], site["fn"].shape())
     value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(seen.weight.shape)
-    density = _averaged(seen.kind, *_split(seen, problem.observed[name][1], cov), value)
+    density = _averaged(seen.kind, *outputs_by_name(seen, problem.observed[name][1], cov), value)
     return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
 
 
@@ -73,7 +73,7 @@ def predict(
     name, linearized, link, joint, num_samples = options
     used = problem.observed[name][1]
     seen, cov, both = gaussian_outputs(guide, problem, params, call, name, joint)
-    f, variance = _split(seen, used, cov)
+    f, variance = outputs_by_name(seen, used, cov)
     if not linearized or (link == "sample" and "logits" in f):
         if linearized:
             values, vectors = jnp.linalg.eigh(cov)
@@ -109,7 +109,7 @@ def _network_draws(guide: Any, problem: Problem, params: Any, key: Any, call: Ca
     return jax.lax.map(one, drawn)
 
 
-def _split(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[dict, dict]:
+def outputs_by_name(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[dict, dict]:
     """Means and variances of all outputs by name, shaped like these; others than the used ones are known."""
     variance, start = jnp.diagonal(cov, axis1=1, axis2=2), 0
     parts = {name: jnp.zeros_like(f) for name, f in seen.outputs.items()}

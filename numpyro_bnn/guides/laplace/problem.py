@@ -120,10 +120,13 @@ class Problem:
         here = {name: v[name] for name in self.sites}
         if only:
             rows, width = jax.eval_shape(flat, here).shape
-            return jacobians(flat, here, jnp.broadcast_to(jnp.eye(width), (rows, width, width)), self.capture)
+            roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
+            return jacobians(flat, here, roots, jnp.ones(rows), self.capture)
         found = self.observations(self.trace(v, index, call))
         parts = [found[name].roots(self.observed[name][1]) for name in names]
-        return jacobians(flat, here, jax.vmap(jax.scipy.linalg.block_diag)(*parts), self.capture)
+        known = jnp.any(jnp.concatenate([found[name].weight for name in names], axis=1) > 0, axis=1)
+        roots = jax.vmap(jax.scipy.linalg.block_diag)(*parts)
+        return jacobians(flat, here, roots, known.astype(roots.dtype), self.capture)
 
     # -- densities -------------------------------------------------------------------------------------
 

@@ -261,8 +261,8 @@ class Kron(Diagonal):
                     continue
                 rows, _, scaled = _products(part)
                 inputs, grads = scaled
-                count = jnp.asarray(float(inputs.shape[0] * inputs.shape[1]))
-                left = jnp.einsum("bti,btj->ij", inputs, inputs)
+                count = jnp.sum(part.known) * inputs.shape[1]
+                left = jnp.einsum("bti,b,btj->ij", inputs, part.known, inputs)
                 right = jnp.einsum("bdto,bdtp->op", grads, grads)
                 found[name] = left, right, count, rows
             return found
@@ -308,7 +308,7 @@ class Kron(Diagonal):
                 continue
             fn, (inputs, grads) = fns[name], _products(part)[2]
             ones = jnp.ones(part.layout.size)
-            turned = Outer(inputs @ fn.left, grads @ fn.right, ones, part.layout)
+            turned = Outer(inputs @ fn.left, grads @ fn.right, ones, part.layout, part.known)
             total = total + _independent(turned, from_matrix(fn.scale**2, part.layout))
         return total
 

@@ -1,0 +1,222 @@
+"""A run: the mode, the precision there, and prior precisions that maximize the evidence."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._keys import split
+from numpyro_bnn.guides.laplace.fitting import MIXED, Precision, Search, finite, gaussian_at, measured, newton
+from numpyro_bnn.guides.laplace.likelihoods import CALL
+from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
+from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
+from numpyro_bnn.guides.laplace.structures import Gaussian
+from numpyro_bnn.program.compiled import run
+
+SAME = 1e-3  # change of a log precision below which tuning ends
+FEW_STEPS, NEWTON_STEPS = 2, 1000  # of Newton: in a round of tuning, and at most at the end
+LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
+CLOSE = 0.1  # distance from the mode, in posterior standard deviations, below which a run has converged
+
+
+class LaplaceResult(NamedTuple):
+    """Result of :meth:`AutoLaplace.run`; ``params`` and ``losses`` are as in NumPyro's ``SVIRunResult``.
+
+    :param params: parameters of the guide by name, as all its methods take them.
+    :param losses: -log p(D, v) after each epoch of the search for the mode.
+    :param log_evidence: Laplace's log p(D), given the sites that are held at the mode.
+    :param prior_precision: by site with a fixed Normal prior, the factor on its precision (1 without ``tune_prior``).
+    :param effective_parameters: how many unknowns the data determine, sum_j (1 - prior precision_j * variance_j).
+    :param grad_norm: norm of the gradient of -log p(D, v) at the end.
+    :param distance: estimated distance from the mode, the root mean square of gradient * sd.
+    :param converged: whether the distance is below 0.1; a run that did not converge also warns.
+    """
+
+    params: dict[str, jax.Array]
+    losses: jax.Array
+    log_evidence: float
+    prior_precision: dict[str, float]
+    effective_parameters: float
+    grad_norm: float
+    distance: float
+    converged: bool
+
+
+def tuned(
+    guide: Any,
+    problem: Problem,
+    call: Call,
+    search: Search,
+    v: Values,
+    key: Any,
+    tune: bool | str,
+    num_rounds: int,
+    newton_steps: bool,
+) -> LaplaceResult:
+    """Search, measure and, if asked for, tune prior precisions in turn; returns a ``LaplaceResult``."""
+    names = [name for name in problem.sites if name in problem.fixed]
+    tune = bool(names) if tune == "auto" else tune
+    groups = [names] if tune == "global" else [[name] for name in names]
+    spread = _spread(guide, problem, call, v, None) if tune else {}
+    if tune and not names:
+        got = f"{tune!r} for a guide without a site that has a Normal prior of fixed scale"
+        raise argument_error(f"{CALL}.run", "tune_prior", got, "Leave it out: the scales are learned with the model.")
+    precision = dict.fromkeys(names, 1.0)
+    losses: list[float] = []
+    evidence_of = _evidence(guide, problem, call)
+
+    def polished(v: Values, found: Precision, precision: Any, spread: Any, num_steps: int) -> tuple:
+        dense = newton_steps and guide.structure == "full" and not problem.plates
+        return newton(guide, problem, call, v, found, (precision, spread), num_steps if dense else 0)
+
+    _check_rows(guide, problem, v, call)
+    highest, since = -np.inf, 0
+    best: Any = None
+    for _ in range(num_rounds if tune else 1):
+        key, now = split(key)
+        v, more = search(v, (precision, spread), now)
+        found = measured(guide, problem, call, v, precision)
+        v, found, last = polished(v, found, precision, spread, FEW_STEPS)
+        losses += [*more, *last]
+        gaussian = gaussian_at(guide, problem, found, v, precision)
+        _check_positive(problem, gaussian)
+        evidence = float(evidence_of((found, v, precision)))
+        if best is None or evidence > highest:
+            highest, since, best = evidence, 0, (v, found, precision, spread)
+        else:
+            since += 1
+        if not tune or since == LOWER_ROUNDS:
+            break
+        new = _fixed_point(guide, problem, found, v, precision, groups, call)
+        change = max(abs(np.log(new[name] / precision[name])) for name in names)
+        spread, precision = _spread(guide, problem, call, v, gaussian_at(guide, problem, found, v, new)), new
+        if change < SAME:
+            break
+    v, found, precision, spread = best
+    v, found, more = polished(v, found, precision, spread, NEWTON_STEPS)
+    return _result(guide, problem, call, (v, found, precision, spread), [*losses, *more])
+
+
+def _result(guide: Any, problem: Problem, call: Call, at: tuple, losses: list[float]) -> LaplaceResult:
+    """The Gaussian at the end of the search, its evidence, and how far it is from the mode."""
+    v, found, precision, spread = at
+    gaussian = gaussian_at(guide, problem, found, v, precision)
+    _check_positive(problem, gaussian)
+    grads = problem.total("gradient", jax.grad(problem.log_likelihood), v, call, spread)
+    of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)), (v, precision), *call)
+    grads = jax.tree.map(jnp.add, grads, of_prior)
+    units = jnp.concatenate([jnp.ravel(grads[n]) * jnp.sqrt(gaussian.variance[n]) for n in problem.sites])
+    distance = float(jnp.sqrt(jnp.mean(units**2)))
+    if not distance < CLOSE:
+        message = f"{CALL}.run: {distance:.2g} posterior sds from the mode on average. Run more epochs."
+        warnings.warn(message, stacklevel=4)
+    prior = {**problem.prior_precision(v, precision), **found.curvature}
+    effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
+    evidence = finite(float(_evidence(guide, problem, call)((found, v, precision))))
+    guide._problem = replace(problem, programs={})
+    return LaplaceResult(
+        params={**guide._to_params(v, gaussian), **problem.held},
+        losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
+        log_evidence=evidence,
+        prior_precision={name: float(value) for name, value in precision.items()},
+        effective_parameters=float(effective),
+        grad_norm=float(jnp.linalg.norm(ravel_pytree(grads)[0])),
+        distance=distance,
+        converged=distance < CLOSE,
+    )
+
+
+def _spread(guide: Any, problem: Problem, call: Call, v: Values, gaussian: Gaussian | None) -> dict[str, jax.Array]:
+    """(N, M) variances of the loc of sites whose noise scale is learned; 0 before there is a Gaussian."""
+    names = [name for name, (_, used) in problem.observed.items() if {"loc", "log_scale"} <= set(used)]
+    params = {} if gaussian is None else guide._to_params(v, gaussian)
+
+    def rows(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        params, index = given
+        if not params:
+            seen = problem.observations(problem.trace(v, index, (args, kwargs)))
+            return {name: jnp.zeros_like(seen[name].weight, float) for name in names}
+        found = {}
+        for name in names:
+            seen, cov, _ = gaussian_outputs(guide, problem, params, (args, kwargs), name, index=index)
+            found[name] = jnp.diagonal(cov, axis1=1, axis2=2)[:, : seen.weight.shape[1]]
+        return found
+
+    program = problem.prepared("variances" if params else "no variances", rows, call)
+    parts = [program((params, index)) for index in problem.chunks()]
+    return {name: jnp.concatenate([part[name] for part in parts]) for name in names}
+
+
+def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
+    for name in problem.sites:
+        variance = gaussian.variance[name]
+        if not bool(jnp.all(jnp.isfinite(variance) & (variance > 0))):
+            got = f"a model whose precision is not positive at the site {name!r}"
+            instead = "With little noise use float64 (`jax_enable_x64`); else run more epochs, or use Normal priors."
+            raise argument_error(CALL, "model", got, instead)
+
+
+def _fixed_point(
+    guide: Any,
+    problem: Problem,
+    found: Precision,
+    v: Values,
+    precision: Mapping[str, float],
+    groups: list[list[str]],
+    call: Call,
+) -> dict[str, float]:
+    """Prior precisions that maximize the evidence at one mode."""
+
+    def update(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        log_precision, found, v = given
+        now = {name: jnp.exp(log_precision[i]) for i, group in enumerate(groups) for name in group}
+        variance, prior = gaussian_at(guide, problem, found, v, now).variance, problem.prior_precision(v, now)
+        new = []
+        for group in groups:
+            squares = sum(jnp.sum(jnp.square((v[n] - problem.fixed[n][0]) / problem.fixed[n][1])) for n in group)
+            gamma = sum(jnp.sum(1 - prior[n] * variance[n]) for n in group)
+            new.append(jnp.log(jnp.maximum(gamma, 1e-6)) - jnp.log(jnp.maximum(squares, 1e-12)))
+        return jnp.clip(jnp.stack(new), -15.0, 15.0)
+
+    logs = jnp.log(jnp.asarray([precision[group[0]] for group in groups]))
+    program = problem.prepared("fixed point", update, call)
+    for _ in range(100):
+        logs, before = program((logs, found, v)), logs
+        if float(jnp.max(jnp.abs(logs - before))) < SAME / 10:
+            break
+    return {name: float(jnp.exp(logs[i])) for i, group in enumerate(groups) for name in group}
+
+
+def _evidence(guide: Any, problem: Problem, call: Call) -> Any:
+    """:func:`log_evidence` as a program."""
+    return problem.prepared("evidence", lambda g, *c: log_evidence(guide, problem, g[0], g[1], g[2], c), call)
+
+
+def log_evidence(
+    guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, Any], call: Call
+) -> jax.Array:
+    r"""Laplace's log p(D) = log p(D, v) + P / 2 log 2 pi - 1/2 log det of the precision, given what is held."""
+    gaussian = gaussian_at(guide, problem, found, v, precision)
+    unknowns = sum(v[name].size for name in problem.sites)
+    prior = problem.log_prior(v, precision, call, problem.sites)
+    return found.log_likelihood + prior + 0.5 * unknowns * jnp.log(2 * jnp.pi) - 0.5 * gaussian.log_det
+
+
+def _check_rows(guide: Any, problem: Problem, v: Values, call: Call) -> None:
+    """Rows that influence one another: no products of inputs and gradients, and none of minibatches."""
+
+    def mixing(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        return problem.jacobians(v, problem.few(), (args, kwargs))[1]
+
+    if run(mixing, v, *call) > MIXED:
+        problem.capture = False
+        if guide.structure == "kron" or problem.plates:
+            got = "a model in which one row changes the outputs of others, such as one with batch normalization"
+            instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
+            raise argument_error(CALL, "model", got, instead)
