@@ -83,6 +83,11 @@ def gp():
 
 
 @functools.cache
+def regressor():
+    return estimators.Regressor("adf", widths=(2,), effort=0.05, random_state=0).fit(np.asarray(X), np.asarray(Y))
+
+
+@functools.cache
 def idata():
     draws, data = np.random.default_rng(0).normal(size=(1, 5, 6)), ("chain", "draw", "data")
     groups = {
@@ -103,8 +108,9 @@ NAMES = {
     **{room.__name__.rpartition(".")[2]: room for room in (nn, plots, priors, sgmcmc, symmetry)},
     **{
         fn.__name__: fn
-        for fn in (changing, gp, idata, other, plain, random_network, start, svi, to_inference_data, without_targets)
+        for fn in (changing, gp, idata, other, plain, random_network, regressor, start, svi, to_inference_data)
     },
+    "without_targets": without_targets,
     "MCMC": MCMC,
     "NUTS": NUTS,
     "AutoNormal": AutoNormal,
@@ -134,7 +140,12 @@ NAMES = {
 # By room: (call, argument at fault, class of the error, part of the message).
 ROWS = {
     "estimators": [
-        ('estimators.Regressor("mcmc").fit(X, Y)', "method", ValueError, "Known: ensemble, nuts, mean_field, adf"),
+        (
+            'estimators.Regressor("mcmc").fit(X, Y)',
+            "method",
+            ValueError,
+            "Known: ensemble, nuts, laplace, mean_field, ",
+        ),
         ("estimators.Regressor(widths=50).fit(X, Y)", "widths", TypeError, "Pass the hidden widths, e.g. `(50,)`."),
         ("estimators.Regressor(widths=(5, 0)).fit(X, Y)", "widths", ValueError, "Pass an integer of at least 1."),
         ("estimators.Regressor(effort=0).fit(X, Y)", "effort", ValueError, "Pass a finite number above 0."),
@@ -154,6 +165,11 @@ ROWS = {
         ('estimators.Regressor(heteroscedastic="no").fit(X, Y)', "heteroscedastic", TypeError, "Pass True or False."),
         ("estimators.Regressor(progress_bar=1).fit(X, Y)", "progress_bar", TypeError, "Pass True or False."),
         ('estimators.Regressor(prior="normal").fit(X, Y)', "prior", TypeError, "priors."),
+        ("regressor().conformal_interval(X, X[:3], Y[:3])", "X_held_out", ValueError, "Hold out at least 9 rows"),
+        ("regressor().conformal_interval(X, X, Y, level=1)", "level", ValueError, "above 0 and below 1"),
+        ("regressor().calibrate(X[:9], Y[:9])", "X", ValueError, "Hold out at least 10 rows."),
+        ("regressor().most_uncertain(X, 1000)", "num_rows", ValueError, "Ask for fewer rows."),
+        ("regressor().most_uncertain(X, 0)", "num_rows", ValueError, "Pass an integer of at least 1."),
         ('estimators.Classifier("nut").fit(X, L)', "method", ValueError, "Did you mean 'nuts'?"),
         ('estimators.Classifier(effort="1").fit(X, L)', "effort", TypeError, "Pass a finite number above 0."),
         ("estimators.Classifier().fit(X, L)", "y", ValueError, "Pass rows of at least two classes."),
@@ -1547,6 +1563,7 @@ NOT_CALLED = {
         "Prediction",
         "PriorFit",
         "Score",
+        "Uncertainty",
     ),
     *("Equation", "Interpreter", "Layer", "BatchStatistics", "ForwardContext", "GroupStudentT", "Prior", "Sampler"),
     *("State", "Symmetry", "HealthWarning"),

@@ -175,6 +175,89 @@ def test_noise_that_depends_on_the_inputs(data, fitted):
     assert abs(np.sum((low < y) & (y < high)) - 128) < 25
 
 
+# -- what is asked after a fit -----------------------------------------------------------------------------
+
+
+def test_uncertainty_is_split_in_two(data, fitted):
+    X = data[0]
+    found = fitted.uncertainty(X)
+    np.testing.assert_allclose(found.aleatoric + found.epistemic, fitted.predict(X, True)[1] ** 2, rtol=1e-6)
+    draws = fitted.sample(X, 50, noise=False)  # each of the 50 draws once
+    np.testing.assert_allclose(found.epistemic, draws.var(0), rtol=1e-3)
+    assert found.aleatoric[X[:, 0] > 0.5].mean() > 2 * found.aleatoric[X[:, 0] < -0.5].mean()
+    # Rows ten sds away are those of which the network knows least.
+    far = np.concatenate([X[:20], X[:3] + 10 * X.std(0)])
+    assert set(fitted.most_uncertain(far, 3)) == {20, 21, 22}
+
+
+def test_uncertainty_of_classes(data):
+    X, _, labels = data
+    model = Classifier("mean_field", effort=0.1, **FAST).fit(X, labels)
+    found = model.uncertainty(X)
+    draws = model.sample(X, 50, noise=False)
+    np.testing.assert_allclose(found.aleatoric, stats.entropy(draws, axis=2).mean(0), rtol=1e-3, atol=1e-5)
+    total = stats.entropy(model.predict_proba(X), axis=1)
+    np.testing.assert_allclose(found.epistemic, total - found.aleatoric, atol=1e-4)
+    assert found.epistemic.min() >= 0
+
+
+def test_calibration_scales_the_prediction(data, fitted):
+    """Targets whose residuals are three times as wide: the factor is that of a grid, and every answer follows."""
+    X, y, _ = data
+    model, mean = pickle.loads(pickle.dumps(fitted)), fitted.predict(X)
+    wide = mean + 3 * (y - mean)
+    found = model.calibrate(X, wide).calibration_
+    density = model._density_by_factor(X, wide)
+    grid = np.exp(np.linspace(0, 2, 2001))
+    np.testing.assert_allclose(
+        found, grid[np.argmax([density(factor).sum() for factor in grid[::20]]) * 20], rtol=0.03
+    )
+    assert 2 < found < 5
+    np.testing.assert_allclose(model.predict(X), mean)
+    np.testing.assert_allclose(model.predict(X, True)[1], found * fitted.predict(X, True)[1], rtol=1e-6)
+    np.testing.assert_allclose(model.uncertainty(X).epistemic, found**2 * fitted.uncertainty(X).epistemic, rtol=1e-6)
+    low, high = model.predict_interval(X)
+    draws = model.sample(X, 4000, random_state=0)
+    # Shares of 4000 draws in intervals of .9: five binomial standard errors.
+    assert np.abs(np.mean((low < draws) & (draws < high), 0) - 0.9).max() < 5 * (0.09 / 4000) ** 0.5
+    at = mean[:1] + np.linspace(-1, 1, 2001) * 12 * model.predict(X[:1], True)[1]
+    area = np.trapezoid(np.exp(model.log_predictive_density(np.repeat(X[:1], 2001, 0), at)), at)
+    np.testing.assert_allclose(area, 1.0, rtol=1e-3)
+    assert clone(model).fit(X, y).calibration_ == 1.0
+
+
+def test_temperature_of_classes(data):
+    X, _, labels = data
+    model = Classifier("mean_field", effort=0.1, **FAST).fit(X[:100], labels[:100])
+    before, log_probs = model.predict_proba(X), np.log(model.predict_proba(X[100:]))
+    temperature = model.calibrate(X[100:], labels[100:]).calibration_
+    own = np.arange(60), np.searchsorted(model.classes_, labels[100:])
+    grid = np.exp(np.linspace(-2, 2, 401))
+    scores = [(log_probs / t - logsumexp(log_probs / t, 1, keepdims=True))[own].sum() for t in grid]
+    np.testing.assert_allclose(np.log(temperature), np.log(grid[np.argmax(scores)]), atol=0.01)
+    np.testing.assert_array_equal(model.predict_proba(X).argmax(1), before.argmax(1))
+    np.testing.assert_allclose(model.log_predictive_density(X[100:], labels[100:]).sum(), max(scores), rtol=1e-4)
+    with pytest.raises(ValueError, match="a temperature of"):
+        model.sample(X)
+
+
+def test_conformal_intervals_hold_what_they_promise(fitted, data):
+    """Whatever the noise: 800 times 19 held-out rows and one new row, exchangeable given the fit."""
+    rng = np.random.default_rng(1)
+    X = np.tile(data[0], (100, 1))
+    y = fitted.predict(X) + 300 * rng.standard_t(2, len(X))  # far from the noise of the fit, heavy-tailed
+    inside = []
+    for rows in rng.permutation(len(X)).reshape(-1, 20):
+        held_out, new = rows[:19], rows[19:]
+        low, high = fitted.conformal_interval(X[new], X[held_out], y[held_out], level=0.8)
+        inside.append((low < y[new]) & (y[new] < high))
+    # Exactly .8 by theory, as .8 * 20 is a whole number: five standard errors.
+    assert abs(np.mean(inside) - 0.8) < 5 * (0.16 / len(inside)) ** 0.5
+    np.testing.assert_allclose(low + high, 2 * fitted.predict(X[new]), rtol=1e-6)
+    with pytest.raises(ValueError, match="at least 19 rows"):
+        fitted.conformal_interval(X[:1], X[:18], y[:18], level=0.95)
+
+
 # -- Laplace: the linearized network in closed form ------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ try:
 except ImportError as error:
     raise ImportError('It needs scikit-learn: `pip install "numpyro_bnn[estimators]"`.') from error
 
-from numpyro_bnn.estimators.estimators import Classifier, Regressor
+from numpyro_bnn.estimators.classifier import Classifier
+from numpyro_bnn.estimators.network import Uncertainty
+from numpyro_bnn.estimators.regressor import Regressor
 
-__all__ = ["Regressor", "Classifier"]
+__all__ = ["Regressor", "Classifier", "Uncertainty"]

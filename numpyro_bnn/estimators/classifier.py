@@ -1,0 +1,101 @@
+"""``Classifier``: class probabilities and labels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy.special import log_softmax
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from numpyro_bnn._checks import argument_error, check_flag
+from numpyro_bnn.estimators import methods
+from numpyro_bnn.estimators.network import Network, Uncertainty
+
+
+class Classifier(ClassifierMixin, Network):
+    r"""A Bayesian neural network for classification, with scikit-learn's ``fit``, ``predict``, ``predict_proba``.
+
+    y_n ~ Categorical(softmax f(x_n)), f a random network with one output per class; inputs are standardized inside.
+    Class probabilities are means over the draws of the network.
+
+    Parameters are those of :class:`Regressor`, without ``heteroscedastic``.
+
+    :raises ValueError: on ``fit``, as for :class:`Regressor`, and for targets with one class only.
+
+    >>> import numpy as np
+    >>> from numpyro_bnn.estimators import Classifier
+    >>> X = np.linspace(-1, 1, 40)[:, None]
+    >>> y = np.where(X[:, 0] > 0.1, "high", "low")
+    >>> classifier = Classifier("adf", widths=(10,), random_state=0).fit(X, y)
+    >>> print(classifier.classes_, classifier.predict(X[[0, -1]]), classifier.predict_proba(X).shape)
+    ['high' 'low'] ['low' 'high'] (40, 2)
+    """
+
+    def fit(self, X: Any, y: Any) -> "Classifier":
+        """Learn from rows X (N, D) and labels y (N,), numbers or strings."""
+        self._check_settings()
+        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            got = f"labels of one class, {self.classes_[0]!r}"
+            raise argument_error(f"{self._call}.fit", "y", got, "Pass rows of at least two classes.")
+        self._fit(X, codes, len(self.classes_), methods.categorical_likelihood, None)
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Class probabilities (N, K), columns in the order of ``classes_``: means over the draws."""
+        return np.exp(self._log_probs(X, self.calibration_))
+
+    def _log_probs(self, X: Any, temperature: float) -> np.ndarray:
+        (probs,) = self._summary("probabilities", X)
+        return log_softmax(np.log(np.maximum(probs, np.finfo(float).tiny)) / temperature, axis=1)
+
+    def uncertainty(self, X: Any) -> Uncertainty:
+        """Mean entropy of the labels given the network, and mutual information of label and network, (N,) in nats.
+
+        A temperature does not change it: it is no property of the draws.
+        """
+        total, aleatoric = self._summary("entropies", X)
+        return Uncertainty(aleatoric, np.maximum(total - aleatoric, 0.0))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class of each row."""
+        best = np.argmax(self.predict_proba(X), axis=1)  # refuses before there are classes
+        return self.classes_[best]
+
+    def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
+        """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S, N, K).
+
+        :raises ValueError: after :meth:`calibrate`, as a temperature of the mean probabilities has no joint draws.
+        """
+        check_flag(f"{self._call}.sample", "noise", noise)
+        if getattr(self, "calibration_", 1) != 1:
+            got, instead = (
+                f"a temperature of {self.calibration_:.3g}",
+                "Set `calibration_ = 1.0` for draws without it.",
+            )
+            raise argument_error(f"{self._call}.sample", "calibration_", got, instead)
+        (probs,), generator = self._components(X, num_samples, random_state)
+        if not noise:
+            return probs
+        reached = generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]
+        return self.classes_[reached.sum(axis=2)]
+
+    def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
+        """Log probability of the label of each row, (N,): larger is better."""
+        return self._density_by_factor(X, y)(self.calibration_)
+
+    def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
+        check_is_fitted(self)
+        _, y = validate_data(self, X, y, reset=False)
+        unknown = ~np.isin(y, self.classes_)
+        if unknown.any():
+            got = f"the label {y[unknown][0]!r}, which the fit has not seen"
+            instead = f"Known: {', '.join(map(repr, self.classes_))}."
+            raise argument_error(f"{self._call}.log_predictive_density", "y", got, instead)
+        own = np.arange(len(y)), np.searchsorted(self.classes_, y)
+        log_probs = self._log_probs(X, 1.0)
+        return lambda temperature: log_softmax(log_probs / temperature, axis=1)[own]

@@ -1,0 +1,212 @@
+"""What the estimators share: settings, the fit, standardization, draws of new rows, the export."""
+
+import ast
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tqdm
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from numpyro_bnn import _arviz, nn, priors
+from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_kind, check_number
+from numpyro_bnn.datasets import Scaler
+from numpyro_bnn.estimators import methods
+from numpyro_bnn.estimators.predictive import Predictive
+from numpyro_bnn.priors.base import as_prior
+from numpyro_bnn.results.export import about, reported
+from numpyro_bnn.results.exporter import Exporter
+from numpyro_bnn.results.fit import Fit
+from numpyro_bnn.results.replay import bind
+
+LEAST_HELD_OUT = 10  # rows of a calibration
+
+
+class Uncertainty(NamedTuple):
+    """Of new rows: what remains if the network were known, and what more data would remove.
+
+    :param aleatoric: of a regression (N,) or (N, K) the mean variance of the noise, in squared units of y; of a
+        classification (N,) the mean entropy of the labels given the network, in nats.
+    :param epistemic: of a regression the variance of the function, of a classification the mutual information of
+        label and network. Both add up to the variance, or the entropy, of the prediction.
+    """
+
+    aleatoric: np.ndarray
+    epistemic: np.ndarray
+
+
+class Network(BaseEstimator):
+    """What both estimators share."""
+
+    def __init__(
+        self,
+        method: str = "ensemble",
+        *,
+        widths: Sequence[int] = (50,),
+        activation: Any = None,
+        prior: Any = None,
+        num_chains: int | None = None,
+        num_samples: int | None = None,
+        effort: float = 1.0,
+        callback: Callable[[int, int], Any] | None = None,
+        progress_bar: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
+        self.num_chains, self.num_samples, self.effort = num_chains, num_samples, effort
+        self.callback, self.progress_bar, self.random_state = callback, progress_bar, random_state
+
+    @property
+    def _call(self) -> str:
+        return f"estimators.{type(self).__name__}"
+
+    @property
+    def _activation(self) -> Any:
+        return methods.ACTIVATIONS.get(self.method, "relu") if self.activation is None else self.activation
+
+    def _check_settings(self) -> None:
+        """Refuse settings before any work."""
+        call = self._call
+        check_choice(call, "method", self.method, methods.METHODS)
+        if not isinstance(self.widths, Sequence) or isinstance(self.widths, str):
+            raise argument_error(call, "widths", self.widths, "Pass the hidden widths, e.g. `(50,)`.", TypeError)
+        for width in self.widths:
+            check_count(call, "widths", width)
+        nn.MLP([1, 1], self._activation)
+        as_prior(self.prior or {}, call)
+        check_number(call, "effort", self.effort, strict=True)
+        for name in ("num_chains", "num_samples"):
+            if getattr(self, name) is not None:
+                check_count(call, name, getattr(self, name))
+        callback = print if self.callback is None else self.callback
+        check_kind(call, "callback", callback, callable, "Pass a function of (done, total).")
+        check_flag(call, "progress_bar", self.progress_bar)
+
+    def _fit(self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any) -> None:
+        """Standardize the inputs, run the method, and keep its draws."""
+        x_scaler = Scaler.fit(x)
+        x = x_scaler.transform(x)
+        net = nn.MLP([*self.widths, outputs], self._activation)
+        prior = self.prior or methods.PRIORS.get(self.method, priors.Hierarchical)()
+        model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
+
+            def report(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+                if self.callback is not None:
+                    self.callback(done, total)
+
+            options = (self.effort, self.num_chains, self.num_samples, report)
+            padded = methods.padded(x, y)
+            task = methods.Task(self._call, model, padded, len(x), jax.random.key(seed), *options)
+            draws = methods.METHODS[self.method](task)
+        #: Algorithm and settings of the fit, and the chains that were left out (`diverged`, `frozen_chains`).
+        self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
+        self._predictive = draws.predictive or Predictive(model, draws.sites)
+        self._x_scaler, self._y_scaler = x_scaler, y_scaler
+        self._data, self._idata = (x, y), None
+        #: Factor on predictive standard deviations, or temperature of class probabilities; 1 before `calibrate`.
+        self.calibration_ = 1.0
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "_predictive")
+
+    def _summary(self, name: str, X: Any, *by_row: np.ndarray, **options: Any) -> tuple:
+        """A summary of the predictive mixture at new rows, which are checked and standardized."""
+        check_is_fitted(self)
+        rows = self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
+        return self._predictive(name, rows, *by_row, **options)
+
+    def uncertainty(self, X: Any) -> Uncertainty:
+        """How much of the uncertainty about new observations is noise, and how much more data would remove."""
+        raise NotImplementedError
+
+    def most_uncertain(self, X: Any, num_rows: int = 1) -> np.ndarray:
+        """Indices of the rows about which the network knows least, the largest epistemic uncertainty first.
+
+        Several targets count by the sum of their variances in standardized units.
+        """
+        num_rows = check_count(f"{self._call}.most_uncertain", "num_rows", num_rows)
+        epistemic = self.uncertainty(X).epistemic
+        if epistemic.ndim == 2:
+            epistemic = np.sum(epistemic / self._y_scaler.scale**2, axis=1)
+        if num_rows > len(epistemic):
+            got = f"{num_rows} of {len(epistemic)} rows"
+            raise argument_error(f"{self._call}.most_uncertain", "num_rows", got, "Ask for fewer rows.")
+        return np.argsort(-epistemic, kind="stable")[:num_rows]
+
+    def calibrate(self, X: Any, y: Any) -> Any:
+        """Scale the predictive distribution by the factor that maximizes the log density of held-out rows.
+
+        The factor, ``calibration_``, multiplies the distance of an observation from its predictive mean (regression),
+        or is the temperature T of the class probabilities, in proportion to p^(1 / T). The mean, or the most probable
+        class, stays; all other answers follow, but not ``idata_``, which is the posterior. Rows that the fit has seen
+        make it too small. A further ``fit`` removes it.
+
+        :param X: at least ten rows that were not in the fit. :param y: their targets.
+        :return: the estimator itself.
+        """
+        from scipy.optimize import minimize_scalar
+
+        check_is_fitted(self)
+        if len(X) < LEAST_HELD_OUT:
+            got = f"{len(X)} rows"
+            raise argument_error(f"{self._call}.calibrate", "X", got, f"Hold out at least {LEAST_HELD_OUT} rows.")
+        density = self._density_by_factor(X, y)
+        found = minimize_scalar(lambda log: -density(np.exp(log)).sum(), bounds=(-5.0, 5.0), method="bounded")
+        self.calibration_ = float(np.exp(found.x))
+        return self
+
+    def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
+        """Log densities (N,) of rows as a function of the factor of :meth:`calibrate`."""
+        raise NotImplementedError
+
+    def _components(self, X: Any, num_samples: Any, random_state: Any) -> tuple[tuple, np.random.Generator]:
+        """What some draws say of new rows, each draw used as often as the others or once less; and a generator."""
+        count = check_count(f"{self._call}.sample", "num_samples", num_samples)
+        check_is_fitted(self)
+        generator = np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
+        total = self._predictive.num_draws
+        orders = [generator.permutation(total) for _ in range(-(-count // total))]
+        return self._summary("components", X, chosen=np.concatenate(orders)[:count]), generator
+
+    @property
+    def idata_(self) -> Any:
+        """The fit for ArviZ, as from :func:`~numpyro_bnn.to_inference_data`; made on first access.
+
+        Weights are those of the standardized network; inputs, targets, predictions and log likelihoods have the units
+        of the data.
+        """
+        check_is_fitted(self)
+        if self._idata is None:
+            self._idata = self._export()
+        return self._idata
+
+    def _export(self) -> Any:
+        model, draws = self._predictive.model_of(self._predictive.params), self._predictive.draws
+        exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None)
+        key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
+        with self._predictive.precision():
+            groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))
+        lost = {chain for name in ("diverged", "frozen_chains") for chain in ast.literal_eval(self.attrs_[name])}
+        kept = [chain for chain in range(self.attrs_.get("num_chains", 1)) if chain not in lost]
+        groups = {name: g.assign_coords(chain=kept) if "chain" in g.dims else g for name, g in groups.items()}
+        attrs = _arviz.attrs(reported(groups, about(self.attrs_, key, None)))  # judged as it was standardized
+
+        def in_units(name: str, scaler: Scaler) -> None:
+            values = {str(k): v * scaler.scale + scaler.mean for k, v in groups[name].data_vars.items()}
+            groups[name] = groups[name].assign(values)
+
+        in_units("constant_data", self._x_scaler)
+        if scaler := self._y_scaler:
+            for name in {"observed_data", "posterior_predictive"} & groups.keys():
+                in_units(name, scaler)
+            groups["log_likelihood"] = groups["log_likelihood"] - np.sum(np.log(scaler.scale))
+        return _arviz.inference_data(groups, attrs)

@@ -1,0 +1,199 @@
+"""``Regressor``: predictive means, variances, intervals and densities in the units of the data."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sklearn.base import RegressorMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from numpyro_bnn._checks import argument_error, check_flag, check_number
+from numpyro_bnn.datasets import Scaler
+from numpyro_bnn.estimators import methods
+from numpyro_bnn.estimators.network import Network, Uncertainty
+
+
+class Regressor(RegressorMixin, Network):
+    r"""A Bayesian neural network for regression, with scikit-learn's ``fit`` and ``predict``.
+
+    y_n ~ N(f(x_n), s(x_n)^2): mean f and noise s are outputs of one random network, or s is the same for all rows.
+    Inputs and targets are standardized inside; every answer is in the units of the data. With M draws of the network
+    the predictive distribution of a new row is the mixture
+
+    .. math:: p(y | x, D) = \frac{1}{M} \sum_m N(y; f_m(x), s_m(x)^2).
+
+    :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the most accurate), ``"nuts"``,
+        ``"laplace"`` (a Gaussian at the mode, of the linearized network), ``"mean_field"`` (Bayes by Backprop), or
+        ``"adf"`` (probabilistic backpropagation, the fastest).
+    :param widths: units of the hidden layers.
+    :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
+    :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, and for
+        ``"laplace"`` ``priors.Normal()``, whose precisions maximize the evidence.
+    :param heteroscedastic: let the noise depend on the inputs; by default for ``"ensemble"`` only. ``False`` usually
+        gives a smaller RMSE and a lower log likelihood.
+    :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
+    :param effort: factor of all numbers of steps and epochs, and of draws by default.
+    :param callback: called as ``callback(done, total)`` during the fit.
+    :param progress_bar: show a progress bar.
+    :param random_state: seed, as everywhere in scikit-learn.
+    :raises ValueError: on ``fit``, for wrong settings, NaN, one row, or data on which every chain diverged.
+
+    Several targets, y (N, K), share the network; given its weights they are independent.
+
+    >>> import numpy as np
+    >>> from numpyro_bnn.estimators import Regressor
+    >>> X = np.linspace(-1, 1, 40)[:, None]
+    >>> y = 300 + 100 * X[:, 0] + np.random.default_rng(0).normal(0, 10, 40)
+    >>> forecaster = Regressor("adf", widths=(10,), random_state=0).fit(X, y)
+    >>> mean, sd = forecaster.predict(X, return_std=True)
+    >>> low, high = forecaster.predict_interval(X, level=0.9)
+    >>> mean.shape, bool(np.all((low < mean) & (mean < high))), forecaster.score(X, y) > 0.9
+    ((40,), True, True)
+    """
+
+    def __init__(
+        self,
+        method: str = "ensemble",
+        *,
+        widths: Sequence[int] = (50,),
+        activation: Any = None,
+        prior: Any = None,
+        heteroscedastic: bool | None = None,
+        num_chains: int | None = None,
+        num_samples: int | None = None,
+        effort: float = 1.0,
+        callback: Callable[[int, int], Any] | None = None,
+        progress_bar: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
+        self.heteroscedastic, self.num_chains, self.num_samples = heteroscedastic, num_chains, num_samples
+        self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any) -> "Regressor":
+        """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
+        self._check_settings()
+        given = self.heteroscedastic
+        hetero = self.method in methods.HETEROSCEDASTIC if given is None else given
+        check_flag(self._call, "heteroscedastic", hetero)
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
+        y = np.asarray(y, np.float64)
+        self._columns = y.shape[1:]
+        y = y[:, 0] if self._columns == (1,) else y
+        targets = 1 if y.ndim == 1 else y.shape[1]
+        y_scaler = Scaler.fit(y)
+        likelihood = partial(
+            methods.normal_likelihood, targets, bool(hetero), methods.NOISE_FLOORS.get(self.method, 0.0)
+        )
+        self._fit(X, y_scaler.transform(y), targets * (1 + bool(hetero)), likelihood, y_scaler)
+        return self
+
+    def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
+        """Standardized values (..., N) or (..., N, K) in the units of the data, shaped like the targets."""
+        values = values * self._y_scaler.scale + (self._y_scaler.mean if shift else 0.0)
+        return values[..., None] if self._columns == (1,) else values
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The mean of the predictive distribution, shaped like y; with ``return_std`` also its standard deviation.
+
+        The variance is that of a new observation: the mean variance of the noise, plus the variance of the function.
+        """
+        check_flag(f"{self._call}.predict", "return_std", return_std)
+        mean, noise, spread = self._summary("moments", X)
+        sd = self.calibration_ * np.sqrt(noise + spread)
+        return (self._in_units(mean), self._in_units(sd, shift=False)) if return_std else self._in_units(mean)
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+        """The central interval of probability ``level``, by quantiles of the mixture: lower and upper ends, like y.
+
+        With several targets it is that of each target alone.
+        """
+        check_number(f"{self._call}.predict_interval", "level", level, strict=True, below=1)
+        levels = np.array([(1 - level) / 2, (1 + level) / 2])
+        ends = self._summary("quantiles", X, options=(levels,))
+        if self.calibration_ != 1:
+            mean = self._summary("moments", X)[0]
+            ends = tuple(mean + self.calibration_ * (end - mean) for end in ends)
+        return self._in_units(ends[0]), self._in_units(ends[1])
+
+    def conformal_interval(
+        self, X: Any, X_held_out: Any, y_held_out: Any, level: float = 0.9
+    ) -> tuple[np.ndarray, np.ndarray]:
+        r"""An interval around the mean that holds a new observation with probability ``level``, whatever the model.
+
+        .. math:: \hat y(x) \pm q\, s(x), \quad q = \text{the } \lceil (n + 1)\, \mathrm{level} \rceil
+            \text{-th smallest of } |y_i - \hat y(x_i)| / s(x_i)
+
+        over n held-out rows, :math:`\hat y` and s being the predictive mean and sd. If these and the new row are
+        exchangeable, the probability is at least ``level`` and at most level + 1 / (n + 1), on average over held-out
+        and new rows, not at each x. With several targets it is that of each target alone.
+
+        :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out: their targets.
+        :return: lower and upper ends, shaped like y.
+        :raises ValueError: for fewer than level / (1 - level) held-out rows, whose interval is infinite.
+
+        Reference: Lei, G'Sell, Rinaldo, Tibshirani & Wasserman (2018), algorithm 2 and section 5.2.
+        """
+        call = f"{self._call}.conformal_interval"
+        check_number(call, "level", level, strict=True, below=1)
+        y = self._targets(X_held_out, y_held_out, "conformal_interval")
+        rank = int(np.ceil((len(y) + 1) * level - 1e-9))
+        if rank > len(y):
+            got, least = f"{len(y)} rows", int(np.ceil(level / (1 - level) - 1e-9))
+            raise argument_error(call, "X_held_out", got, f"Hold out at least {least} rows for this level.")
+        mean, noise, spread = self._summary("moments", X_held_out)
+        residuals = np.abs(self._y_scaler.transform(y) - mean) / np.sqrt(noise + spread)
+        factor = np.sort(residuals, axis=0)[rank - 1]
+        mean, noise, spread = self._summary("moments", X)
+        half = factor * np.sqrt(noise + spread)
+        return self._in_units(mean - half), self._in_units(mean + half)
+
+    def uncertainty(self, X: Any) -> Uncertainty:
+        """How much of the predictive variance is noise, and how much more data would remove; shaped like y."""
+        _, noise, spread = self._summary("moments", X)
+        scale = self.calibration_**2 * self._y_scaler.scale**2
+        like_y = (slice(None), None) if self._columns == (1,) else ()
+        return Uncertainty((noise * scale)[like_y], (spread * scale)[like_y])
+
+    def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
+        """Joint draws (S, N) of new observations at the rows X; with ``noise=False`` of the function.
+
+        All rows of a draw have the same weights, so differences between rows may be computed draw by draw.
+        """
+        check_flag(f"{self._call}.sample", "noise", noise)
+        (means, sds), generator = self._components(X, num_samples, random_state)
+        draws = means + sds * generator.normal(size=sds.shape) if noise else means
+        if self.calibration_ != 1:
+            mean = self._summary("moments", X)[0]
+            draws = mean + self.calibration_ * (draws - mean)
+        return self._in_units(draws)
+
+    def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
+        """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is better."""
+        return self._density_by_factor(X, y)(self.calibration_)
+
+    def _targets(self, X: Any, y: Any, method: str) -> np.ndarray:
+        """Targets of rows, checked, (N,) or (N, K)."""
+        check_is_fitted(self)
+        _, y = validate_data(self, X, y, reset=False, y_numeric=True, multi_output=True)
+        if y.shape[1:] != self._columns:
+            instead = f"Pass targets shaped {('N', *self._columns)}, as in the fit."
+            raise argument_error(f"{self._call}.{method}", "y", y, instead)
+        return np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
+
+    def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
+        y = self._y_scaler.transform(self._targets(X, y, "log_predictive_density"))
+        mean = self._summary("moments", X)[0]
+
+        def density(factor: float) -> np.ndarray:
+            (found,) = self._summary("log_density", X, mean + (y - mean) / factor)
+            return found - np.sum(np.log(factor * self._y_scaler.scale))
+
+        return density
