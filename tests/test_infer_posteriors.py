@@ -496,3 +496,39 @@ def test_predictions_of_a_network_agree_with_long_nuts_runs():
         )
         assert np.all(np.abs(found - mean) < 0.05 * predictive + 4 * np.hypot(error, mcse))
         assert np.all(np.abs(ratio - 1) < 0.05)
+
+
+# ------------------------------------------------------------------------------------ local latent variables
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [infer.SGLD, infer.SGHMC, infer.SGNHT, infer.MCLMC])
+def test_effects_of_groups_outside_the_subsampled_plate(kind):
+    """Forty local variables with five rows each, declared at full size and indexed: the exact Gaussian posterior.
+
+    The tolerated bias of 0.05 makes variances too large, sds by at most .025; the rest are Monte Carlo errors: a
+    chain forgets in about a pass over the data, so 8 chains of 300 draws have some 500 effective draws for each effect.
+    """
+    rng, groups, rows = np.random.default_rng(3), 40, 200
+    x, group = rng.normal(size=rows), np.arange(rows) % 40
+    y = 0.7 * x + rng.normal(size=groups)[group] + SIGMA * rng.normal(size=rows)
+
+    def model(x, group, y, batch_size=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("groups", groups):
+            effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", rows, subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(w * x[i] + effect[group[i]], SIGMA), obs=y[i])
+
+    design = np.c_[x, np.eye(groups)[group]]
+    covariance = np.linalg.inv(np.eye(groups + 1) + design.T @ design / SIGMA**2)
+    mean, sd = covariance @ design.T @ y / SIGMA**2, np.sqrt(np.diag(covariance))
+    args = tuple(jnp.asarray(part) for part in (x, group, y))
+    z, _, _ = run(kind(model, steps_per_draw=50), 8, 150, 300, args, {"batch_size": 20})
+    draws = np.concatenate([z["w"][..., None], z["effect"]], -1)
+    errors = (draws.mean((0, 1)) - mean) / sd
+    ratios = draws.std((0, 1)) / sd
+    assert np.abs(errors).max() < 0.35
+    assert np.sqrt(np.mean(errors**2)) < 0.15
+    assert 0.97 < ratios[1:].mean() < 1.06
+    assert 0.93 < ratios[0] < 1.1
