@@ -507,7 +507,7 @@ def test_effects_of_groups_outside_the_subsampled_plate(kind):
     """Forty local variables with five rows each, declared at full size and indexed: the exact Gaussian posterior.
 
     The tolerated bias of 0.05 makes variances too large, sds by at most .025; the rest are Monte Carlo errors: a
-    chain forgets in about a pass over the data, so 8 chains of 300 draws have some 500 effective draws for each effect.
+    chain forgets in about a pass over the data, so 8 chains of 300 draws have some 500 effective draws of an effect.
     """
     rng, groups, rows = np.random.default_rng(3), 40, 200
     x, group = rng.normal(size=rows), np.arange(rows) % 40
