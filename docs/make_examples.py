@@ -37,6 +37,7 @@ RUNS = {
     " --max-tree-depth 5",
     "last_layer": "",
     "lotka_volterra": "",
+    "nnx_module": "",
     "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
 }
 

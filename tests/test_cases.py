@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from examples import lotka_volterra
+from examples import lotka_volterra, nnx_module
 
 
 @pytest.mark.slow
@@ -15,3 +15,11 @@ def test_physical_parameters_stay_calibrated_where_the_physics_is_wrong(tmp_path
     assert covered["physical"] <= 4
     errors = {kind: np.abs(values) for kind, values in found["errors"].items()}
     assert errors["with a network"].max() < errors["physical"].min()  # relative errors of the posterior means
+
+
+@pytest.mark.slow
+def test_a_module_predicts_better_if_it_is_sampled(tmp_path):
+    """Log likelihood over ten splits: above the trained module by two standard errors of the paired difference."""
+    found = nnx_module.main(["--output", str(tmp_path)])
+    gain = np.subtract(found["Bayesian"]["log_likelihood"], found["trained by optax"]["log_likelihood"])
+    assert gain.mean() > 2 * gain.std(ddof=1) / len(gain) ** 0.5

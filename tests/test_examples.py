@@ -51,6 +51,8 @@ SHORT = {
     "examples.last_layer": "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 --max-tree-depth 2"
     " --steps-per-draw 5",
     "examples.lotka_volterra": "--data-sets 1 --num-warmup 6 --num-samples 6 --max-tree-depth 2",
+    "examples.nnx_module": "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 --num-chains 2"
+    " --steps-per-draw 3",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
@@ -138,6 +140,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.last_layer", ["--train-rows", "9"]),
         ("examples.lotka_volterra", ["--held-out", "0"]),
         ("examples.neal", ["--num-samples", "3"]),
+        ("examples.nnx_module", ["--splits", "1"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
@@ -538,6 +541,15 @@ def test_lotka_volterra(tmp_path, capsys):
     assert "| with a network |" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "lotka_volterra.json").read_text())["covered"] == report["covered"]
     assert (tmp_path / "out" / "lotka_volterra.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_nnx_module(tmp_path, capsys):
+    found = run("examples.nnx_module", "--output", tmp_path / "out")
+    assert set(found) == {"Bayesian", "trained by optax", "least squares"}
+    assert all(len(values) == 2 for by_name in found.values() for values in by_name.values())
+    assert "| Bayesian |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "nnx_module.json").read_text()) == found
 
 
 @pytest.mark.slow

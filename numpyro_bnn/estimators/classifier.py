@@ -47,6 +47,7 @@ class Classifier(ClassifierMixin, Network):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over the draws."""
+        check_is_fitted(self)
         return np.exp(self._log_probs(X, self.calibration_))
 
     def _log_probs(self, X: Any, temperature: float) -> np.ndarray:
