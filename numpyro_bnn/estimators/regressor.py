@@ -189,7 +189,8 @@ class Regressor(RegressorMixin, Network):
         return np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
 
     def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
-        y = self._y_scaler.transform(self._targets(X, y, "log_predictive_density"))
+        y = self._targets(X, y, "log_predictive_density")
+        y = self._y_scaler.transform(y)
         mean = self._summary("moments", X)[0]
 
         def density(factor: float) -> np.ndarray:
