@@ -36,6 +36,7 @@ RUNS = {
     "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 --num-moves 50"
     " --max-tree-depth 5",
     "last_layer": "",
+    "active_learning": "",
     "lotka_volterra": "",
     "nnx_module": "",
     "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from examples import lotka_volterra, nnx_module
+from examples import active_learning, lotka_volterra, nnx_module
 
 
 @pytest.mark.slow
@@ -23,3 +23,13 @@ def test_a_module_predicts_better_if_it_is_sampled(tmp_path):
     found = nnx_module.main(["--output", str(tmp_path)])
     gain = np.subtract(found["Bayesian"]["log_likelihood"], found["trained by optax"]["log_likelihood"])
     assert gain.mean() > 2 * gain.std(ddof=1) / len(gain) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
+def test_rows_of_which_the_network_knows_least_teach_more(tmp_path):
+    """Ten seeds: a smaller error after all rounds than with random rows, and programs that serve all of them."""
+    found = active_learning.main(["--output", str(tmp_path)])
+    assert np.mean(found["uncertain"], 0)[-1] < np.mean(found["random"], 0)[-1]
+    assert sum(found["programs"][2:]) == 0

@@ -347,6 +347,7 @@ def test_classes_with_text_labels(data):
     assert set(model.idata_["observed_data"]["y"].to_numpy()) == {0, 1, 2}
 
 
+@pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
 def test_tables_of_pandas(data):
     X, y, _ = data
     table = pd.DataFrame(X, columns=["a", "b", "c"])
@@ -359,6 +360,7 @@ def test_tables_of_pandas(data):
         model.predict(table.rename(columns={"a": "z"}))
 
 
+@pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
 @pytest.mark.parametrize(
     "method", [name if name == "adf" else pytest.param(name, marks=pytest.mark.slow) for name in methods.METHODS]
 )
@@ -390,6 +392,7 @@ def test_every_method_learns(method, data):
     assert 0.8 < np.mean((low < y) & (y < high)) <= 1.0
 
 
+@pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
 def test_progress_is_reported(data):
     X, y, _ = data
     seen = []
@@ -412,6 +415,21 @@ def test_chains_at_fault_are_left_out(data):
     assert kept.attrs["frozen_chains"] == "[2]"
     with pytest.raises(ValueError, match="every chain diverged or froze"):
         methods._sound("estimators.Regressor", {"w": np.full((2, 3, 1), np.nan)}, {})
+
+
+def test_a_fit_worse_than_a_constant_warns():
+    """Probabilistic backpropagation on sixteen rows: the mean of the prediction is many sds of the targets off."""
+    rng = np.random.default_rng(1)
+    X = rng.uniform(-1, 1, (16, 8))
+    y = X[:, 0] ** 2 + 0.1 * rng.normal(size=16)
+    with pytest.warns(bnn.metrics.HealthWarning, match="nats a row worse than by a constant"):
+        Regressor("adf", widths=(20,), random_state=0).fit(X, y)
+    model = Classifier("mean_field", **TINY).fit(X, X[:, 0] > 0)
+    with pytest.warns(bnn.metrics.HealthWarning, match="Classifier.fit: .* 0.5 nats"):
+        model._warn_if_worse(np.array([-1.0, -1.0]), np.array([-0.5, -0.5]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model._warn_if_worse(np.array([-0.55]), np.array([-0.5]))
 
 
 def test_padding_changes_nothing(data):
@@ -440,6 +458,7 @@ def test_padding_changes_nothing(data):
 # -- work that is not done again ---------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
 @pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
 @pytest.mark.parametrize("method", [pytest.param("ensemble", marks=pytest.mark.slow), "mean_field", "laplace"])
 def test_folds_share_programs(method, data, compiled):

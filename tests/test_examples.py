@@ -51,6 +51,7 @@ SHORT = {
     "examples.last_layer": "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 --max-tree-depth 2"
     " --steps-per-draw 5",
     "examples.lotka_volterra": "--data-sets 1 --num-warmup 6 --num-samples 6 --max-tree-depth 2",
+    "examples.active_learning": "--seeds 2 --rounds 1 --width 2 --effort 0.02",
     "examples.nnx_module": "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 --num-chains 2"
     " --steps-per-draw 3",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
@@ -141,6 +142,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.lotka_volterra", ["--held-out", "0"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.nnx_module", ["--splits", "1"]),
+        ("examples.active_learning", ["--seeds", "1"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
@@ -541,6 +543,19 @@ def test_lotka_volterra(tmp_path, capsys):
     assert "| with a network |" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "lotka_volterra.json").read_text())["covered"] == report["covered"]
     assert (tmp_path / "out" / "lotka_volterra.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
+def test_active_learning(tmp_path, capsys):
+    report = run("examples.active_learning", "--output", tmp_path / "out")
+    assert report["labels"] == [16, 19]
+    assert report["programs"][0] > 0
+    assert sum(report["programs"][2:]) == 0  # the second seed compiles nothing
+    assert np.shape(report["random"]) == np.shape(report["uncertain"]) == (2, 2)
+    assert [row[0] for row in report["random"]] == [row[0] for row in report["uncertain"]]
+    assert "diabetes, 2 seeds" in capsys.readouterr().out
+    assert (tmp_path / "out" / "active_learning.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

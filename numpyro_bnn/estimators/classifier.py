@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn._checks import argument_error, check_flag
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import Network, Uncertainty
+from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
 
 
 class Classifier(ClassifierMixin, Network):
@@ -43,6 +43,10 @@ class Classifier(ClassifierMixin, Network):
             got = f"labels of one class, {self.classes_[0]!r}"
             raise argument_error(f"{self._call}.fit", "y", got, "Pass rows of at least two classes.")
         self._fit(X, codes, len(self.classes_), methods.categorical_likelihood, None)
+        rows, labels = (part[:CHECKED_ROWS] for part in self._data)
+        found = self._predictive("probabilities", rows)[0][np.arange(len(rows)), labels]
+        constant = np.bincount(codes)[labels] / len(codes)
+        self._warn_if_worse(np.log(np.maximum(found, np.finfo(float).tiny)), np.log(constant))
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:

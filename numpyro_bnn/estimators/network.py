@@ -1,6 +1,7 @@
 """What the estimators share: settings, the fit, standardization, draws of new rows, the export."""
 
 import ast
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -18,6 +19,7 @@ from numpyro_bnn._checks import argument_error, check_choice, check_count, check
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
+from numpyro_bnn.metrics.health import HealthWarning
 from numpyro_bnn.priors.base import as_prior
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
@@ -25,6 +27,7 @@ from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
 LEAST_HELD_OUT = 10  # rows of a calibration
+CHECKED_ROWS, WORSE = 256, 0.1  # rows of the fit that are predicted, and nats a row below a constant that are a fault
 
 
 class Uncertainty(NamedTuple):
@@ -114,6 +117,16 @@ class Network(BaseEstimator):
         self._data, self._idata = (x, y), None
         #: Factor on predictive standard deviations, or temperature of class probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
+
+    def _warn_if_worse(self, found: np.ndarray, constant: np.ndarray) -> None:
+        """Log densities of rows of the fit, predicted and by a constant prediction."""
+        lost = float(np.mean(constant) - np.mean(found))
+        if not lost < WORSE:
+            message = (
+                f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row worse than by a constant."
+                ' Do not use it: take another `method`, such as "ensemble", more `effort`, or more rows.'
+            )
+            warnings.warn(message, HealthWarning, stacklevel=3)
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")

@@ -5,13 +5,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from scipy.stats import norm
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn._checks import argument_error, check_flag, check_number
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import Network, Uncertainty
+from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
 
 
 class Regressor(RegressorMixin, Network):
@@ -93,6 +94,9 @@ class Regressor(RegressorMixin, Network):
             methods.normal_likelihood, targets, bool(hetero), methods.NOISE_FLOORS.get(self.method, 0.0)
         )
         self._fit(X, y_scaler.transform(y), targets * (1 + bool(hetero)), likelihood, y_scaler)
+        rows, targets = (part[:CHECKED_ROWS] for part in self._data)
+        constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
+        self._warn_if_worse(self._predictive("log_density", rows, targets)[0], constant)
         return self
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:

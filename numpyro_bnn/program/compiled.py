@@ -23,7 +23,7 @@ CACHE_SIZE = 8
 CHUNK_BYTES = 128 * 2**20
 
 # Number of programs kept by what they compute.
-KEPT = 64
+KEPT = 256
 # What the data are wanted for while a model is traced, if it computes shapes or branches from them.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
