@@ -37,6 +37,7 @@ RUNS = {
     " --max-tree-depth 5",
     "last_layer": "",
     "active_learning": "",
+    "bayesian_optimization": "--seeds 3",
     "lotka_volterra": "",
     "nnx_module": "",
     "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",

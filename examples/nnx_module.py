@@ -120,6 +120,23 @@ def scores(means: np.ndarray, sds: np.ndarray, y: np.ndarray) -> dict[str, float
     return {"rmse": float(rmse), "log_likelihood": float(density.mean())}
 
 
+def draw_figure(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
+    """The log likelihood of each split, both ways."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(4.2, 4), layout="constrained")
+    x, y = (np.array(found[way]["log_likelihood"]) for way in ("trained by optax", "Bayesian"))
+    ends = [min(x.min(), y.min()), max(x.max(), y.max())]
+    ax.plot(ends, ends, color="0.6", lw=1)
+    ax.plot(x, y, "o")
+    ax.set(xlabel="log likelihood, trained by optax", ylabel="Bayesian", aspect="equal", title="one point per split")
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="examples.nnx_module",
@@ -134,7 +151,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-chains", type=int, default=4, help="chains")
     parser.add_argument("--steps-per-draw", type=int, default=50, help="gradients per draw")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the table as JSON")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output"), help="folder of the table as JSON and the figure"
+    )
     args = parser.parse_args(argv)
     numbers = ("width", "optimizer_steps", "num_warmup", "num_samples", "num_chains", "steps_per_draw")
     at_least(parser, args, numbers)
@@ -162,6 +181,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
     print(f"diabetes, {args.splits} splits, standardized targets")
     print(markdown(("way", "RMSE", "log likelihood", "better than optax by"), rows))
     (folder / "nnx_module.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw_figure(folder / "nnx_module.png", found)
     return found
 
 

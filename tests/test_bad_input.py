@@ -960,7 +960,7 @@ ROWS = {
             'guides.AutoLaplace(plain).run(KEY, X, Y, tune_prior="all")',
             "tune_prior",
             ValueError,
-            "Known: site, global.",
+            "Known: site, global, auto.",
         ),
         ("guides.AutoLaplace(plain).predictive({}, X)", "params", ValueError, "Call `run` of this guide first"),
         ('guides.AutoLaplace(plain).predictive({}, X, link="logit")', "link", ValueError, "Known: probit, sample."),

@@ -52,6 +52,7 @@ SHORT = {
     " --steps-per-draw 5",
     "examples.lotka_volterra": "--data-sets 1 --num-warmup 6 --num-samples 6 --max-tree-depth 2",
     "examples.active_learning": "--seeds 2 --rounds 1 --width 2 --effort 0.02",
+    "examples.bayesian_optimization": "--seeds 2 --start 4 --evaluations 6 --candidates 32 --width 2 --effort 0.02",
     "examples.nnx_module": "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 --num-chains 2"
     " --steps-per-draw 3",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
@@ -142,6 +143,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.lotka_volterra", ["--held-out", "0"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.nnx_module", ["--splits", "1"]),
+        ("examples.bayesian_optimization", ["--evaluations", "7"]),
         ("examples.active_learning", ["--seeds", "1"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
@@ -559,12 +561,34 @@ def test_active_learning(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*worse than by a constant")
+def test_bayesian_optimization(tmp_path, capsys):
+    from examples.bayesian_optimization import FUNCTIONS
+
+    found = run("examples.bayesian_optimization", "--output", tmp_path / "out")
+    assert {name: list(by_model) for name, by_model in found.items()} == {
+        name: ["network", "Gaussian process", "random"] for name in ("branin", "hartmann")
+    }
+    regrets = np.array([list(by_model.values()) for by_model in found.values()])
+    assert regrets.shape == (2, 3, 2, 6)
+    assert (regrets >= 0).all()
+    assert (np.diff(regrets) <= 0).all()
+    # The published minima.
+    least = {"branin": [0.5427728, 0.151667], "hartmann": [0.20169, 0.150011, 0.476874, 0.275332, 0.311652, 0.6573]}
+    for name, at in least.items():
+        np.testing.assert_allclose(FUNCTIONS[name].value(np.array([at])), FUNCTIONS[name].least, atol=1e-4)
+    assert "| hartmann | random |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "bayesian_optimization.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 def test_nnx_module(tmp_path, capsys):
     found = run("examples.nnx_module", "--output", tmp_path / "out")
     assert set(found) == {"Bayesian", "trained by optax", "least squares"}
     assert all(len(values) == 2 for by_name in found.values() for values in by_name.values())
     assert "| Bayesian |" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "nnx_module.json").read_text()) == found
+    assert (tmp_path / "out" / "nnx_module.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -39,7 +39,18 @@ MODULES = [module_name(path) for path in FILES if path.stem != "__main__"]
 # Room -> the other rooms it may import. Modules called _* at the top may be imported by every room, and import
 # only one another. The package's own __init__ and __main__ may import anything.
 ROOMS = {
-    "estimators": {"results", "networks", "infer", "guides", "symmetry", "program", "priors", "nn", "datasets"},
+    "estimators": {
+        "results",
+        "metrics",
+        "networks",
+        "infer",
+        "guides",
+        "symmetry",
+        "program",
+        "priors",
+        "nn",
+        "datasets",
+    },
     "plots": {"results", "metrics"},
     "results": {"program", "infinite", "networks", "priors", "nn", "metrics"},
     "metrics": set(),
