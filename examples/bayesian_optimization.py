@@ -2,8 +2,8 @@
 
 Branin's function of two inputs and Hartmann's of six are minimized. After a few random points each model is fitted to
 all evaluations, and the next one is where the expected improvement is largest among many candidates: points of a
-Sobol sequence, and small steps from the best point so far. The network is an estimator with a Laplace approximation,
-the Gaussian process is scikit-learn's; random search is the third.
+Sobol sequence, and small steps from the best point so far. The network is an estimator, with a Laplace approximation
+by default, the Gaussian process is scikit-learn's; random search is the third.
 
     python -m examples.bayesian_optimization --help
 """
@@ -62,7 +62,8 @@ def network(x: np.ndarray, y: np.ndarray, new: np.ndarray, args: argparse.Namesp
     """Mean and sd of the function at new points."""
     from numpyro_bnn.estimators import Regressor
 
-    model = Regressor("laplace", widths=(args.width,), effort=args.effort, random_state=args.seed).fit(x, y)
+    options = {"widths": (args.width,), "effort": args.effort, "random_state": args.seed}
+    model = Regressor(args.method, **options).fit(x, y)
     return model.predict(new), np.sqrt(model.uncertainty(new).epistemic)
 
 
@@ -112,6 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=8, help="random points at the start")
     parser.add_argument("--evaluations", type=int, default=40, help="of the function, those at the start included")
     parser.add_argument("--candidates", type=int, default=1024, help="points at which the improvement is computed")
+    parser.add_argument("--method", default="laplace", help="of the estimator")
     parser.add_argument("--width", type=int, default=20, help="hidden units")
     parser.add_argument("--effort", type=float, default=0.3, help="of the estimator")
     parser.add_argument("--seed", type=int, default=0)

@@ -143,7 +143,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.lotka_volterra", ["--held-out", "0"]),
         ("examples.neal", ["--num-samples", "3"]),
         ("examples.nnx_module", ["--splits", "1"]),
-        ("examples.bayesian_optimization", ["--evaluations", "7"]),
+        ("examples.bayesian_optimization", ["--evaluations", "3"]),
         ("examples.active_learning", ["--seeds", "1"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
