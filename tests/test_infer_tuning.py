@@ -420,6 +420,21 @@ def test_large_gradients_of_the_start_are_forgotten():
     assert np.isfinite(scales.adapted(moment)).all()
 
 
+def many_weights(y, batch_size):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([1001]).to_event(1))
+    with numpyro.plate("data", y.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(w[i], 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize("kind", [infer.SGLD, infer.SGHMC, infer.SGNHT, infer.MCLMC], ids=lambda k: k.__name__)
+def test_a_thousand_parameters_get_a_diagonal(kind):
+    """Of one shape from the start of the warm-up, when it is one, to its end."""
+    mcmc = MCMC(kind(many_weights, steps_per_draw=2), num_warmup=4, num_samples=1, progress_bar=False)
+    mcmc.run(random.key(0), jnp.zeros(1001), 7)
+    assert mcmc.last_state.engine.adaptation.shape == (1001,)
+    assert len(np.unique(mcmc.last_state.engine.adaptation)) > 500
+
+
 def uneven_noise():
     """Slopes of correlated rows whose noise differs by 10^8 between directions, and curvatures of the same shape."""
     slopes = RNG.normal(size=(N, 4)) @ np.array(

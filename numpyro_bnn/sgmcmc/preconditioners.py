@@ -59,7 +59,7 @@ class Diagonal(Preconditioner):
         if values.ndim == 1 and values.shape != position.shape:
             instead = f"Pass one per coordinate, {position.shape}."
             raise argument_error("sgmcmc.Diagonal", "values", f"shape {values.shape}", instead)
-        return jnp.sqrt(values)
+        return jnp.broadcast_to(jnp.sqrt(values), position.shape)  # one shape, whatever replaces it
 
     def root(self, state: Array, v: Array) -> Array:
         return state * v
