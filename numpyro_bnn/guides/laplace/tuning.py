@@ -71,8 +71,9 @@ def tuned(
     losses: list[float] = []
     evidence_of = _evidence(guide, problem, call)
 
+    dense = newton_steps and guide.structure == "full" and not problem.plates
+
     def polished(v: Values, found: Precision, precision: Any, spread: Any, num_steps: int) -> tuple:
-        dense = newton_steps and guide.structure == "full" and not problem.plates
         return newton(guide, problem, call, v, found, (precision, spread), num_steps if dense else 0)
 
     _check_rows(guide, problem, v, call)
@@ -99,6 +100,10 @@ def tuned(
         if change < SAME:
             break
     v, found, precision, spread = best
+    if tune and not dense:
+        v, more = search(v, (precision, spread), key)
+        losses += more
+        found = measured(guide, problem, call, v, precision)
     v, found, more = polished(v, found, precision, spread, NEWTON_STEPS)
     return _result(guide, problem, call, (v, found, precision, spread), [*losses, *more])
 
