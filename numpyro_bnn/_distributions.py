@@ -1,5 +1,6 @@
 """Distributions that NumPyro lacks, and access to the parameters of those that it has."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar
 
@@ -26,6 +27,11 @@ def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
 def is_factor(fn: dist.Distribution) -> bool:
     """Whether a distribution is that of a ``numpyro.factor``, masked or not."""
     return isinstance(unwrapped(fn, masked=True), dist.Unit)
+
+
+def is_latent(site: Mapping[str, Any]) -> bool:
+    """Whether a site is a random variable that the model does not observe."""
+    return site["type"] == "sample" and not site["is_observed"]
 
 
 def unmasked_elements(fn: dist.Distribution) -> jax.Array:

@@ -34,17 +34,6 @@ def start(model, *args, kernel=infer.SGLD, num_warmup=0, **kwargs):
 # -- models that would be silently wrong ------------------------------------------------------------
 
 
-def local_latent(x, y):
-    with numpyro.plate("data", N, subsample_size=B) as i:
-        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
-        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
-
-
-def scoped_local_latent(x, y):
-    with handlers.scope(prefix="a"):
-        local_latent(x, y)
-
-
 def discrete(x, y):
     k = numpyro.sample("k", dist.Bernoulli(0.5))
     with numpyro.plate("data", N):
@@ -186,8 +175,6 @@ def test_every_site_must_take_its_rows_from_the_plate_where_it_stands(model, mes
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (local_latent, r"latent site 'z' inside the subsampled plate 'data'"),
-        (scoped_local_latent, r"latent site 'a/z' inside the subsampled plate 'a/data'"),
         (discrete, r"discrete latent site 'k'"),
         (discrete_in_plate, r"discrete latent site 'k'"),
         (unused_indices, r"plate 'data', whose indices the likelihood does not use.*60/10"),

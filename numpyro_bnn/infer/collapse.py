@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error, check_kind
-from numpyro_bnn._distributions import affine_normal
+from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
 from numpyro_bnn.program.arguments import as_arrays
@@ -115,8 +115,7 @@ class _WithoutLinear(Messenger):
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] in PARAMETERS:
             self.parameters[msg["name"]] = msg["value"]
-        seen = msg["type"] == "sample" and not msg["is_observed"]
-        if seen and msg["name"] not in self.structure.shapes:
+        if is_latent(msg) and msg["name"] not in self.structure.shapes:
             self.values[msg["name"]] = msg["value"]
 
 

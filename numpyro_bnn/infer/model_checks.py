@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import random
+from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import is_factor, unwrapped
+from numpyro_bnn._distributions import is_factor, is_latent, unwrapped
 from numpyro_bnn._jaxprs import dependence, indexed_lengths
 from numpyro_bnn.program.plates import full_plates, random_indices
 from numpyro_bnn.program.reading import Plate, Reading
@@ -101,6 +102,30 @@ def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
     return wrapped
 
 
+def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
+    """Sample latent sites at full size outside of subsampled plates, and give the model the rows of the minibatch.
+
+    The model runs twice: on all rows for its latent sites alone, where compilers drop the rest, then on their values.
+    """
+
+    def hidden(site: Mapping[str, Any]) -> bool:
+        return site["type"] in ("sample", "deterministic", "plate") and not (is_latent(site) or is_jacobian(site))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def rows(site: Mapping[str, Any]) -> Any:
+            value: Any = full[site["name"]]["value"] if is_latent(site) else None
+            for frame in frames_of(site, plates) if is_latent(site) else ():
+                value = jnp.take(value, seen[frame.name]["value"], frame.dim - site["fn"].event_dim)
+            return value
+
+        with handlers.block(hide_fn=hidden):
+            full = handlers.trace(full_plates(model)).get_trace(*args, **kwargs)
+        with handlers.block(hide_fn=is_latent), handlers.trace() as seen, handlers.substitute(substitute_fn=rows):
+            return model(*args, **kwargs)
+
+    return wrapped
+
+
 def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
     """The first B indices of every plate."""
     return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
@@ -123,24 +148,12 @@ def is_jacobian(site: Mapping[str, Any]) -> bool:
     return named and is_factor(site["fn"])
 
 
+def frames_of(site: Mapping[str, Any], plates: Mapping[str, Plate]) -> list[Any]:
+    """The plates of which a site has the rows of a minibatch."""
+    return [f for f in site["cond_indep_stack"] if f.name in plates and f.size < plates[f.name].size]
+
+
 # -- refusals --------------------------------------------------------------------------------------------
-
-
-def check_latent_sites(call: str, traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> None:
-    """Refuse discrete latent sites, and latent sites inside a subsampled plate."""
-    refused = partial(argument_error, call, "model")
-    for name, site in traced.items():
-        if site["type"] != "sample" or site["is_observed"]:
-            continue
-        if site["fn"].support.is_discrete:
-            raise refused(f"the discrete latent site {name!r}", "Sum over its values: a gradient cannot move it.")
-        inside = [frame.name for frame in site["cond_indep_stack"] if frame.name in plates]
-        if inside:
-            raise refused(
-                f"the latent site {name!r} inside the subsampled plate {inside[0]!r}",
-                "Each minibatch would give its values to other data points. Sample it outside the plate at full size"
-                " and index it, or run without `subsample_size`.",
-            )
 
 
 def check_indices(call: str, reading: Reading) -> frozenset[str]:
@@ -182,7 +195,7 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
         )
     if not reading.stochastic:  # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, reading, sites, fresh)
-    local = [n for n, site in reading.sites.items() if any(f.name in plates for f in site["cond_indep_stack"])]
+    local = [n for n, site in reading.sites.items() if frames_of(site, plates)]
     return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
 
 
@@ -204,7 +217,7 @@ def _check_site(
     refused: Callable, site: Mapping[str, Any], plates: Mapping[str, Plate], used: Mapping, shapes: Mapping
 ) -> None:
     """Check that a site stands in the plates whose indices it uses, and has one row for each of their indices."""
-    name, frames = site["name"], [f for f in site["cond_indep_stack"] if f.name in plates]
+    name, frames = site["name"], frames_of(site, plates)
     for plate in sorted(used["density", name] - {frame.name for frame in frames}):
         raise refused(
             f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
@@ -238,7 +251,7 @@ def _check_order(
     before, *reversed_plates = reading.run(densities)
     for plate, after in zip(fresh, reversed_plates, strict=True):
         for name, site in sites.items():
-            axes = tuple(frame.dim for frame in site["cond_indep_stack"] if frame.name == plate)
+            axes = tuple(frame.dim for frame in frames_of(site, reading.plates) if frame.name == plate)
             if isinstance(after[name], jax.core.Tracer):
                 continue  # the data are arguments of a compiled program
             expected = np.flip(np.asarray(before[name]), axes)
@@ -248,9 +261,3 @@ def _check_order(
                     f"the site {name!r} in plate {plate!r}, of which some rows stay when the indices change",
                     "Index every array that has one row per data point, also for masks and scales: `x[i]`.",
                 )
-
-
-def observed_log_density(sites: Mapping[str, Any]) -> jax.Array:
-    """Log density of the observed sites of a trace, without the scale of its plates."""
-    observed = [site for site in sites.values() if site["type"] == "sample" and site["is_observed"]]
-    return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))

@@ -18,10 +18,10 @@ from numpyro_bnn._checks import argument_error, check_finite, check_kind
 from numpyro_bnn.infer.model_checks import (
     KEY,
     check_indices,
-    check_latent_sites,
     constant_keys,
     first_batch,
-    observed_log_density,
+    frames_of,
+    lifted,
     on_batch,
     only_rows,
     weight_jacobians,
@@ -43,7 +43,7 @@ class Target:
     :param model: the model, with fixed values of its parameters; ``plates``: subsampled plates by name.
     :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
     :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
-    :param rows: sizes of the plates that contain observations and no latent site.
+    :param rows: sizes of the plates of observations that are subsampled, or contain no latent site.
     :param transforms: from the real line to the latent sites; ``None`` if the model computes their supports.
     :param of_one_minibatch: names of deterministic sites inside subsampled plates, or that depend on their indices.
     :param computes_values: whether the model has deterministic sites.
@@ -101,8 +101,9 @@ class Target:
 
         def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
             placed = handlers.substitute(only_rows(self.model, rows), self.constrain(args, kwargs)(z))
-            sites = handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
-            return observed_log_density(sites)
+            sites = handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {})).values()
+            observed = [site for site in sites if site["type"] == "sample" and site["is_observed"]]
+            return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
 
         return total
 
@@ -132,8 +133,14 @@ def bind(
     if held := held_parameters(call, reading):
         model = handlers.substitute(model, data=held)
         reading = Reading(model, args, kwargs, full=False)
+    if any(frames_of(reading.sites[name], reading.plates) for name in reading.latent):
+        model = lifted(model, reading.plates)
+        reading = Reading(model, args, kwargs, full=False)
     sites, plates = reading.sites, reading.plates
-    check_latent_sites(call, sites, plates)
+    for name in reading.latent:
+        if sites[name]["fn"].support.is_discrete:
+            instead = "Sum over its values: a gradient cannot move it."
+            raise argument_error(call, "model", f"the discrete latent site {name!r}", instead)
     of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)
     try:
@@ -157,7 +164,7 @@ def bind(
         plates=plates,
         stochastic=reading.stochastic,
         num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
-        rows=_rows(sites),
+        rows=_rows(sites, plates),
         transforms={name: biject_to(support) for name, support in supports.items()} if known else None,
         of_one_minibatch=of_one_minibatch,
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
@@ -188,12 +195,12 @@ def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
     return start
 
 
-def _rows(traced: Mapping[str, Any]) -> dict[str, int]:
+def _rows(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> dict[str, int]:
     inside: dict[bool, set[str]] = {True: set(), False: set()}
     for site in traced.values():
         if site["type"] == "sample":
             inside[site["is_observed"]] |= {frame.name for frame in site["cond_indep_stack"]}
-    return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False])}
+    return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False].difference(plates))}
 
 
 def given_values(

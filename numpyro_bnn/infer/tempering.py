@@ -193,7 +193,8 @@ class ParallelTempering(ArgumentKernel):
         source, accept_prob = exchange(key, betas, jax.vmap(tempered)(positions), state.i)
         positions = jax.tree.map(lambda a: a[source], positions)
         base = jax.vmap(partial(with_values, self._inner))(base, positions)
-        walk, returned = _journeys(state.walk[source])
+        been = state.walk[source]  # at the last temperature, since they were at the first, where they are counted
+        walk, returned = been.at[0].set(False).at[-1].set(True), been[0].astype(jnp.int32)
         state = state._replace(
             z=jax.tree.map(lambda a: a[0], positions),
             base=base,
@@ -331,8 +332,3 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
     return jnp.exp(jnp.interp(levels, barrier, jnp.log(betas))).at[0].set(betas[0]).at[-1].set(betas[-1])
-
-
-def _journeys(walk: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mark the state at the last temperature; count, and unmark, a state that came back to the first."""
-    return walk.at[0].set(False).at[-1].set(True), walk[0].astype(jnp.int32)

@@ -15,7 +15,7 @@ from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_kind
-from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import is_factor, is_latent, unmasked_elements, unwrapped
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import full_plates
 
@@ -38,7 +38,7 @@ def weighted_draw(
     with numpyro.validation_enabled(False):  # it would compute what is known while this is traced, one by one
         seeded = handlers.seed(full_plates(guide), guide_key)
         log_guide, guide_trace = log_density(seeded, args, kwargs, params)
-        values = {**params, **{name: site["value"] for name, site in guide_trace.items() if _is_random(site)}}
+        values = {**params, **{name: site["value"] for name, site in guide_trace.items() if is_latent(site)}}
         seeded = handlers.seed(full_plates(model), model_key)
         log_joint, model_trace = log_density(seeded, args, kwargs, values)
     return WeightedDraw(model_trace, log_joint, log_guide)
@@ -48,7 +48,7 @@ def log_jacobian(trace: Trace) -> jax.Array:
     """log |dz / du| of the latent sites of a trace, with u their unconstrained values."""
     total = jnp.zeros(())
     for site in trace.values():
-        if _is_random(site):
+        if is_latent(site):
             transform, value = biject_to(site["fn"].support), site["value"]
             total += jnp.sum(transform.log_abs_det_jacobian(transform.inv(value), value))
     return total
@@ -111,7 +111,7 @@ def check(
 
     def count(key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(*args, **kwargs)
-        values = {name: site["value"] for name, site in guide_trace.items() if _is_random(site)}
+        values = {name: site["value"] for name, site in guide_trace.items() if is_latent(site)}
         placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
         traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
         observed = [s for s in traces["model"].values() if s["type"] == "sample" and s["is_observed"]]
@@ -122,11 +122,11 @@ def check(
         num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
     _check_params(call, traces, params)
     guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
-    left_out = [name for name, site in traces["model"].items() if _is_random(site) and name not in guided]
+    left_out = [name for name, site in traces["model"].items() if is_latent(site) and name not in guided]
     if left_out:
         instead = "Give the guide a sample statement for each latent site of the model."
         raise argument_error(call, "guide", f"a guide without the latent sites {left_out}", instead)
-    drawn = [unwrapped(site["fn"], masked=True) for site in traces["guide"].values() if _is_random(site)]
+    drawn = [unwrapped(site["fn"], masked=True) for site in traces["guide"].values() if is_latent(site)]
     return Sites(int(num_observations), not all(isinstance(fn, dist.Delta) for fn in drawn))
 
 
@@ -138,7 +138,3 @@ def _check_params(call: str, traces: Mapping[str, Trace], params: Mapping[str, A
         listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         instead = "Pass the parameters of a fit of this guide and model, e.g. `svi.run(...).params`."
         raise argument_error(call, "params", f"no value for {listed}", instead)
-
-
-def _is_random(site: Mapping[str, Any]) -> bool:
-    return site["type"] == "sample" and not site["is_observed"]

@@ -71,7 +71,8 @@ class _marked(Messenger):
         self.loops |= msg["type"] == "control_flow"
 
     def postprocess_message(self, msg: Site) -> None:
-        if msg["type"] == "sample" or (msg["type"] in ("deterministic", "plate") and _is_array(msg["value"])):
+        array = isinstance(msg["value"], jax.Array | np.ndarray)
+        if msg["type"] == "sample" or (msg["type"] in ("deterministic", "plate") and array):
             msg["value"] = checkpoint_name(jnp.asarray(msg["value"]), MARK + msg["name"])
 
 
@@ -300,10 +301,6 @@ def initial_values(
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
     return tuple(n for n, site in sites.items() if site["type"] == "sample" and site["is_observed"] == observed)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
 
 
 def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:

@@ -12,6 +12,7 @@ from numpyro.infer.svi import SVIRunResult
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.program.arguments import Arguments, fingerprints
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
@@ -230,9 +231,6 @@ def _elbo_rise(losses: np.ndarray) -> float:
 def _weighted(guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array) -> dict[str, Any]:
     """One draw of the guide, its log density (of unconstrained values, as in MCMC) and its log weight."""
     found = weighted_draw(guide.model, guide, params, args, kwargs, key)
-    values = {}
-    for name, site in found.model.items():
-        if site["type"] == "deterministic" or (site["type"] == "sample" and not site["is_observed"]):
-            values[name] = site["value"]
+    values = {n: s["value"] for n, s in found.model.items() if s["type"] == "deterministic" or is_latent(s)}
     values["stats:lp"] = found.log_joint + log_jacobian(found.model)
     return values | {"stats:log_weight": found.log_joint - found.log_guide}

@@ -281,10 +281,6 @@ class ProductStream:
         return all(stream.independent for stream in self.streams.values())
 
     def draw(self, words: Array, step: Array) -> dict[str, Any]:
-        numbered = enumerate(self.streams.items())
-        return {name: stream.draw(_child(words, number), step) for number, (name, stream) in numbered}
-
-
-def _child(words: Array, number: int) -> Array:
-    # Steps never reach the last counter, so a child's seed is not among the words of any stream.
-    return jnp.stack(threefry(words, jnp.uint32(number), jnp.uint32(2**32 - 1)))
+        # Steps never reach the last counter, so the words of a part are not among those of any stream.
+        parts = [jnp.stack(threefry(words, jnp.uint32(n), jnp.uint32(2**32 - 1))) for n in range(len(self.streams))]
+        return {n: stream.draw(part, step) for part, (n, stream) in zip(parts, self.streams.items(), strict=True)}

@@ -15,7 +15,7 @@ from numpyro.infer.elbo import ELBO
 from numpyro.util import check_model_guide_match
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_latent, unwrapped
 from numpyro_bnn._jaxprs import dependence, program_dependence
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import RandomWeight, draw_noise, run
@@ -221,7 +221,7 @@ def read_terms(
         return trace(handlers.seed(guide, guide_key), values)
 
     drawn = run_guide({})
-    latent = {name: site for name, site in drawn.items() if _is_latent(site)}
+    latent = {name: site for name, site in drawn.items() if is_latent(site)}
     values = {name: latent[name]["value"] for name in sorted(latent)}  # the order in which JAX flattens them
     followers = _followers(run_guide, values)
 
@@ -252,10 +252,6 @@ def _checked(trace: Trace, call: str) -> Trace:
     return trace
 
 
-def _is_latent(site: Site) -> bool:
-    return site["type"] == "sample" and not site["is_observed"]
-
-
 def _log_prob(site: Site, value: Any = None) -> jax.Array:
     """Scaled log density of a site, elementwise."""
     if value is None and site["intermediates"]:
@@ -270,7 +266,7 @@ def _followers(run_guide: Callable[[Any], Trace], values: Mapping[str, Any]) -> 
 
     def sites(values: Mapping[str, Any]) -> dict[str, Any]:
         trace = run_guide(values)
-        return {name: (site["value"], _log_prob(site)) for name, site in trace.items() if _is_latent(site)}
+        return {name: (site["value"], _log_prob(site)) for name, site in trace.items() if is_latent(site)}
 
     parents = dependence(sites, values)
     return {name: {other for other in values if other != name and name in parents[other]} for name in values}
