@@ -258,6 +258,29 @@ def test_conformal_intervals_hold_what_they_promise(fitted, data):
         fitted.conformal_interval(X[:1], X[:18], y[:18], level=0.95)
 
 
+def test_conformal_sets_hold_what_they_promise(data):
+    """Whatever the labels: 800 times 19 held-out rows and one new row, exchangeable given the fit."""
+    X, _, labels = data
+    model = Classifier("mean_field", effort=0.1, **FAST).fit(X, labels)
+    rng = np.random.default_rng(2)
+    X = np.tile(X, (100, 1)) + rng.normal(0, 0.5, (len(X) * 100, 3))
+    y = rng.permutation(np.tile(labels, 100))  # the fit is of no use for them
+    inside = []
+    for rows in rng.permutation(len(X)).reshape(-1, 20):
+        held_out, new = rows[:19], rows[19:]
+        sets = model.conformal_set(X[new], X[held_out], y[held_out], level=0.8)
+        inside.append(sets[0, model.classes_ == y[new]])
+    # Exactly .8 by theory, as .8 * 20 is a whole number and no probabilities are equal: five standard errors.
+    assert abs(np.mean(inside) - 0.8) < 5 * (0.16 / len(inside)) ** 0.5
+    wider = model.conformal_set(X[:50], X[held_out], y[held_out], level=0.95)
+    assert np.all(wider >= model.conformal_set(X[:50], X[held_out], y[held_out], level=0.5))
+    np.testing.assert_array_equal(wider.sum(1) > 0, wider[np.arange(50), model.predict_proba(X[:50]).argmax(1)])
+    with pytest.raises(ValueError, match="at least 19 rows"):
+        model.conformal_set(X[:1], X[:18], y[:18], level=0.95)
+    with pytest.raises(ValueError, match="which the fit has not seen"):
+        model.conformal_set(X[:1], X[:18], ["none"] * 18)
+
+
 # -- Laplace: the linearized network in closed form ------------------------------------------------------------
 
 

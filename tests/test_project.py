@@ -371,7 +371,7 @@ def test_docstring_examples(path):
 
 # ------------------------------------------------------------------------------------------------ markdown
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>```+|~~~+)\s*(?P<language>[\w.+-]*)")
 LEFT_OUT = re.compile(r"<!--\s*not executed:\s*(?P<reason>.*?)\s*-->$")
 UNSEEN = {"py", "python3", "pycon", "Python"}

@@ -71,6 +71,26 @@ class Classifier(ClassifierMixin, Network):
         best = np.argmax(self.predict_proba(X), axis=1)  # refuses before there are classes
         return self.classes_[best]
 
+    def conformal_set(self, X: Any, X_held_out: Any, y_held_out: Any, level: float = 0.9) -> np.ndarray:
+        r"""Sets of classes that hold the label of a new row with probability ``level``, whatever the model.
+
+        .. math:: C(x) = \{k : p(k | x, D) \ge q\}, \quad q = \text{the } \lceil (n + 1)\, \mathrm{level} \rceil
+            \text{-th largest of } p(y_i | x_i, D)
+
+        over n held-out rows. If these and the new row are exchangeable, the probability is at least ``level``, on
+        average over rows and classes, not for each of them. Of all such sets these have the fewest classes; a row
+        unlike those held out may have none.
+
+        :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out: their labels.
+        :return: which classes, in the order of ``classes_``, are in the sets: (N, K) booleans.
+        :raises ValueError: for fewer than level / (1 - level) held-out rows.
+
+        Reference: Sadinle, Lei & Wasserman (2019), sections 2.1 and 3.
+        """
+        own = self._density_by_factor(X_held_out, y_held_out)(1.0)
+        least = -self._conformal("conformal_set", lambda: -own, len(own), level)
+        return self._log_probs(X, 1.0) >= least
+
     def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
         """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S, N, K).
 

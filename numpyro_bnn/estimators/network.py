@@ -181,6 +181,17 @@ class Network(BaseEstimator):
         """Log densities (N,) of rows as a function of the factor of :meth:`calibrate`."""
         raise NotImplementedError
 
+    def _conformal(self, method: str, scores: Callable[[], np.ndarray], num_rows: int, level: float) -> np.ndarray:
+        """The score below which that of a new row lies with probability ``level``, by scores of held-out rows."""
+        call = f"{self._call}.{method}"
+        check_number(call, "level", level, strict=True, below=1)
+        rank = int(np.ceil((num_rows + 1) * level - 1e-9))
+        if rank > num_rows:
+            least = int(np.ceil(level / (1 - level) - 1e-9))
+            got, instead = f"{num_rows} rows", f"Hold out at least {least} rows for this level."
+            raise argument_error(call, "X_held_out", got, instead)
+        return np.sort(scores(), axis=0)[rank - 1]
+
     def _components(self, X: Any, num_samples: Any, random_state: Any) -> tuple[tuple, np.random.Generator]:
         """What some draws say of new rows, each draw used as often as the others or once less; and a generator."""
         count = check_count(f"{self._call}.sample", "num_samples", num_samples)

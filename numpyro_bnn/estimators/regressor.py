@@ -145,16 +145,13 @@ class Regressor(RegressorMixin, Network):
 
         Reference: Lei, G'Sell, Rinaldo, Tibshirani & Wasserman (2018), algorithm 2 and section 5.2.
         """
-        call = f"{self._call}.conformal_interval"
-        check_number(call, "level", level, strict=True, below=1)
+
+        def scores() -> np.ndarray:
+            mean, noise, spread = self._summary("moments", X_held_out)
+            return np.abs(self._y_scaler.transform(y) - mean) / np.sqrt(noise + spread)
+
         y = self._targets(X_held_out, y_held_out, "conformal_interval")
-        rank = int(np.ceil((len(y) + 1) * level - 1e-9))
-        if rank > len(y):
-            got, least = f"{len(y)} rows", int(np.ceil(level / (1 - level) - 1e-9))
-            raise argument_error(call, "X_held_out", got, f"Hold out at least {least} rows for this level.")
-        mean, noise, spread = self._summary("moments", X_held_out)
-        residuals = np.abs(self._y_scaler.transform(y) - mean) / np.sqrt(noise + spread)
-        factor = np.sort(residuals, axis=0)[rank - 1]
+        factor = self._conformal("conformal_interval", scores, len(y), level)
         mean, noise, spread = self._summary("moments", X)
         half = factor * np.sqrt(noise + spread)
         return self._in_units(mean - half), self._in_units(mean + half)
