@@ -1,7 +1,6 @@
 """AutoLaplace against closed forms, against dense autodiff, and between its own structures."""
 
 import pickle
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -419,8 +418,8 @@ def test_a_dense_precision_finds_the_mode():
 
 
 def test_tuning_keeps_the_largest_evidence(monkeypatch):
-    """Rounds whose precisions are far too large are tried, and not taken."""
-    monkeypatch.setattr(tuning, "_fixed_point", lambda guide, problem, *_: dict.fromkeys(problem.fixed, 1e6))
+    """Rounds whose precisions are far too small are tried, and not taken."""
+    monkeypatch.setattr(tuning, "_fixed_point", lambda guide, problem, *_: dict.fromkeys(problem.fixed, 1e-6))
     _, plain = fitted(linear, "full", X, Y)
     _, tuned = fitted(linear, "full", X, Y, tune_prior=True, num_rounds=3)
     assert tuned.prior_precision == {"w": 1.0}
