@@ -441,12 +441,12 @@ def test_chains_at_fault_are_left_out(data):
 
 
 def test_a_fit_worse_than_a_constant_warns():
-    """Probabilistic backpropagation on sixteen rows: the mean of the prediction is many sds of the targets off."""
+    """Probabilistic backpropagation with learned scales on sixteen rows: means are many sds of the targets off."""
     rng = np.random.default_rng(1)
     X = rng.uniform(-1, 1, (16, 8))
     y = X[:, 0] ** 2 + 0.1 * rng.normal(size=16)
     with pytest.warns(bnn.metrics.HealthWarning, match="nats a row worse than by a constant"):
-        Regressor("adf", widths=(20,), random_state=0).fit(X, y)
+        Regressor("adf", widths=(20,), prior=bnn.priors.Hierarchical(), random_state=0).fit(X, y)
     model = Classifier("mean_field", **TINY).fit(X, X[:, 0] > 0)
     with pytest.warns(bnn.metrics.HealthWarning, match="Classifier.fit: .* 0.5 nats"):
         model._warn_if_worse(np.array([-1.0, -1.0]), np.array([-0.5, -0.5]))

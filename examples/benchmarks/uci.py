@@ -7,7 +7,7 @@ from the file. Half of the time of a small set is compilation; with JAX's cache 
 `JAX_COMPILATION_CACHE_DIR`) the splits of a set share it.
 
     python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc nngp --splits 5
-    python -m examples.benchmarks.uci --methods none --docs docs/evidence.md
+    python -m examples.benchmarks.uci --methods none --output docs/uci.jsonl --docs docs/evidence.md README.md
 """
 
 import argparse
@@ -23,7 +23,7 @@ import tqdm
 
 from examples import loaders
 from examples.benchmarks.shared import environment, one_device_per_core
-from examples.benchmarks.uci_table import PUBLISHED, tables
+from examples.benchmarks.uci_table import PUBLISHED, picture, tables
 from examples.shared import at_least, between_marks, writable_file
 
 HEADS = ("homo", "hetero")
@@ -259,6 +259,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         for name, text in made.items():
             if f"table of {name}: begin" in page.read_text():
                 between_marks(page, text, name)
+    if args.figure:
+        picture(lines, args.figure)
     return lines
 
 
@@ -282,6 +284,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, default=Path("output/uci.jsonl"), help="file to which results are added"
     )
     parser.add_argument("--docs", type=Path, nargs="+", default=[], help="pages whose tables are to be replaced")
+    parser.add_argument("--figure", type=Path, help="file of a plot of ours beside the published figures")
     parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false")
     args = parser.parse_args(argv)
     args.methods = [name for name in args.methods if name != "none"]

@@ -229,8 +229,8 @@ def mean_field(task: Task) -> Draws:
 
 
 def adf(task: Task) -> Draws:
-    """Probabilistic backpropagation."""
-    guide, epochs = guides.AutoADF(task.model), task.steps(40, 1)
+    """Probabilistic backpropagation; every epoch counts the rows again, so few rows get few of them."""
+    guide, epochs = guides.AutoADF(task.model), task.steps(min(40, max(4, task.num_rows // 8)), 1)
     fit = guide.run(task.rng_key, *task.data, num_epochs=epochs, progress_bar=False)
     task.report(epochs, epochs)
     return _from_guide(task, guide, fit)
@@ -270,5 +270,7 @@ METHODS: dict[str, Callable] = {
     "ensemble": ensemble, "nuts": nuts, "laplace": laplace, "mean_field": mean_field, "adf": adf
 }  # fmt: skip
 HETEROSCEDASTIC = {"ensemble"}  # methods whose noise depends on the inputs unless the user says otherwise
-# The evidence chooses one factor for the scale of each matrix, and could choose to have no noise.
-PRIORS, NOISE_FLOORS, ACTIVATIONS = {"laplace": priors.Normal}, {"laplace": 1e-3}, {"laplace": "tanh"}
+# The evidence of "laplace" chooses one factor for the scale of each matrix, and could choose to have no noise;
+# learned scales make the Gaussians of "adf" far too wide.
+PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}
+NOISE_FLOORS, ACTIVATIONS = {"laplace": 1e-3}, {"laplace": "tanh"}

@@ -29,8 +29,8 @@ class Regressor(RegressorMixin, Network):
         ``"adf"`` (probabilistic backpropagation, the fastest).
     :param widths: units of the hidden layers.
     :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
-    :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, and for
-        ``"laplace"`` ``priors.Normal()``, whose precisions maximize the evidence.
+    :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, for
+        ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same with precisions that maximize the evidence.
     :param heteroscedastic: let the noise depend on the inputs; by default for ``"ensemble"`` only. ``False`` usually
         gives a smaller RMSE and a lower log likelihood.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.

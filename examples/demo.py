@@ -1,0 +1,376 @@
+"""How much drag will a new yacht hull have? Six ways to answer, with their uncertainty.
+
+A towing tank measured the resistance of 22 hulls at 14 speeds each (Delft, 1981; `examples/data`). Six hulls are held
+out: a designer wants their curves before they are built. A NumPyro model of one small network is fitted by
+microcanonical chains, a flow, probabilistic backpropagation and a Laplace approximation, beside a deep ensemble and
+gradient boosting. Every way gives a density, so the log likelihood of the held-out measurements judges all of them.
+
+    make demo
+    python -m examples.demo --help
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from examples.shared import at_least, markdown, writable_folder
+
+FILE = Path(__file__).parent / "data" / "yacht.csv"
+SPEEDS = 14  # rows of a hull
+LEAST_SD = 0.003  # of the noise, in standard deviations of the target: 0.05 in its units
+
+
+class Rows(NamedTuple):
+    """Standardized by the training rows; ``speed`` and ``resistance`` as they were measured."""
+
+    x: np.ndarray
+    y: np.ndarray
+    x_new: np.ndarray
+    y_new: np.ndarray
+    scale: float
+    center: float
+    speed: np.ndarray  # of the new rows
+    hull: np.ndarray
+
+
+class Prediction(NamedTuple):
+    """Of the new rows, in the units of the data: means, log densities of the targets, ends of 90 % intervals."""
+
+    mean: np.ndarray
+    log_density: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def load(seed: int, held_out: int) -> Rows:
+    """Whole hulls are held out: a random row would have neighbors of the same hull among the training rows."""
+    table = np.loadtxt(FILE, delimiter=",", skiprows=1)
+    hull = np.arange(len(table)) // SPEEDS
+    new = np.isin(hull, np.random.default_rng(seed).permutation(22)[:held_out])
+    x, y = table[:, :-1], table[:, -1]
+    mean, sd = x[~new].mean(0), x[~new].std(0)
+    center, scale = y[~new].mean(), y[~new].std()
+    x, y = (x - mean) / sd, (y - center) / scale
+    parts = [part.astype(np.float32) for part in (x[~new], y[~new], x[new], y[new])]
+    return Rows(*parts, scale=float(scale), center=float(center), speed=table[new, -2], hull=hull[new])
+
+
+def network(prior: Any, heteroscedastic: bool = True, width: int = 30) -> Callable:
+    """A NumPyro model: a random network gives the mean and, if wanted, the noise."""
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+
+    import numpyro_bnn as bnn
+
+    net = bnn.nn.MLP([width, 1 + heteroscedastic], "tanh")
+
+    def model(x, y=None):
+        f = bnn.random_network("net", net, x.shape[1:], prior)
+        if not heteroscedastic:
+            noise = numpyro.sample("noise", dist.HalfNormal(1.0))
+        with numpyro.plate("rows", len(x)) as i:
+            out = f(x[i])
+            sd = LEAST_SD + jnp.exp(out[..., 1] - 3.0) if heteroscedastic else noise
+            numpyro.sample("y", dist.Normal(out[..., 0], sd), obs=None if y is None else y[i])
+
+    return model
+
+
+# -- six ways ---------------------------------------------------------------------------------------------------
+
+
+def chains(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
+    """Microcanonical chains around the members of a deep ensemble, with moves along the network's symmetries."""
+    import jax
+    import optax
+    from numpyro.infer import MCMC
+
+    import numpyro_bnn as bnn
+
+    model, steps = network(bnn.priors.Hierarchical()), args.steps(3000)
+    start = bnn.infer.WarmStart(
+        0.3, num_steps=steps, optimizer=optax.adam(optax.cosine_decay_schedule(0.02, steps)), held_out=0.1, spread=0.5
+    )
+    kernel = bnn.infer.MCLMC(model, steps_per_draw=20, warm_start=start)
+    kernel = bnn.infer.OrbitMoves(kernel, bnn.symmetry.find(model, rows.x, rows.y))
+    options = {"num_chains": 8, "chain_method": bnn.infer.parallel_vectorized, "progress_bar": False}
+    mcmc = MCMC(kernel, num_warmup=args.steps(400), num_samples=args.steps(250), **options)
+    mcmc.run(jax.random.key(args.seed), rows.x, rows.y)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": rows.x_new, "y": rows.y_new})
+    return from_draws(idata, rows), idata
+
+
+def flow(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
+    """Bayes by Backprop, then a coupling flow over the scales and the output layer."""
+    import jax
+    import optax
+    from numpyro.infer import SVI, init_to_value
+
+    import numpyro_bnn as bnn
+
+    model, steps, guide = network(bnn.priors.Hierarchical()), args.steps(4000), None
+    for rate in (0.01, 0.003):
+        if guide is None:
+            guide = bnn.guides.AutoMeanField(model)
+        else:
+            first = {"init_loc_fn": init_to_value(values=guide.median(fitted.params)), "init_scale": 0.02}
+            guide = bnn.guides.AutoCoupling(model, blocks=[("*_scale", "net/Dense_1*")], **first)
+        svi = SVI(
+            model, guide, optax.adam(optax.cosine_decay_schedule(rate, steps)), bnn.guides.TraceLocalReparam_ELBO()
+        )
+        fitted = bnn.guides.fit(svi, jax.random.key(args.seed), steps, rows.x, rows.y, progress_bar=False)
+    new = {"x": rows.x_new, "y": rows.y_new}
+    idata = bnn.to_inference_data(fitted, guide=guide, args=(rows.x, rows.y), predictions=new, num_samples=500)
+    return from_draws(idata, rows), None
+
+
+def adf(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
+    import jax
+
+    import numpyro_bnn as bnn
+
+    guide = bnn.guides.AutoADF(network(bnn.priors.Normal(), heteroscedastic=False))
+    fit = guide.run(jax.random.key(args.seed), rows.x, rows.y, num_epochs=args.steps(40), progress_bar=False)
+    return from_moments(*guide.predictive_moments(fit.params, rows.x_new), rows), None
+
+
+def laplace(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
+    import jax
+
+    import numpyro_bnn as bnn
+
+    guide = bnn.guides.AutoLaplace(network(bnn.priors.Normal()), "full")
+    options = {"num_epochs": 20, "num_rounds": args.steps(40), "tune_prior": True, "progress_bar": False}
+    with jax.enable_x64(True):
+        x, y, x_new = (np.asarray(part, np.float64) for part in (rows.x, rows.y, rows.x_new))
+        fit = guide.run(jax.random.key(args.seed), x, y, **options)
+        found = guide.predictive(fit.params, x_new)
+        return from_moments(found.mean, found.variance, rows), None
+
+
+def ensemble(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
+    """Five networks with an output for the noise, trained by Adam with weight decay until held-out rows get worse."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from scipy import stats
+
+    import numpyro_bnn as bnn
+
+    net, steps = bnn.nn.MLP([50, 2], "tanh"), args.steps(4000)
+    optimizer = optax.adamw(optax.cosine_decay_schedule(0.01, steps), weight_decay=1e-3)
+
+    x, y = jnp.asarray(rows.x), jnp.asarray(rows.y)
+
+    def loss(params, x, y):
+        mean, log_sd = jnp.moveaxis(net.apply(params, x), -1, 0)
+        sd = LEAST_SD + jnp.exp(log_sd - 3.0)
+        return jnp.mean(jnp.log(sd) + 0.5 * jnp.square((y - mean) / sd))
+
+    @jax.jit
+    def train(key):
+        order = jax.random.permutation(key, len(y))
+        kept, held = order[len(order) // 10 :], order[: len(order) // 10]
+        params = net.init(key, rows.x.shape[1:])
+
+        def step(carry, _):
+            params, state, best, lowest = carry
+            updates, state = optimizer.update(jax.grad(loss)(params, x[kept], y[kept]), state, params)
+            params = optax.apply_updates(params, updates)
+            now = loss(params, x[held], y[held])
+            best = jax.tree.map(lambda new, old: jnp.where(now < lowest, new, old), params, best)
+            return (params, state, best, jnp.minimum(now, lowest)), None
+
+        return jax.lax.scan(step, (params, optimizer.init(params), params, jnp.inf), None, steps)[0][2]
+
+    members = jax.vmap(train)(jax.random.split(jax.random.key(args.seed), 5))
+    out = jax.vmap(net.apply, (0, None))(members, rows.x_new)
+    means, sds = np.asarray(out[..., 0], float), LEAST_SD + np.exp(np.asarray(out[..., 1], float) - 3.0)
+    mean, variance = means.mean(0), (sds**2).mean(0) + means.var(0)
+    density = np.log(stats.norm.pdf(rows.y_new, means, sds).mean(0)) - np.log(rows.scale)
+    return from_moments(mean, variance, rows)._replace(log_density=density), None
+
+
+def boosting(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
+    """Settings by cross-validation over hulls; normal noise with the error of the left-out folds."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+    from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_predict
+
+    folds = list(GroupKFold(4).split(rows.x, rows.y, np.arange(len(rows.y)) // SPEEDS))
+    grid = {"learning_rate": [0.05, 0.15], "max_leaf_nodes": [6, 15], "min_samples_leaf": [2, 6]}
+    base = HistGradientBoostingRegressor(max_iter=args.steps(300), early_stopping=False, random_state=args.seed)
+    found = GridSearchCV(base, grid, cv=folds, scoring="neg_mean_squared_error").fit(rows.x, rows.y)
+    errors = cross_val_predict(found.best_estimator_, rows.x, rows.y, cv=folds) - rows.y
+    mean = found.predict(rows.x_new)
+    return from_moments(mean, np.full(len(mean), np.mean(errors**2)), rows), None
+
+
+METHODS: dict[str, Callable[[Rows, argparse.Namespace], tuple[Prediction, Any]]] = {
+    "microcanonical chains": chains,
+    "coupling flow": flow,
+    "probabilistic backpropagation": adf,
+    "Laplace approximation": laplace,
+    "deep ensemble": ensemble,
+    "gradient boosting": boosting,
+}
+
+
+# -- what they predict ------------------------------------------------------------------------------------------
+
+
+def from_draws(idata: Any, rows: Rows) -> Prediction:
+    test = idata["predictions"].stack(all=("chain", "draw"))
+    density = np.asarray(test["y_log_likelihood"].transpose("all", ...), np.float64)
+    density = np.logaddexp.reduce(density, 0) - np.log(len(density)) - np.log(rows.scale)
+    draws = np.asarray(test["y"].transpose("all", ...), np.float64)
+    low, high = np.quantile(draws, [0.05, 0.95], axis=0)
+    mean = np.asarray(test["y_mean"].mean("all"), np.float64)
+    return Prediction(*(density if part is None else in_units(part, rows) for part in (mean, None, low, high)))
+
+
+def from_moments(mean: Any, variance: Any, rows: Rows) -> Prediction:
+    from scipy import stats
+
+    mean, sd = np.asarray(mean, np.float64), np.sqrt(np.asarray(variance, np.float64))
+    density = stats.norm.logpdf(rows.y_new, mean, sd) - np.log(rows.scale)
+    return Prediction(
+        in_units(mean, rows), density, in_units(mean - 1.645 * sd, rows), in_units(mean + 1.645 * sd, rows)
+    )
+
+
+def in_units(values: np.ndarray, rows: Rows) -> np.ndarray:
+    return values * rows.scale + rows.center
+
+
+def by_hull(values: np.ndarray, rows: Rows) -> np.ndarray:
+    """Means over the speeds of each hull: hulls are independent, the rows of one are not."""
+    return np.array([values[rows.hull == hull].mean() for hull in np.unique(rows.hull)])
+
+
+def scores(found: Prediction, best: Prediction, rows: Rows, seconds: float) -> dict[str, float]:
+    y = in_units(rows.y_new.astype(np.float64), rows)
+    behind = by_hull(best.log_density - found.log_density, rows)
+    return {
+        "log_likelihood": float(found.log_density.mean()),
+        "behind": float(behind.mean()),
+        "standard_error": float(behind.std(ddof=1) / len(behind) ** 0.5),
+        "rmse": float(np.sqrt(np.mean((found.mean - y) ** 2))),
+        "coverage": float(np.mean((found.low <= y) & (y <= found.high))),
+        "seconds": seconds,
+    }
+
+
+def table(report: dict[str, dict[str, float]]) -> str:
+    heads = ["", "log likelihood", "behind the chains", "RMSE", "90 % intervals hold", "seconds"]
+    lines = []
+    for name, row in report.items():
+        behind = "" if row["behind"] == 0 else f"{row['behind']:.2f} ± {row['standard_error']:.2f}"
+        cells = [f"{row['log_likelihood']:.2f}", behind, f"{row['rmse']:.2f}", f"{row['coverage']:.0%}"]
+        lines.append([name, *cells, f"{row['seconds']:.0f}"])
+    return markdown(heads, lines)
+
+
+def draw(report: dict[str, dict[str, float]], found: dict[str, Prediction], rows: Rows, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplot_mosaic("abd;ced", figsize=(11, 5.4), layout="constrained", width_ratios=[1, 1, 1.25])
+    best, y = found["microcanonical chains"], in_units(rows.y_new, rows)
+    for label, hull in zip("abce", np.unique(rows.hull), strict=False):
+        here, ax = rows.hull == hull, axes[label]
+        ax.fill_between(rows.speed[here], best.low[here], best.high[here], color="C3", alpha=0.25, label="90 % interval")
+        ax.plot(rows.speed[here], best.mean[here], color="C3", label="prediction")
+        ax.plot(rows.speed[here], y[here], "k.", label="measured later")
+        ax.set_yscale("symlog", linthresh=1.0)
+        ax.set_title(f"new hull {hull + 1}", fontsize=10)
+        ax.grid(alpha=0.3)
+    axes["a"].legend(fontsize=8, loc="upper left")
+    figure.supxlabel("speed (Froude number)", fontsize=10, x=0.32)
+    for label in "ac":
+        axes[label].set_ylabel("resistance")
+    ax = axes["d"]
+    for place, (name, row) in enumerate(report.items()):
+        color = "C3" if place == 0 else "0.35"
+        ax.errorbar(-row["behind"], -place, xerr=2 * row["standard_error"], fmt="o", color=color, capsize=3)
+    ax.axvline(0, color="C3", linewidth=0.8, alpha=0.5)
+    ax.set_yticks([-place for place in range(len(report))], report)
+    ax.set_xlabel("log likelihood of a new measurement, against the chains\n(right is better; bars: two standard errors)")
+    ax.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def compare(args: argparse.Namespace, rows: Rows) -> tuple[dict[str, dict[str, float]], dict[str, Prediction], Any]:
+    """Scores and predictions by method, and the result of the chains for ArviZ."""
+    found, report, idata = {}, {}, None
+    start = time.perf_counter()
+    for number, (name, method) in enumerate(METHODS.items(), 1):
+        note = f"{number} of {len(METHODS)}: {name}"
+        print(f"\r{note:45}{time.perf_counter() - start:5.0f} s", end="", file=sys.stderr, flush=True)
+        before = time.perf_counter()
+        found[name], kept = method(rows, args)
+        idata = idata or kept
+        best = found[next(iter(found))]
+        report[name] = scores(found[name], best, rows, time.perf_counter() - before)
+    print(f"\r{'done':45}{time.perf_counter() - start:5.0f} s", file=sys.stderr)
+    return report, found, idata
+
+
+def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
+    args = parse(argv)
+    folder = writable_folder(args.output)
+    numpyro_devices()
+    rows = load(args.seed, args.held_out)
+    report, found, idata = compare(args, rows)
+    print(f"\n{len(rows.y_new)} measurements of {args.held_out} hulls that no method has seen\n")
+    print(table(report))
+    idata.to_netcdf(folder / "demo.nc")
+    draw(report, found, rows, folder / "demo.png")
+    print(
+        f"\nThe picture is {folder / 'demo.png'}, the chains for ArviZ are {folder / 'demo.nc'}.\n"
+        "Next: your own table in three lines (docs/estimators.md), your own model (docs/getting_started.md),\n"
+        "or which method to take (docs/choosing.md)."
+    )
+    return report
+
+
+def numpyro_devices() -> None:
+    """One device per core, so that chains run side by side."""
+    import os
+
+    import numpyro
+
+    numpyro.set_host_device_count(os.cpu_count() or 1)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.demo",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--held-out", type=int, default=6, help="hulls that are held out, of 22")
+    parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the hulls, and starts the methods")
+    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the picture and the chains")
+    args = parser.parse_args(argv)
+    at_least(parser, args, ("held_out",), 2)
+    if args.held_out > 18 or not args.effort > 0:
+        parser.error("--held-out must be at most 18, --effort above 0")
+    args.steps = lambda usual: max(4, round(args.effort * usual))
+    return args
+
+
+if __name__ == "__main__":
+    main()
