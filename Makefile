@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 .PHONY: help demo test test-all truth faults unit unit-all lint bench docs docs-figures evidence clean
 
 help:
-	@echo "make demo   sample a Bayesian neural network on real data, print a table, draw a plot (output/)"
+	@echo "make demo   six ways to predict the strength of concrete, with intervals: table, plot, netCDF in output/ (a minute)"
 	@echo "make test   run the linter, the type checker and the tests of every contract: about 10 minutes on two cores"
 	@echo "make test-all  run everything: calibration, long fits, every example and page (40 minutes on two cores)"
 	@echo "make unit   run only the tests of make test"
@@ -35,7 +35,7 @@ $(VENV)/.%: pyproject.toml
 	@touch $@ $(VENV)/.examples $(if $(filter test,$*),$(VENV)/.docs)
 
 demo: $(VENV)/.examples
-	$(BIN)/python -m examples.regression
+	$(BIN)/python -m examples.demo
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

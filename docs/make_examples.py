@@ -4,7 +4,7 @@ Each script runs in its own folder. Its output is kept as it is, with the comman
 after it. Figures are made small. Scripts that read a data folder find it by NUMPYRO_BNN_DATA.
 
     python docs/make_examples.py                # all
-    python docs/make_examples.py regression     # some
+    python docs/make_examples.py demo           # some
 """
 
 import os
@@ -23,7 +23,7 @@ PACKAGES = ("numpyro_bnn", "jax", "numpyro", "arviz")
 
 # Script -> options. Empty: the defaults. Otherwise small sizes, a few minutes each.
 RUNS = {
-    "regression": "",
+    "demo": "",
     "probabilistic_backpropagation": "",
     "variational": "--num-steps 5000 --num-warmup 500",
     "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100"
@@ -47,8 +47,8 @@ RUNS = {
 def command_of(name: str) -> str:
     """The command that a reader types.
 
-    >>> command_of("regression")
-    'python -m examples.regression'
+    >>> command_of("demo")
+    'python -m examples.demo'
     """
     return f"python -m examples.{name} {RUNS[name]}".strip()
 

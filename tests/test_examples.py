@@ -25,7 +25,7 @@ SCRIPTS = [
     if path.name not in ("shared.py", "loaders.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
-    "examples.regression": "--width 3 --num-warmup 20 --num-samples 20 --num-chains 2",
+    "examples.demo": "--held-out 700 --effort 0.004",
     "examples.minibatch": "--width 3 --batch-size 64 --num-warmup 10 --num-samples 12 --steps-per-draw 30"
     " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
     "examples.ensembles": "--sets energy --widths 3 --members 2 --optimizer-steps 40 --num-warmup 20 --num-samples 12"
@@ -131,7 +131,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("examples.regression", ["--num-chains", "0"]),
+        ("examples.demo", ["--held-out", "1"]),
         ("examples.minibatch", ["--batch-size", "0"]),
         ("examples.benchmarks.sgld_step", ["--rounds", "0"]),
         ("examples.benchmarks.sgld_step", ["--run-steps", "3"]),
@@ -184,15 +184,40 @@ def check_scores(rows):
         assert row.seconds > 0
 
 
-def test_regression(tmp_path):
-    rows = run("examples.regression", "--output", tmp_path / "out")
-    assert [row.method for row in rows] == ["Bayesian network, NUTS", "ridge regression"]
-    check_scores(rows)
-    # Predicting the mean of the training targets has an error of 75.
-    assert rows[1].rmse < 65
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"regression.nc", "regression.png"}
-    saved = az.from_netcdf(tmp_path / "out" / "regression.nc")
-    assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 20, "data": 88}
+@pytest.mark.slow
+def test_demo(tmp_path, capsys):
+    report = run("examples.demo", "--output", tmp_path / "out")
+    assert next(iter(report)) == "microcanonical chains"
+    assert len(report) == 6
+    for row in report.values():
+        assert row["rmse"] > 0
+        assert math.isfinite(row["log_likelihood"])
+        assert 0 <= row["coverage"] <= 1
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"demo.nc", "demo.png"}
+    saved = az.from_netcdf(tmp_path / "out" / "demo.nc")
+    assert saved["predictions"]["y_mean"].sizes["rows"] == 700
+    shown = capsys.readouterr()
+    assert "6 of 6: gradient boosting" in shown.err
+    assert "Health of the chains" in shown.out
+
+
+def test_demo_compares_in_megapascal():
+    """An exact prediction with a known sd has the density of that normal; ends and means are in the units of y."""
+    from examples import demo
+
+    rows = demo.load(0, 309)
+    assert len(rows.y) == 721
+    assert abs(rows.y.mean()) < 1e-5
+    found = demo.from_moments(rows.y_new, np.full(309, 0.25), rows)
+    mpa = rows.y_new * rows.scale + rows.center
+    assert 2 < mpa.min() < mpa.max() < 83
+    np.testing.assert_allclose(found.log_density, stats.norm.logpdf(0, scale=0.5 * rows.scale), rtol=1e-5)
+    np.testing.assert_allclose(found.high - found.mean, 1.645 * 0.5 * rows.scale, rtol=1e-5)
+    made = demo.scores(found, found, rows, 1.0)
+    assert made["coverage"] == 1
+    assert made["rmse"] == pytest.approx(0, abs=1e-4)
+    worse = demo.from_moments(rows.y_new + 0.5, np.full(309, 0.25), rows)
+    assert demo.scores(worse, found, rows, 1.0)["behind"] == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.slow
