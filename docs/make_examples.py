@@ -24,6 +24,7 @@ PACKAGES = ("numpyro_bnn", "jax", "numpyro", "arviz")
 # Script -> options. Empty: the defaults. Otherwise small sizes, a few minutes each.
 RUNS = {
     "demo": "",
+    "tabular": "",
     "probabilistic_backpropagation": "",
     "variational": "--num-steps 5000 --num-warmup 500",
     "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100"

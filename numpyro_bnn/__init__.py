@@ -20,7 +20,7 @@ from numpyro_bnn import (
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.results import predict, to_inference_data
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "random_network",

@@ -26,6 +26,7 @@ SCRIPTS = [
 ]
 SHORT = {
     "examples.demo": "--held-out 700 --effort 0.004",
+    "examples.tabular": "--splits 2 --effort 0.004 --trees 3",
     "examples.minibatch": "--width 3 --batch-size 64 --num-warmup 10 --num-samples 12 --steps-per-draw 30"
     " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
     "examples.ensembles": "--sets energy --widths 3 --members 2 --optimizer-steps 40 --num-warmup 20 --num-samples 12"
@@ -132,6 +133,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
     ("script", "options"),
     [
         ("examples.demo", ["--held-out", "1"]),
+        ("examples.tabular", ["--splits", "0"]),
         ("examples.minibatch", ["--batch-size", "0"]),
         ("examples.benchmarks.sgld_step", ["--rounds", "0"]),
         ("examples.benchmarks.sgld_step", ["--run-steps", "3"]),
@@ -182,6 +184,29 @@ def check_scores(rows):
         assert math.isfinite(row.log_score)
         assert 0 <= row.coverage <= 1
         assert row.seconds > 0
+
+
+@pytest.mark.slow
+def test_tabular(tmp_path, capsys):
+    report = run("examples.tabular", "--output", tmp_path / "out")
+    assert list(report["diabetes"]) == ["network", "boosting", "boosting, conformal"]
+    for rows in report["diabetes"].values():
+        assert len(rows) == 2
+        assert all(row["interval_score"] >= row["width"] > 0 for row in rows)
+    assert json.loads((tmp_path / "out" / "tabular.json").read_text()) == report
+    assert "| diabetes | network |" in capsys.readouterr().out
+
+
+def test_interval_score_is_smallest_for_the_true_quantiles():
+    """Mean score of normal observations, for intervals of several kinds; that of the true ones is 2 phi(z) / .05."""
+    from examples.tabular import interval_score
+
+    y = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000)  # the distribution itself, without noise
+    z = stats.norm.ppf(0.95)
+    found = {ends: interval_score(np.float64(ends[0]), np.float64(ends[1]), y).mean() for ends in
+             ((-z, z), (-z + 0.1, z), (-z, z + 0.1), (-z - 0.1, z + 0.1), (-z + 0.1, z + 0.1))}  # fmt: skip
+    assert min(found, key=found.get) == (-z, z)
+    assert found[-z, z] == pytest.approx(2 * stats.norm.pdf(z) / 0.05, rel=1e-3)
 
 
 @pytest.mark.slow

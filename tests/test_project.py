@@ -327,8 +327,9 @@ def test_missing_examples_are_seen():
 
 @pytest.fixture
 def shown_code(tmp_path, monkeypatch):
-    """Where examples run: an empty folder, no window, and settings of JAX and rules of moments as they were."""
+    """A folder with the examples alone, no window, and settings of JAX and rules of moments as they were."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     before = dict(jax.config.values)
     rules = dict(registry.RULES)
@@ -454,7 +455,18 @@ def test_wrong_blocks_are_seen(page, fault):
 
 # ------------------------------------------------------------------------------------------------ the tree
 
-TOP = {"pyproject.toml", "README.md", NAME, "tests", "examples", "docs", "Makefile", "LICENSE", "CHANGELOG.md"}
+TOP = {
+    "pyproject.toml",
+    "README.md",
+    NAME,
+    "tests",
+    "examples",
+    "docs",
+    "Makefile",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+}
 LOCK = re.compile(
     r"(\.lock|[-.]lock\.(json|ya?ml|toml)|pylock.*\.toml|requirements.*\.txt|constraints.*\.txt)$", re.I
 )
