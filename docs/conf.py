@@ -61,8 +61,8 @@ def add_contents(app, what, name, obj, options, lines):
 
 
 def keep_errors_with_means(app, docname, source):
-    """No line break between a figure and its error."""
-    source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    """A line may break before the error of a figure, as narrow screens need, but not after its sign."""
+    source[0] = source[0].replace(" ± ", " ±\N{NO-BREAK SPACE}")
 
 
 def setup(app):

@@ -41,6 +41,8 @@ RUNS = {
     "bayesian_optimization": "--seeds 3",
     "lotka_volterra": "",
     "nnx_module": "",
+    "unknown_digits": "",
+    "groups": "",
     "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
 }
 

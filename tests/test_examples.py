@@ -56,6 +56,9 @@ SHORT = {
     "examples.bayesian_optimization": "--seeds 2 --start 4 --evaluations 6 --candidates 32 --width 2 --effort 0.02",
     "examples.nnx_module": "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 --num-chains 2"
     " --steps-per-draw 3",
+    "examples.groups": "--groups 4 --batch-size 10 --steps-per-draw 3 --num-warmup 8 --num-samples 6 --num-chains 2",
+    "examples.unknown_digits": "--pairs 2 --train-rows 40 --width 3 --members 2 --optimizer-steps 20 --num-chains 2"
+    " --num-warmup 8 --num-samples 6 --steps-per-draw 3",
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
@@ -147,6 +150,8 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.nnx_module", ["--splits", "1"]),
         ("examples.bayesian_optimization", ["--evaluations", "3"]),
         ("examples.active_learning", ["--seeds", "1"]),
+        ("examples.unknown_digits", ["--pairs", "1"]),
+        ("examples.groups", ["--groups", "2"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
@@ -639,6 +644,30 @@ def test_nnx_module(tmp_path, capsys):
     assert "| Bayesian |" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "nnx_module.json").read_text()) == found
     assert (tmp_path / "out" / "nnx_module.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:to_inference_data")  # chains this short are not healthy
+def test_groups(tmp_path, capsys):
+    found = run("examples.groups", "--output", tmp_path / "out")
+    assert list(found["log_likelihood"]) == ["network, no groups", "linear, groups", "network, groups"]
+    assert all(math.isfinite(value) for value in found["log_likelihood"].values())
+    assert "| network, groups |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "groups.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:to_inference_data")  # chains this short are not healthy
+def test_unknown_digits(tmp_path, capsys):
+    found = run("examples.unknown_digits", "--output", tmp_path / "out")
+    assert list(found) == ["one network", "ensemble", "MCLMC"]
+    for by_score in found.values():
+        assert all(len(values) == 2 for values in by_score.values())
+        assert all(0 <= value <= 1 for name in ("accuracy", "auroc") for value in by_score[name])
+        assert min(by_score["nll"]) > 0
+    assert "| MCLMC minus ensemble |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "unknown_digits.json").read_text()) == found
+    assert (tmp_path / "out" / "unknown_digits.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
