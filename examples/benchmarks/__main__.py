@@ -67,7 +67,12 @@ MEASUREMENTS = {
     "laplace_uci": _json("laplace_uci"),
     "estimators": _json("estimators", "--docs docs/estimators.md"),
     "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
-    "uci": Measurement("benchmarks.uci", "uci.jsonl", "--docs docs/evidence.md README.md", continues=True),
+    "uci": Measurement(
+        "benchmarks.uci",
+        "uci.jsonl",
+        "--docs docs/evidence.md README.md --figure docs/figures/uci.png",
+        continues=True,
+    ),
 }
 
 
