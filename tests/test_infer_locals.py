@@ -120,7 +120,28 @@ def scoped(inside):
     return handlers.scope(effects(inside), prefix="a")
 
 
-MODELS = [effects, constrained, vectors, crossed, missing, not_centered, scoped]
+def scaled(inside):
+    return handlers.scale(effects(inside), 0.5)
+
+
+def masked(inside):
+    """The prior of some groups' effects does not count."""
+
+    def model(x, y, batch_size=B):
+        def draw(x):
+            with handlers.mask(mask=x[:, 0] > 0):
+                return numpyro.sample("b", dist.Normal(0.3, 0.7))
+
+        with numpyro.plate("all", G):
+            b = None if inside else draw(x)
+        with numpyro.plate("groups", G, subsample_size=batch_size) as i:
+            rows = draw(x[i]) if inside else b[i]
+            observe(y, i, rows[:, None] * x[i])
+
+    return model
+
+
+MODELS = [effects, constrained, vectors, crossed, missing, not_centered, scoped, scaled, masked]
 
 
 def target_of(model, temperature=1.0):

@@ -87,8 +87,11 @@ class Classifier(ClassifierMixin, Network):
 
         Reference: Sadinle, Lei & Wasserman (2019), sections 2.1 and 3.
         """
-        own = self._density_by_factor(X_held_out, y_held_out)(1.0)
-        least = -self._conformal("conformal_set", lambda: -own, len(own), level)
+
+        def scores() -> np.ndarray:
+            return -self._density_by_factor(X_held_out, y_held_out)(1.0)
+
+        least = -self._conformal("conformal_set", scores, len(y_held_out), level)
         return self._log_probs(X, 1.0) >= least
 
     def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:

@@ -13,6 +13,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import constrain_fn, helpful_support_errors, transform_fn
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import initial_values
 
@@ -21,8 +22,7 @@ class CompiledAutoNormal(AutoNormal):
     """AutoNormal with the same initial values, found by one program; NumPyro runs each operation by itself."""
 
     def _latent(self) -> dict[str, dict[str, Any]]:
-        trace = (self.prototype_trace or {}).items()
-        return {n: s for n, s in trace if s["type"] == "sample" and not s["is_observed"]}
+        return {name: site for name, site in (self.prototype_trace or {}).items() if is_latent(site)}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         key = numpyro.prng_key()

@@ -113,8 +113,10 @@ def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         def rows(site: Mapping[str, Any]) -> Any:
-            value: Any = full[site["name"]]["value"] if is_latent(site) else None
-            for frame in frames_of(site, plates) if is_latent(site) else ():
+            if not is_latent(site):
+                return None
+            value = full[site["name"]]["value"]
+            for frame in frames_of(site, plates):
                 value = jnp.take(value, seen[frame.name]["value"], frame.dim - site["fn"].event_dim)
             return value
 
@@ -144,8 +146,7 @@ class constant_keys(Messenger):
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:
     """Whether a sample site is the log Jacobian that NumPyro's potential adds for a constrained latent site."""
-    named = re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None
-    return named and is_factor(site["fn"])
+    return re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None and is_factor(site["fn"])
 
 
 def frames_of(site: Mapping[str, Any], plates: Mapping[str, Plate]) -> list[Any]:

@@ -193,7 +193,7 @@ class ParallelTempering(ArgumentKernel):
         source, accept_prob = exchange(key, betas, jax.vmap(tempered)(positions), state.i)
         positions = jax.tree.map(lambda a: a[source], positions)
         base = jax.vmap(partial(with_values, self._inner))(base, positions)
-        been = state.walk[source]  # at the last temperature, since they were at the first, where they are counted
+        been = state.walk[source]  # which states have been at the last temperature since they left the first
         walk, returned = been.at[0].set(False).at[-1].set(True), been[0].astype(jnp.int32)
         state = state._replace(
             z=jax.tree.map(lambda a: a[0], positions),

@@ -13,7 +13,7 @@ from jax import lax, random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
-from numpyro_bnn._distributions import is_affine_normal
+from numpyro_bnn._distributions import is_affine_normal, is_latent
 from numpyro_bnn._keys import key_from
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import PARAMETERS, isolated
@@ -142,7 +142,7 @@ class _InGauge(Messenger):
         if msg["type"] == "deterministic" and name not in gauge.constant:
             msg["stop"] = True
             self.hidden.append(name)
-        if msg["type"] != "sample" or msg["is_observed"] or msg["value"] is not None:
+        if not is_latent(msg) or msg["value"] is not None:
             return
         if name in gauge.removed:
             self.values[name] = msg["value"] = jnp.asarray(gauge.removed[name], float)
@@ -162,7 +162,7 @@ class _InGauge(Messenger):
                 loc, scale = as_normal(fn)  # type: ignore[misc]
                 msg["value"] = loc + scale * msg["value"]
             msg["name"], msg["fn"] = name, fn
-        if msg["type"] == "sample" and not msg["is_observed"]:
+        if is_latent(msg):
             self.values[msg["name"]] = msg["value"]
         elif msg["type"] in PARAMETERS:
             self.parameters[msg["name"]] = msg["value"]

@@ -14,6 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
 from numpyro_bnn.guides.adf.reading import CALL, Data, read
@@ -58,7 +59,7 @@ class ADFPosterior(AutoNormal):
         for name, site in sites.items():
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
-            elif site["type"] == "sample" and not site["is_observed"]:
+            elif is_latent(site):
                 self._event_dims[name] = site["fn"].event_dim
                 self._prototype_frames |= {frame.name: frame for frame in site["cond_indep_stack"]}
 
