@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.shared import at_least, markdown, writable_folder
+from examples.benchmarks.shared import one_device_per_core
+from examples.shared import at_least, early_stopped, markdown, writable_folder
 
 FILE = Path(__file__).parent / "data" / "concrete.csv"
 LEAST_SD = 0.003  # of the noise, in standard deviations of the target: 0.05 MPa
@@ -172,16 +173,8 @@ def ensemble(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
         order = jax.random.permutation(key, len(y))
         kept, held = order[len(order) // 10 :], order[: len(order) // 10]
         params = net.init(key, rows.x.shape[1:])
-
-        def step(carry, _):
-            params, state, best, lowest = carry
-            updates, state = optimizer.update(jax.grad(loss)(params, x[kept], y[kept]), state, params)
-            params = optax.apply_updates(params, updates)
-            now = loss(params, x[held], y[held])
-            best = jax.tree.map(lambda new, old: jnp.where(now < lowest, new, old), params, best)
-            return (params, state, best, jnp.minimum(now, lowest)), None
-
-        return jax.lax.scan(step, (params, optimizer.init(params), params, jnp.inf), None, steps)[0][2]
+        parts = (lambda params: loss(params, x[kept], y[kept])), (lambda params: loss(params, x[held], y[held]))
+        return early_stopped(*parts, params, optimizer, steps)[0]
 
     members = jax.vmap(train)(jax.random.split(jax.random.key(args.seed), 5))
     out = jax.vmap(net.apply, (0, None))(members, rows.x_new)
@@ -221,13 +214,13 @@ METHODS: dict[str, Callable[[Rows, argparse.Namespace], tuple[Prediction, Any]]]
 
 
 def from_draws(idata: Any, rows: Rows) -> Prediction:
-    test = idata["predictions"].stack(all=("chain", "draw"))
-    density = np.asarray(test["y_log_likelihood"].transpose("all", ...), np.float64)
-    density = np.logaddexp.reduce(density, 0) - np.log(len(density)) - np.log(rows.scale)
-    draws = np.asarray(test["y"].transpose("all", ...), np.float64)
-    low, high = np.quantile(draws, [0.05, 0.95], axis=0)
-    mean = np.asarray(test["y_mean"].mean("all"), np.float64)
-    return Prediction(*(density if part is None else in_units(part, rows) for part in (mean, None, low, high)))
+    from numpyro_bnn import metrics
+
+    test = idata["predictions"]
+    density = metrics.lppd(test["y_log_likelihood"]).pointwise - np.log(rows.scale)
+    low, high = np.quantile(test["y"].to_numpy().astype(np.float64), [0.05, 0.95], axis=(0, 1))
+    mean = test["y_mean"].to_numpy().astype(np.float64).mean((0, 1))
+    return Prediction(in_units(mean, rows), density, in_units(low, rows), in_units(high, rows))
 
 
 def from_moments(mean: Any, variance: Any, rows: Rows) -> Prediction:
@@ -335,7 +328,7 @@ def progress(note: str, start: float) -> None:
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     args = parse(argv)
     folder = writable_folder(args.output)
-    numpyro_devices()
+    one_device_per_core()
     rows = load(args.seed, args.held_out)
     report, found, idata = compare(args, rows)
     print(f"\n{len(rows.y_new)} concretes that no method has seen; RMSE in MPa\n")
@@ -349,15 +342,6 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
         "or which method to take (docs/choosing.md)."
     )
     return report
-
-
-def numpyro_devices() -> None:
-    """One device per core, so that chains run side by side."""
-    import os
-
-    import numpyro
-
-    numpyro.set_host_device_count(os.cpu_count() or 1)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -67,22 +67,21 @@ def model(x, group, y=None, groups=0, network=True, batch_size=None):  # `groups
         numpyro.sample("y", dist.Normal(f(x[i])[..., 0] + own, sigma), obs=None if y is None else y[i])
 
 
-def sampled(kernel: Any, args: argparse.Namespace, *data: Any, warmup: int, draws: int, **options: Any) -> MCMC:
-    chains = {"num_chains": args.num_chains, "chain_method": "vectorized", "progress_bar": False}
-    mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, **chains)
-    mcmc.run(jax.random.key(args.seed), *data, **options)
+def sampled(kernel: Any, train: Rows, args: argparse.Namespace, **options: Any) -> MCMC:
+    numbers = {"num_warmup": args.num_warmup, "num_samples": args.num_samples, "num_chains": args.num_chains}
+    mcmc = MCMC(kernel, chain_method="vectorized", progress_bar=False, **numbers)
+    mcmc.run(jax.random.key(args.seed), *train, **options)
     return mcmc
 
 
 def by_nuts(train: Rows, args: argparse.Namespace, **options: Any) -> MCMC:
-    kernel, draws = NUTS(model, max_tree_depth=7), args.num_samples
-    return sampled(kernel, args, *train, warmup=args.num_warmup, draws=draws, **options)
+    return sampled(NUTS(model, max_tree_depth=7), train, args, **options)
 
 
 def by_minibatches(train: Rows, args: argparse.Namespace) -> MCMC:
     kernel = bnn.infer.SGNHT(model, steps_per_draw=args.steps_per_draw, bias_tolerance=0.02)
     options = {"groups": args.groups, "batch_size": min(args.batch_size, len(train.y))}
-    return sampled(kernel, args, *train, warmup=args.num_warmup, draws=args.num_samples, **options)
+    return sampled(kernel, train, args, **options)
 
 
 def score(mcmc: MCMC, new: Rows, **options: Any) -> float:

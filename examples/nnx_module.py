@@ -25,7 +25,7 @@ from scipy.stats import norm
 
 import numpyro_bnn as bnn
 from examples import loaders
-from examples.shared import at_least, markdown, writable_folder
+from examples.shared import at_least, early_stopped, markdown, writable_folder
 from numpyro_bnn.datasets import standardize
 
 # ------------------------------------------------------------------------------------------ somebody's module
@@ -79,21 +79,12 @@ def trained(data: Any, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray
     held = len(data.x_train) // 10
     x, y = (jnp.asarray(part) for part in (data.x_train, data.y_train))
     graph, params = nnx.split(net)
-    solver = optax.adam(0.003)
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((nnx.merge(graph, params)(x) - y) ** 2)
 
-    def step(carry: tuple, _: None) -> tuple:
-        params, state, best, least = carry
-        updates, state = solver.update(jax.grad(loss)(params, x[held:], y[held:]), state)
-        params = optax.apply_updates(params, updates)
-        now = loss(params, x[:held], y[:held])
-        best = jax.tree.map(lambda new, old: jnp.where(now < least, new, old), params, best)
-        return (params, state, best, jnp.minimum(now, least)), None
-
-    start = params, solver.init(params), params, jnp.asarray(jnp.inf)
-    (_, _, best, least), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=args.optimizer_steps))(start)
+    parts = (lambda params: loss(params, x[held:], y[held:])), (lambda params: loss(params, x[:held], y[:held]))
+    best, least = jax.jit(lambda start: early_stopped(*parts, start, optax.adam(0.003), args.optimizer_steps))(params)
     mean = np.asarray(nnx.merge(graph, best)(jnp.asarray(data.x_test)))[None]
     return mean, np.full_like(mean, np.sqrt(least))
 

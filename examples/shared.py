@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["at_least", "between_marks", "markdown", "writable_file", "writable_folder"]
+__all__ = ["at_least", "between_marks", "early_stopped", "markdown", "writable_file", "writable_folder"]
 
 
 def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1) -> None:
@@ -40,6 +40,27 @@ def writable_file(path: Path) -> Path:
     except OSError as error:
         sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
     return path
+
+
+def early_stopped(
+    loss: Callable[[Any], Any], held_out: Callable[[Any], Any], start: Any, optimizer: Any, num_steps: int
+) -> tuple[Any, Any]:
+    """Parameters for which the loss of held-out rows was smallest on the way of an optimizer, and that loss."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def step(carry: tuple, _: None) -> tuple:
+        params, state, best, least = carry
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
+        now = held_out(params)
+        best = jax.tree.map(lambda new, old: jnp.where(now < least, new, old), params, best)
+        return (params, state, best, jnp.minimum(now, least)), None
+
+    carry = start, optimizer.init(start), start, jnp.asarray(jnp.inf)
+    (_, _, best, least), _ = jax.lax.scan(step, carry, length=num_steps)
+    return best, least
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

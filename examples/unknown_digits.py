@@ -21,7 +21,7 @@ from numpyro.infer import MCMC
 
 import numpyro_bnn as bnn
 from examples import loaders
-from examples.shared import at_least, markdown, writable_folder
+from examples.shared import at_least, early_stopped, markdown, writable_folder
 from numpyro_bnn import metrics
 
 ONE, ENSEMBLE, SAMPLED = "one network", "ensemble", "MCLMC"
@@ -56,24 +56,16 @@ def load_digits(unknown: tuple[int, int], rows: int, seed: int) -> Digits:
 def trained(net: Any, digits: Digits, args: argparse.Namespace, seed: int) -> np.ndarray:
     """Class probabilities (members, N, K) of networks trained by Adam, each stopped where held-out rows are best."""
     x, y = jnp.asarray(digits.x), jnp.asarray(digits.y)
-    held, solver = len(x) // 10, optax.adam(0.003)
+    held = len(x) // 10
     new = jnp.concatenate([digits.x_known, digits.x_unknown])
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, x), y).mean()
 
-    def step(carry: tuple, _: None) -> tuple:
-        params, state, best, least = carry
-        updates, state = solver.update(jax.grad(loss)(params, x[held:], y[held:]), state)
-        params = optax.apply_updates(params, updates)
-        now = loss(params, x[:held], y[:held])
-        best = jax.tree.map(lambda new, old: jnp.where(now < least, new, old), params, best)
-        return (params, state, best, jnp.minimum(now, least)), None
-
     def member(key: jax.Array) -> jax.Array:
-        params = net.init(key, x.shape[1:])
-        start = params, solver.init(params), params, jnp.asarray(jnp.inf)
-        best = jax.lax.scan(step, start, length=args.optimizer_steps)[0][2]
+        parts = (lambda params: loss(params, x[held:], y[held:])), (lambda params: loss(params, x[:held], y[:held]))
+        start = net.init(key, x.shape[1:])
+        best, _ = early_stopped(*parts, start, optax.adam(0.003), args.optimizer_steps)
         return jax.nn.softmax(net.apply(best, new))
 
     return np.asarray(jax.jit(jax.vmap(member))(jax.random.split(jax.random.key(seed), args.members)))

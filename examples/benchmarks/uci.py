@@ -23,13 +23,11 @@ import tqdm
 
 from examples import loaders
 from examples.benchmarks.shared import environment, one_device_per_core
-from examples.benchmarks.uci_table import PUBLISHED, picture, tables
+from examples.benchmarks.uci_table import LARGE, PUBLISHED, picture, tables
 from examples.shared import at_least, between_marks, writable_file
 
 HEADS = ("homo", "hetero")
 CHAINS = 8
-# Sets whose gradients cost five to a hundred times those of the others.
-LARGE = ("kin8nm", "naval", "power", "protein")
 
 
 def model_of(data: Any, head: str) -> Callable:
