@@ -88,7 +88,7 @@ def chains(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
 
     import numpyro_bnn as bnn
 
-    model, steps = network(bnn.priors.Hierarchical()), args.steps(3000)
+    model, steps = network(bnn.priors.Hierarchical()), args.steps(2200)
     start = bnn.infer.WarmStart(
         0.3, num_steps=steps, optimizer=optax.adam(optax.cosine_decay_schedule(0.02, steps)), held_out=0.1, spread=0.5
     )
@@ -109,7 +109,7 @@ def flow(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
 
     import numpyro_bnn as bnn
 
-    model, steps = network(bnn.priors.Hierarchical()), args.steps(2000)
+    model, steps = network(bnn.priors.Hierarchical()), args.steps(1500)
 
     def fit(guide: Any, rate: float) -> Any:
         optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
@@ -264,8 +264,13 @@ def health(idata: Any) -> str:
     """What the health report of the chains finds, in one line each."""
     from numpyro_bnn import metrics
 
-    found = [f"- {finding.what}" for finding in metrics.health(idata).warnings]
-    return "\n".join(["\nHealth of the chains:", *(found or ["- nothing to report"])])
+    found = metrics.health(idata).warnings
+    lines = [f"- {finding.what}" for finding in found] or ["- nothing to report"]
+    if any("R-hat of the function" in finding.what for finding in found):
+        lines.append(
+            "  Each chain stays near its own network, so their average is an ensemble, not the exact posterior."
+        )
+    return "\n".join(["\nHealth of the chains:", *lines])
 
 
 def draw(report: dict[str, dict[str, float]], found: dict[str, Prediction], rows: Rows, path: Path) -> None:

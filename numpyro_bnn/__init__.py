@@ -15,6 +15,7 @@ from numpyro_bnn import (
     plots,
     priors,
     results,
+    runs,
     symmetry,
 )
 from numpyro_bnn.networks import random_network
@@ -37,6 +38,7 @@ __all__ = [
     "metrics",
     "plots",
     "results",
+    "runs",
     "datasets",
 ]
 

@@ -177,6 +177,14 @@ def opened(idata: Any) -> Any:
     return _arviz().from_netcdf(idata) if isinstance(idata, str | PathLike) else idata
 
 
+def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Dataset":
+    """The first draws of a group of a Zarr folder; its arrays are read when they are used."""
+    import xarray as xr
+
+    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None).isel(draw=slice(draws))
+    return held.assign_coords({dim: np.arange(size) for dim, size in held.sizes.items()})
+
+
 def group_names(idata: Any) -> list[str]:
     """Names of the groups of ``idata``, in order."""
     import xarray as xr

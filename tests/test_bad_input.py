@@ -1057,19 +1057,6 @@ ROWS = {
         ("guides.fit(svi(), KEY, 0, X, Y)", "num_steps", ValueError, "Pass an integer of at least 1."),
         ('guides.fit(svi(), KEY, "5", X, Y)', "num_steps", ValueError, "Pass an integer of at least 1."),
         (
-            "guides.fit(svi(), KEY, 5, X, Y, checkpoint_every=0)",
-            "checkpoint_every",
-            ValueError,
-            "Pass an integer of at least 1.",
-        ),
-        (
-            'guides.fit(svi(), KEY, 5, X, Y, checkpoint="/nowhere/at/all.npz")',
-            "checkpoint",
-            ValueError,
-            "Pass the name of a file (not a folder) in a fo",
-        ),
-        ("guides.fit(svi(), KEY, 5, X, Y, checkpoint=3)", "checkpoint", TypeError, "Pass the name of a file."),
-        (
             "guides.fit(svi(), KEY, 5, X, Y, init_state=3)",
             "init_state",
             TypeError,

@@ -1,4 +1,4 @@
-"""Running SVI: the same steps as NumPyro's, minibatches at O(B), interruption, NaN, and checkpoints bit for bit."""
+"""Running SVI: the same steps as NumPyro's, minibatches at O(B), interruption, and NaN."""
 
 import warnings
 
@@ -312,67 +312,6 @@ def test_a_start_that_is_not_finite_is_an_error(svi, key):
         quiet(svi, key, 5, X, Y.at[3].set(jnp.nan))
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
-
-OPTIMIZERS = {
-    "numpyro Adam": lambda: numpyro.optim.Adam(0.02),
-    "optax": lambda: optax.chain(optax.clip(10.0), optax.adam(optax.cosine_decay_schedule(0.02, 100))),
-}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "kind"),
-    [
-        ("optax", "typed"),
-        pytest.param("optax", "legacy", marks=pytest.mark.slow),
-        pytest.param("numpyro Adam", "typed", marks=pytest.mark.slow),
-        pytest.param("numpyro Adam", "legacy", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_goes_on_bit_for_bit(tmp_path, optimizer, kind):
-    """Stopped after 25 of 60 steps and begun anew with other objects, as a new process would."""
-    key = {"typed": jax.random.key, "legacy": jax.random.PRNGKey}[kind](3)
-    options = {"checkpoint": tmp_path / "fit.npz", "checkpoint_every": 10, "batch_size": 10}
-    whole = quiet(make(OPTIMIZERS[optimizer]()), key, 60, X, Y, batch_size=10)
-    half = quiet(make(OPTIMIZERS[optimizer]()), key, 25, X, Y, **options)
-    assert len(half.losses) == 25
-    rest = quiet(make(OPTIMIZERS[optimizer]()), key, 60, X, Y, **options)
-    np.testing.assert_array_equal(rest.losses, whole.losses)
-    assert same(rest.state, whole.state)
-    assert same(rest.params, whole.params)
-    again = quiet(make(OPTIMIZERS[optimizer]()), key, 60, X, Y, **options)
-    assert same(again.state, whole.state)
-    assert [path.name for path in tmp_path.iterdir()] == ["fit.npz"]
-
-
-def test_an_interrupted_run_is_written(svi, key, tmp_path, monkeypatch):
-    path = tmp_path / "fit.npz"
-    whole = quiet(svi, key, 100)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 4)
-        with pytest.warns(UserWarning, match="interrupted"):
-            part = quiet(svi, key, 100, checkpoint=path)
-    assert 0 < len(part.losses) < 100
-    assert same(quiet(svi, key, 100, checkpoint=path).state, whole.state)
-
-
-def test_a_failed_run_leaves_its_last_finite_state(key, tmp_path):
-    path = tmp_path / "fit.npz"
-    for _ in range(2):  # going on fails at the same step
-        with pytest.warns(UserWarning, match="at step 12"):
-            result = quiet(make(breaking(11, jnp.nan)), key, 50, checkpoint=path, checkpoint_every=7)
-        assert all(np.isfinite(value).all() for value in result.params.values())
-
-
-def test_bfloat16_survives(tmp_path, key):
-    svi = make(optax.adam(0.02, mu_dtype=jnp.bfloat16))
-    state = svi.update(svi.init(key, X, Y), X, Y)[0]
-    fitting.save_checkpoint(tmp_path / "a.npz", svi, state, np.zeros(1), {})
-    back, _ = fitting.load_checkpoint(tmp_path / "a.npz", svi, state, {})
-    assert same(back, state)
-    assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(back))
-
-
 def other_model(x, y):
     numpyro.sample("v", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
     numpyro.sample("y", dist.Normal(0.0, 0.5), obs=y)
@@ -381,114 +320,6 @@ def other_model(x, y):
 def wider(x, y):
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
     numpyro.sample("y", dist.Normal(0.0, 0.5), obs=y)
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"program": other_model}, r"\['w_auto_loc'\] is float32\[2\]|\['v_auto_loc'\] is no such entry"),
-        ({"program": wider}, r"\['w_auto_loc'\] is float32\[2\]; this run has float32\[3\]"),
-        ({"guide": AutoMultivariateNormal}, r"\['auto_loc'\] is no such entry; this run has float32\[2\]"),
-        ({"optim": optax.sgd(0.1)}, "in which state"),
-    ],
-    ids=["model", "shape", "guide", "optimizer"],
-)
-def test_a_checkpoint_of_something_else_is_refused(svi, key, tmp_path, change, fault):
-    path = tmp_path / "fit.npz"
-    quiet(svi, key, 2, checkpoint=path)
-    with pytest.raises(ValueError, match=f"guides.fit: argument `checkpoint` got .*{fault}"):
-        quiet(make(**change), key, 4, checkpoint=path)
-    other_key = jax.random.PRNGKey(0)
-    with pytest.raises(ValueError, match="rng_key"):
-        quiet(make(), other_key, 4, checkpoint=path)
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"y": Y + 1}, "other arguments"),
-        ({"key": jax.random.key(7)}, "other rng_key"),
-        ({"init_params": {"w_auto_loc": jnp.ones(2)}}, "other start"),
-        ({"y": Y + 1, "key": jax.random.key(7)}, "other arguments and rng_key"),
-    ],
-    ids=["data", "key", "start", "two"],
-)
-def test_a_checkpoint_of_other_data_key_or_start_is_refused(svi, key, tmp_path, change, fault):
-    path = tmp_path / "fit.npz"
-    quiet(svi, key, 2, checkpoint=path)
-    start = {name: change[name] for name in change.keys() & {"init_params"}}
-    with pytest.raises(ValueError, match=f"argument `checkpoint` got .*, which was started with {fault}\\."):
-        quiet(svi, change.get("key", key), 4, X, change.get("y", Y), checkpoint=path, **start)
-
-
-def test_two_processes_may_write_one_checkpoint(svi, key, tmp_path, monkeypatch):
-    """Another process that writes at the same moment uses another temporary file, and deletes only its own."""
-    path, replace, seen = tmp_path / "fit.npz", fitting.os.replace, []
-    state = svi.init(key, X, Y)
-
-    def meanwhile(part, target):
-        seen.append(part)
-        if len(seen) == 1:
-            fitting.save_checkpoint(path, svi, state, np.ones(1), {})
-            assert part.exists()
-        replace(part, target)
-
-    monkeypatch.setattr(fitting.os, "replace", meanwhile)
-    fitting.save_checkpoint(path, svi, state, np.zeros(1), {})
-    assert len(set(seen)) == 2
-    assert fitting.load_checkpoint(path, svi, state, {})[1].tolist() == [0.0]
-    assert [found.name for found in tmp_path.iterdir()] == ["fit.npz"]
-
-
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "text", "cut"])
-def test_a_damaged_checkpoint_is_refused(svi, key, tmp_path, content):
-    path = tmp_path / "fit.npz"
-    quiet(svi, key, 2, checkpoint=path)
-    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(ValueError, match=r"argument `checkpoint` got .* It is damaged"):
-        quiet(svi, key, 4, checkpoint=path)
-
-
-def test_a_checkpoint_with_other_bytes_is_refused_or_gives_the_same(svi, key, tmp_path):
-    """Any four bytes changed: what is read is what was written."""
-    path, random = tmp_path / "fit.npz", np.random.default_rng(0)
-    state, losses = svi.init(key, X, Y), np.arange(50.0)
-    fitting.save_checkpoint(path, svi, state, losses, {})
-    written, refused = path.read_bytes(), 0
-    for start in random.integers(0, len(written) - 4, 150):
-        path.write_bytes(written[:start] + random.bytes(4) + written[start + 4 :])
-        try:
-            found = fitting.load_checkpoint(path, svi, state, {})
-        except ValueError as error:
-            assert "checkpoint" in str(error)  # noqa: PT017
-            refused += 1
-        else:
-            assert same(found[0], state)
-            np.testing.assert_array_equal(found[1], losses)
-    assert refused > 75
-
-
-def test_a_full_disk_is_reported_with_the_path(svi, key, tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(fitting.os, "fsync", full)
-    with pytest.raises(OSError, match=r"argument `checkpoint` got .*fit\.npz.*No space left on device"):
-        quiet(svi, key, 2, checkpoint=tmp_path / "fit.npz")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", ["/dev/full", "/dev/null", "/dev"])
-def test_a_device_is_no_checkpoint(svi, key, path):
-    """Reading ``/dev/full`` never ends."""
-    with pytest.raises(ValueError, match="Pass the name of a file"):
-        quiet(svi, key, 2, checkpoint=path)
-
-
-def test_an_npz_file_of_others_is_refused(svi, key, tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.zeros(3))
-    with pytest.raises(ValueError, match="was not written by `fit`"):
-        quiet(svi, key, 4, checkpoint=tmp_path / "a.npz")
 
 
 # --------------------------------------------------------------------------------------------------- errors
@@ -500,9 +331,6 @@ def test_an_npz_file_of_others_is_refused(svi, key, tmp_path):
         ({"svi": 3}, TypeError, "argument `svi` got 3"),
         ({"num_steps": 0}, ValueError, "argument `num_steps` got 0. Pass an integer of at least 1"),
         ({"num_steps": 1.5}, ValueError, "argument `num_steps` got 1.5"),
-        ({"checkpoint_every": 0}, ValueError, "argument `checkpoint_every` got 0"),
-        ({"checkpoint": "."}, ValueError, "argument `checkpoint` got '.'. Pass the name of a file"),
-        ({"checkpoint": "absent/fit.npz"}, ValueError, "in a folder that exists"),
     ],
 )
 def test_wrong_arguments(svi, key, change, error, message):

@@ -22,7 +22,7 @@ from numpyro.infer import MCMC, NUTS, SVI
 
 import numpyro_bnn as bnn
 from examples import loaders
-from numpyro_bnn import guides, infer, metrics, nn, priors, symmetry
+from numpyro_bnn import guides, infer, metrics, nn, priors, runs, symmetry
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
@@ -203,15 +203,15 @@ def test_an_interrupted_fit_goes_on(tmp_path):
     x, y, _ = smooth(jax.random.key(6), 500)
     model = bnn.models.regression(nn.MLP([32, 1], "tanh"), priors.Hierarchical())
 
-    def fit(**options):
+    def fit(folder):
         svi = SVI(model, guides.AutoMeanField(model), optax.adam(0.01), guides.TraceLocalReparam_ELBO())
-        return guides.fit(svi, jax.random.key(0), 60_000, x, y, progress_bar=False, **options)
+        options = {"block_seconds": 0.1, "progress_bar": False}
+        return runs.fit(folder, svi, jax.random.key(0), 60_000, x, y, **options)
 
-    whole = fit()
-    path, ended = tmp_path / "fit.npz", threading.Event()
+    whole, ended = fit(tmp_path / "whole"), threading.Event()
 
     def press_once_it_runs():
-        while not path.exists():
+        while not list(tmp_path.glob("stopped/state-*.npz")):
             time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
         while not ended.wait(5.0):  # Python drops an interrupt that comes while it collects garbage
@@ -220,10 +220,10 @@ def test_an_interrupted_fit_goes_on(tmp_path):
     pressing = threading.Thread(target=press_once_it_runs)
     pressing.start()
     with pytest.warns(UserWarning, match="interrupted: the result is that of"):
-        part = fit(checkpoint=path, checkpoint_every=2000)
+        part = fit(tmp_path / "stopped")
     ended.set()
     pressing.join()
-    rest = fit(checkpoint=path)
+    rest = fit(tmp_path / "stopped")
     report("interrupted", steps=len(part.losses), total=len(rest.losses))
     assert 0 < len(part.losses) < 60_000
     for name, value in whole.params.items():

@@ -215,7 +215,7 @@ class Network(BaseEstimator):
 
     def _export(self) -> Any:
         model, draws = self._predictive.model_of(self._predictive.params), self._predictive.draws
-        exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None)
+        exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None, self.progress_bar)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         with self._predictive.precision():
             groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))

@@ -1,14 +1,12 @@
-"""Run SVI: minibatches at O(B), one compilation, interruption, checkpoints, and a stop at the first NaN."""
+"""Run SVI: minibatches at O(B), one compilation, interruption, and a stop at the first NaN."""
 
-import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +28,13 @@ from numpyro_bnn._checks import (
     check_key,
     check_kind,
 )
-from numpyro_bnn.guides.checkpoints import (
-    CALL,
-    described_state,
-    difference_of,
-    fingerprint,
-    load_checkpoint,
-    save_checkpoint,
-)
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
+CALL = "guides.fit"
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
 WINDOW = 1000  # number of losses in the running mean of the progress bar
@@ -58,8 +49,6 @@ def fit(
     init_params: Mapping[str, Any] | None = None,
     progress_bar: bool = True,
     stable_update: bool = False,
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int = 1000,
     **kwargs: Any,
 ) -> SVIRunResult:
     """Fit a guide by SVI, like ``svi.run``, for long runs and large data.
@@ -68,23 +57,21 @@ def fit(
     - The steps are compiled once per SVI and argument shapes, and reused when a run is continued.
     - Ctrl-C returns the result so far. A step that is NaN or infinite ends the run with a warning that names it; the
       result is that of the steps before.
-    - With ``checkpoint`` the run can be killed at any moment. The same call then continues from the file, and ends
-      bit for bit as if it had never stopped.
+
+    :func:`numpyro_bnn.runs.fit` does the same in a folder, from which a run goes on that was killed.
 
     :param svi: model, guide, optimizer and loss.
     :param rng_key: key of the start and of all steps.
-    :param num_steps: number of steps; with a checkpoint, the total over all calls.
+    :param num_steps: number of steps.
     :param args: arguments of model and guide.
     :param init_state: the ``state`` of an earlier result, to continue from.
     :param init_params: initial values of parameters.
     :param progress_bar: show a bar with the mean of the last 1000 losses.
     :param stable_update: skip steps that are not finite, as ``svi.run`` does, instead of ending the run.
-    :param checkpoint: a file, read if it exists and then written; delete it to start again.
-    :param checkpoint_every: steps between two checkpoints; the last step is always written.
     :param kwargs: keyword arguments of model and guide.
     :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
-    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, a state or checkpoint
-        of another model, guide or optimizer, a checkpoint of other data, key or start, and a path not to be written.
+    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, or a state of another
+        model, guide or optimizer.
     :raises TypeError: for something other than an SVI, or inside ``jit`` and ``vmap``.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -100,29 +87,57 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
-    check_flag(CALL, "stable_update", stable_update)
-    check_flag(CALL, "progress_bar", progress_bar)
-    check_key(CALL, "rng_key", rng_key)
-    num_steps = check_count(CALL, "num_steps", num_steps)
-    every = check_count(CALL, "checkpoint_every", checkpoint_every)
-    path = None if checkpoint is None else _check_path(checkpoint)
-    instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
-    refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
-    args, kwargs = as_arrays(args, kwargs, CALL)
-    given = {"arguments": (args, kwargs), "rng_key": rng_key, "start": (init_state, init_params)}
-    prints = {} if path is None else {name: fingerprint(value) for name, value in given.items()}
-    fixed, arrays = Arguments.of(args, kwargs).split()
-    state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
-    losses = np.zeros(0, jnp.result_type(float))
-    if path is not None and path.exists():
-        state, losses = load_checkpoint(path, svi, state, prints)
-    take = partial(_compiled(svi, fixed, stable_update), arrays)
-    run = _Run(svi, take, num_steps, path, prints, every, [losses], (state, len(losses)), len(losses))
-    message = run.go(progress_bar)
+    start = init_state, init_params
+    result, message = fit_kept(CALL, svi, rng_key, num_steps, args, kwargs, start, (stable_update, progress_bar))
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
-    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses))
+    return result
+
+
+class Keeper(Protocol):
+    """Where a run is kept."""
+
+    def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
+        """The state, of the structure of ``like``, and the records of an earlier call, if there was one."""
+
+    def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
+        """Keep a state and what was recorded before it; unless it is the last one, only now and then."""
+
+
+def fit_kept(
+    call: str,
+    svi: SVI,
+    rng_key: jax.Array,
+    num_steps: int,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    start: tuple[Any, Any] = (None, None),
+    flags: tuple[bool, bool] = (False, True),
+    keeper: Keeper | None = None,
+) -> tuple[SVIRunResult, str]:
+    """:func:`fit` for the public function ``call``, with a place where the run is kept.
+
+    :param start: ``init_state`` and ``init_params``.
+    :param flags: ``stable_update`` and ``progress_bar``.
+    :return: the result, and why it ended early, or ``""``.
+    """
+    check_kind(call, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
+    for name, flag in zip(("stable_update", "progress_bar"), flags, strict=True):
+        check_flag(call, name, flag)
+    check_key(call, "rng_key", rng_key)
+    num_steps = check_count(call, "num_steps", num_steps)
+    instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
+    refuse_tracers(call, instead, rng_key, args, kwargs, start)
+    args, kwargs = as_arrays(args, kwargs, call)
+    fixed, arrays = Arguments.of(args, kwargs).split()
+    state = _start(svi, rng_key, args, kwargs, *start, _expected(svi, fixed))
+    losses = np.zeros(0, jnp.result_type(float))
+    if keeper is not None and (found := keeper.load(state)) is not None:
+        state, losses = found[0], found[1]["losses"]
+    take = partial(_compiled(svi, fixed, flags[0]), arrays)
+    run = _Run(svi, take, num_steps, keeper, [losses], (state, len(losses)))
+    message = run.go(flags[1])
+    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses)), message
 
 
 class _Chunk(NamedTuple):
@@ -140,12 +155,9 @@ class _Run:
     svi: SVI
     take: Callable[[Any, int], _Chunk]
     num_steps: int
-    path: Path | None
-    prints: Mapping[str, str]  # of what the run was started with
-    every: int
+    keeper: Keeper | None
     chunks: list[np.ndarray]  # losses
     done: tuple[Any, int]
-    written: int
 
     @property
     def state(self) -> Any:
@@ -157,7 +169,8 @@ class _Run:
 
     @property
     def losses(self) -> np.ndarray:
-        return np.concatenate(self.chunks)[: self.count]
+        self.chunks = [np.concatenate(self.chunks)]
+        return self.chunks[0][: self.count]
 
     def go(self, progress_bar: bool) -> str:
         """Take the remaining steps; return why it stopped early, or ``""``."""
@@ -169,15 +182,14 @@ class _Run:
                 if not self.count:
                     raise
                 message = f"interrupted: the result is that of {self.count} of {self.num_steps} steps."
-        self._write()
+        self._keep(last=True)
         return message
 
     def _advance(self, bar: tqdm.tqdm) -> str:
         recent: deque[float] = deque(self.losses[-WINDOW:], maxlen=WINDOW)
         pace = 1
         while self.count < self.num_steps:
-            until_written = LARGEST_CHUNK if self.path is None else self.every - self.count % self.every
-            number = min(pace, self.num_steps - self.count, until_written)
+            number = min(pace, self.num_steps - self.count)
             started = time.perf_counter()
             chunk = self.take(self.state, number)
             if not chunk.finite:
@@ -187,8 +199,7 @@ class _Run:
             self._add(chunk)
             if number == pace:
                 pace = _next_pace(pace, time.perf_counter() - started)
-            if self.path is not None and self.count % self.every == 0:
-                self._write()
+            self._keep(last=False)
             recent.extend(chunk.losses)
             finite = [loss for loss in recent if np.isfinite(loss)]
             bar.set_postfix_str(f"loss {np.mean(finite or np.nan):.5g}", refresh=False)
@@ -207,10 +218,9 @@ class _Run:
         self.chunks.append(chunk.losses)
         self.done = (chunk.state, self.count + len(chunk.losses))
 
-    def _write(self) -> None:
-        if self.path is not None and self.count > self.written:
-            save_checkpoint(self.path, self.svi, self.state, self.losses, self.prints)
-            self.written = self.count
+    def _keep(self, last: bool) -> None:
+        if self.keeper is not None and self.count:
+            self.keeper.save(self.state, {"losses": self.losses}, last)
 
     def _failure(self, loss: np.floating) -> str:
         """A message that names the step; an error if it is the first."""
@@ -247,12 +257,33 @@ def _start(
             if init_params:
                 _check_params(init_params, svi.get_params(_initial_state(svi, rng_key, args, kwargs, None)))
             state = _initial_state(svi, rng_key, args, kwargs, init_params)
-        expected.update(described_state(svi, state._replace(rng_key=None), {}))
+        expected.update(_described(svi, state))
     state = state if init_state is None else init_state
-    if (found := described_state(svi, state._replace(rng_key=None), {})) != expected:
+    if (found := _described(svi, state)) != expected:
         instead = "Pass the `state` of a fit of this model, guide and optimizer."
         raise argument_error(CALL, "init_state", f"a state {difference_of(found, expected)}", instead)
     return _strong(state)
+
+
+def _described(svi: SVI, state: Any) -> dict[str, dict[str, str]]:
+    """Names, shapes and dtypes of the parameters and of the state, in which a given state must agree."""
+    trees = {"parameter": svi.optim.get_params(state.optim_state), "state": state._replace(rng_key=None)}
+    leaves = {what: jax.tree_util.tree_flatten_with_path(tree)[0] for what, tree in trees.items()}
+    return {
+        what: {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in found}
+        for what, found in leaves.items()
+    }
+
+
+def difference_of(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The first entry that differs, in words."""
+    for what in expected:
+        one, other = found[what], expected[what]
+        for name in [*other, *one]:
+            if one.get(name) != other.get(name):
+                here, there = one.get(name, "no such entry"), other.get(name, "none")
+                return f"in which {what} {name} is {here}; this run has {there}"
+    return "which differs in the order of its entries"
 
 
 def _strong(state: Any) -> Any:
@@ -327,14 +358,3 @@ def _next_pace(pace: int, seconds: float) -> int:
     """Number of steps of the next chunk, so that it takes about ``CHUNK_SECONDS``."""
     wanted = pace * CHUNK_SECONDS / max(seconds, 1e-9)
     return int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))
-
-
-def _check_path(path: str | Path) -> Path:
-    """Refuse a path that cannot be a file, before any work is done."""
-    check_kind(CALL, "checkpoint", path, str | os.PathLike, "Pass the name of a file.")
-    target = Path(path)
-    special = target.exists() and not target.is_file()  # a folder, or a device that can be read for ever
-    if special or not target.resolve().parent.is_dir():
-        instead = "Pass the name of a file (not a folder) in a folder that exists."
-        raise argument_error(CALL, "checkpoint", repr(str(target)), instead)
-    return target

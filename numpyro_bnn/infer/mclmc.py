@@ -95,7 +95,7 @@ class MCLMC(SGMCMCKernel):
         energy_variance: Any = None,
         **options: Any,
     ) -> None:
-        self._length = decoherence_length
+        self._decoherence_length = decoherence_length
         self._integrator = integrator
         self._energy_variance = energy_variance
         super().__init__(model, step_size, **options)
@@ -104,8 +104,8 @@ class MCLMC(SGMCMCKernel):
         super()._check_arguments()
         call, pair = self._call, self._energy_variance
         check_number(call, "temperature", self._temperature, strict=True)
-        if self._length is not None:
-            check_number(call, "decoherence_length", self._length, strict=True, infinite=True)
+        if self._decoherence_length is not None:
+            check_number(call, "decoherence_length", self._decoherence_length, strict=True, infinite=True)
         self.dynamics(lambda z: z, 1.0)  # checks the integrator
         if isinstance(pair, tuple) and len(pair) != 2:
             raise argument_error(call, "energy_variance", pair, "Pass a number or (first, last).")
@@ -133,12 +133,13 @@ class MCLMC(SGMCMCKernel):
         return max(LARGEST * last, early, LEAST_LARGEST)
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.Microcanonical(self._length, self._integrator or INTEGRATORS[0], max_energy_error=math.inf)
+        length, integrator = self._decoherence_length, self._integrator or INTEGRATORS[0]
+        return sgmcmc.Microcanonical(length, integrator, max_energy_error=math.inf)
 
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
         built, size = super().sampler(target, z, base, evaluate), sum(map(jnp.size, jax.tree.leaves(z)))
         integrator = self._integrator or INTEGRATORS[target.subsampled]
-        dynamics = sgmcmc.Microcanonical(self._length, integrator, target.subsampled)
+        dynamics = sgmcmc.Microcanonical(self._decoherence_length, integrator, target.subsampled)
         return replace(built, dynamics=replace(dynamics, max_energy_error=self.max_energy_error(size)))
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
@@ -164,7 +165,7 @@ class MCLMC(SGMCMCKernel):
             energy_targets=self.energy_targets,
             max_energy_error=self.max_energy_error,
             steers_step_size=policy.chooses_step_size,
-            sets_length=self._length is None,
+            sets_length=self._decoherence_length is None,
             sets_scales=self._preconditioner is None or is_named(self._preconditioner, "variance"),
         )
         run = partial(_measure_some_steps, self._steps_per_draw)
@@ -172,7 +173,7 @@ class MCLMC(SGMCMCKernel):
 
     def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
         """Noise limits the steps, unless a target of their energy errors is given."""
-        steers, free = self._energy_variance is not None, self._length is None
+        steers, free = self._energy_variance is not None, self._decoherence_length is None
         given = {"steers_step_size": steers and policy.chooses_step_size, "sets_length": steers and free}
         given |= {"sets_scales": False, "fixes_refreshes": free and not steers}
         policy = replace(super().learning_noise(policy, noise), steers_step_size=steers)

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,15 +15,17 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_count, unknown_name
+from numpyro_bnn._checks import argument_error, check_count, check_flag, unknown_name
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics.health import LEAST_DRAWS, HealthWarning, explained, health
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text, members_of
+from numpyro_bnn.results.folder import from_folder
 from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL
+from numpyro_bnn.runs import Run
 
 
 def to_inference_data(
@@ -41,6 +45,7 @@ def to_inference_data(
     prediction_coords: Mapping[str, Sequence] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
     attrs: Mapping[str, str | int | float] | None = None,
+    progress_bar: bool = True,
 ) -> Any:
     """Convert an inference result to ArviZ: posterior, predictions, log likelihood, data, settings.
 
@@ -61,8 +66,9 @@ def to_inference_data(
       targets are given. Batch normalizations use the statistics of the training data under each draw.
     - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
 
-    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, the result of ``SVI.run`` or ``AutoADF.run``, or a
-        :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
+    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, a :class:`~numpyro_bnn.runs.Run` or the folder of one
+        (posterior and sample_stats only, read from disk when they are used), the result of ``SVI.run`` or
+        ``AutoADF.run``, or a :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
     :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
     :param members: for an MCMC whose kernel has a ``warm_start``: instead of the draws, export the point where the
         warm start of each chain ended, a deep ensemble with one draw per chain.
@@ -78,6 +84,7 @@ def to_inference_data(
     :param prediction_coords: those of the rows of ``predictions``.
     :param dims: dimension names by variable, for axes that are not plates.
     :param attrs: additional text or numbers to store.
+    :param progress_bar: show a bar over draws if the predictions take more than a few seconds.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
     :raises ValueError: for a result that has not run or has no model, unknown arguments in ``predictions``, NaN, or
         wrong shapes.
@@ -97,12 +104,20 @@ def to_inference_data(
     >>> dict(idata["predictions"]["y_mean"].sizes)
     {'chain': 1, 'draw': 10, 'data': 2}
     """
+    check_flag(CALL, "progress_bar", progress_bar)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     if draws_per_chunk is not None:
         draws_per_chunk = check_count(CALL, "draws_per_chunk", draws_per_chunk)
     if predictions is not None and not isinstance(predictions, Mapping):
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
+    if isinstance(result, str | PathLike):
+        if predictions is not None or members or posterior_predictive:
+            instead = "A folder has no model: pass what `runs.start` returns, the same call with the same folder."
+            raise argument_error(CALL, "result", f"{str(result)!r}, of which something is to be computed", instead)
+        groups, settings = from_folder(Path(result))
+        return _arviz.inference_data(groups, about(settings, rng_key, attrs))
+    result = result.mcmc if isinstance(result, Run) else result
     chosen = (log_likelihood, posterior_predictive is not False)
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
@@ -114,7 +129,7 @@ def to_inference_data(
         options = (jax.random.fold_in(rng_key, 1), num_samples, log_likelihood, draws_per_chunk)
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     train_key, new_key = jax.random.split(rng_key)
-    exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk)
+    exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk, progress_bar)
     new = None if predictions is None else replay.for_prediction(fit.arguments, predictions, exporter.observed)
     chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
     given = set(predictions or {})
@@ -153,18 +168,19 @@ def _training(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Training groups, and the attribute of how much the members explain, evaluated by the same program."""
     of_members: dict[str, np.ndarray] = {}
+    map_draws = exporter.map_draws
 
     def with_members(fn: Callable, draws: replay.Draws, *options: Any) -> dict[str, np.ndarray]:
         shape = next(iter(draws.values())).shape[:2]
         flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in draws.items()}
         joined = {name: np.concatenate([value, starts[name][:, 0]])[None] for name, value in flat.items()}
-        found, total = replay.map_draws(fn, joined, *options), shape[0] * shape[1]
+        found, total = map_draws(fn, joined, *options), shape[0] * shape[1]
         of_members.update({n: v[0, total:, None] for n, v in found.items() if n.endswith(("_mean", "_probs"))})
         return {name: value[0, :total].reshape(*shape, *value.shape[2:]) for name, value in found.items()}
 
-    exporter.map_draws = with_members if starts else replay.map_draws
+    exporter.map_draws = with_members if starts else map_draws
     groups = exporter.training_groups(key, *chosen)
-    exporter.map_draws = replay.map_draws
+    exporter.map_draws = map_draws
     if not of_members:
         return groups, {}
     observed = {str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()}

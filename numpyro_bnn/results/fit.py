@@ -92,7 +92,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
         model=model,
         arguments=arguments,
         posterior=samples,
-        sample_stats=_sample_stats(fields),
+        sample_stats=sample_stats(fields),
         attrs=settings,
         stat_coords=getattr(mcmc.sampler, "stat_coords", {}),
     )
@@ -133,7 +133,8 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
     return {**described, **depth}
 
 
-def _sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Fields of a run under the names of ArviZ."""
     stats = {}
     for label, value in fields.items():
         if not isinstance(value, np.ndarray):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_flag
 from numpyro_bnn.networks import record_statistics
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
@@ -17,7 +17,14 @@ from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
 
-def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None = None, **kwargs: Any) -> Any:
+def predict(
+    model: Callable,
+    idata: Any,
+    *args: Any,
+    rng_key: jax.Array | None = None,
+    progress_bar: bool = True,
+    **kwargs: Any,
+) -> Any:
     """Predictions for new inputs from exported or saved draws: the group ``predictions`` of ``to_inference_data``.
 
     ``numpyro.infer.Predictive(model, idata.posterior)`` would draw a site ``net/Dense_0.kernel`` from its prior,
@@ -28,6 +35,7 @@ def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None =
         normalizations use its ``constant_data``, the training inputs.
     :param args: new arguments of the model; with targets, their log likelihood is computed as well.
     :param rng_key: key of the draws of observations; ``jax.random.key(0)`` by default.
+    :param progress_bar: show a bar over draws if the predictions take more than a few seconds.
     :param kwargs: new keyword arguments of the model.
     :return: ``xarray.Dataset``.
     :raises ValueError: if the sites of ``model`` and the variables of the posterior do not match.
@@ -45,12 +53,13 @@ def predict(model: Callable, idata: Any, *args: Any, rng_key: jax.Array | None =
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
+    check_flag("predict", "progress_bar", progress_bar)
     held, arguments = _arviz.opened(idata), bind(model, args, kwargs)
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
     with record_statistics() as recorded:
         reading = Reading(model, *arguments.call())
     draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
-    exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None)
+    exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     if lacking and any(recorded.calls):
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import tqdm
 
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
@@ -20,6 +21,8 @@ from numpyro_bnn.program.reading import Sites
 CALL = "to_inference_data"
 # Draws of which this many times more would fit into the memory of a chunk are few.
 QUICK = 4
+# Seconds after which a progress bar appears.
+QUIET = 3
 
 Draws = Mapping[str, Any]
 
@@ -157,6 +160,7 @@ def map_draws(
     rng_key: jax.Array,
     draws_per_chunk: int | None = None,
     shared: tuple = (),
+    progress_bar: bool = False,
 ) -> dict[str, np.ndarray]:
     """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host memory.
 
@@ -181,7 +185,8 @@ def map_draws(
     # Few draws take less time than a program that is optimized for many.
     program = compiled.prepare(at_draws, shared, {}, once=QUICK * total <= fitting)
     results: dict[str, np.ndarray] = {}
-    for start in range(0, total, size):
+    options = {"desc": "predictions", "delay": QUIET, "disable": not progress_bar}
+    for start in tqdm.trange(0, total, size, **options):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
         given = {name: value[index] for name, value in flat.items()}, index, rng_key

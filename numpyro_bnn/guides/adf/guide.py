@@ -22,6 +22,7 @@ from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
 from numpyro_bnn.guides.adf.reading import CALL, Data
+from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
@@ -108,6 +109,7 @@ class AutoADF(ADFPosterior):
         orders: Any = None,
         progress_bar: bool = True,
         max_refused: float = 0.05,
+        keeper: Keeper | None = None,
         **kwargs: Any,
     ) -> ADFResult:
         """Fit to data in ``num_epochs`` shuffled passes, in float64 whatever the global setting.
@@ -126,6 +128,7 @@ class AutoADF(ADFPosterior):
         :param orders: order of the rows in each epoch, (E, N), or (R, E, N), instead of random ones.
         :param progress_bar: show a progress bar over epochs.
         :param max_refused: warn if a larger fraction of the weight updates is refused in an epoch.
+        :param keeper: where the epochs are kept; :func:`numpyro_bnn.runs.fit` passes one.
         :param kwargs: keyword arguments of the model.
         :return: an :class:`ADFResult`.
         :raises ValueError: for a model, data or options it cannot use.
@@ -155,7 +158,7 @@ class AutoADF(ADFPosterior):
                 state, record = program.whole(state, *data, keys, orders, 1.0)
                 records = record if not batched else jax.tree.map(jnp.transpose, record)
             else:
-                state, records = run_epochs(program, state, data, keys, orders, progress_bar, max_refused)
+                state, records = run_epochs(program, state, data, keys, orders, progress_bar, max_refused, keeper)
                 state = jax.device_get(state)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.

@@ -16,6 +16,7 @@ from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
 from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
 from numpyro_bnn.guides.adf.reading import Data, Roles, find_sites
+from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
 
@@ -244,6 +245,7 @@ def run_epochs(
     orders: Any,
     progress_bar: bool,
     max_refused: float,
+    keeper: Keeper | None = None,
 ) -> tuple[ADFState, Records]:
     """Run one compiled program per epoch, to show progress and lose at most one epoch to an interruption.
 
@@ -252,15 +254,23 @@ def run_epochs(
     num_epochs = keys.shape[0]
     records: list[Records] = []
     warned = False
-    with tqdm.trange(num_epochs, disable=not progress_bar) as bar:
+    if keeper is not None and (found := keeper.load(state)) is not None:
+        state, kept = found
+        records = [Records(*row) for row in zip(kept["log_z"], kept["refused"], strict=True)]
+    done = len(records)
+    with tqdm.tqdm(total=max(num_epochs, done), initial=done, disable=not progress_bar or done >= num_epochs) as bar:
         try:
-            for k in bar:
+            for k in range(done, num_epochs):
                 order = None if orders is None else orders[k]
                 after, record = program.epoch(state, *data, keys[k], order, 1.0)
                 records.append(jax.device_get(record))
                 state = after
                 warned = warned or _warn(records[-1], k, max_refused)
+                if keeper is not None:
+                    seen = jax.tree.map(lambda *parts: np.stack(parts), *records)
+                    keeper.save(state, seen._asdict(), last=k + 1 == num_epochs)
                 bar.set_postfix_str(f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False)
+                bar.update()
         except KeyboardInterrupt:
             if not records:
                 raise

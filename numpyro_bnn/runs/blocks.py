@@ -1,0 +1,209 @@
+"""Chains of any NumPyro kernel, advanced by one compiled program some transitions at a time."""
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatch
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpyro.infer import MCMC
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import is_prng_key
+
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
+from numpyro_bnn.runs.draws import SITES, STATISTICS
+
+BLOCK_BYTES = 1 << 26  # of the draws of all chains that are held until they are written
+MOST_DRAWS = 4096  # of a block
+
+
+class Wanted(NamedTuple):
+    """What is kept of a draw: sites by patterns, ``None`` for all, the dtype of their numbers, and statistics."""
+
+    sites: Collection[str] | None
+    dtype: Any
+    fields: tuple[str, ...]
+
+
+class Chains:
+    """The chains of an ``MCMC``, advanced in blocks; the draws are those of ``mcmc.run``.
+
+    :param mcmc: settings; neither it nor its kernel is changed.
+    :param devices: over which chains are split.
+    """
+
+    def __init__(
+        self, call: str, mcmc: MCMC, args: tuple, kwargs: Mapping[str, Any], wanted: Wanted, devices: list[jax.Device]
+    ) -> None:
+        self.call, self.mcmc, self.wanted = call, mcmc, wanted
+        self.kernel = fresh(mcmc.sampler)
+        self.args, self.kwargs = as_arrays(args, kwargs, call)
+        self.in_turn = mcmc.num_chains > 1 and mcmc.chain_method == "sequential"
+        self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
+        self._devices = devices
+        self.capacity = 1
+
+    def start(self, rng_key: jax.Array, init_params: Any) -> Any:
+        """The states of all chains before the first transition, as ``mcmc.run`` starts them."""
+        count = self.mcmc.num_chains
+        keys = jax.random.split(rng_key, count) if count > 1 and is_prng_key(rng_key) else rng_key
+
+        def init(key: jax.Array, params: Any) -> Any:
+            given = {"model_args": self.args, "model_kwargs": self.kwargs}
+            return self.kernel.init(key, self.mcmc.num_warmup, params, **given)
+
+        if self.in_turn:
+            each = [init(keys[c], _one(init_params, c)) for c in range(count)]
+            state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        else:
+            state = init(keys, init_params)
+        # Weak types would be lost in the first transition and force a second compilation.
+        state = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, jnp.result_type(leaf)), state)
+        self._outline(state)
+        return self._placed(state)
+
+    def _outline(self, state: Any) -> None:
+        """Shapes of a draw, how many draws a block may hold, and the program."""
+        one = _one(state, 0) if self.in_turn else state
+        try:
+            shapes = jax.eval_shape(lambda s, a: self._kept(s, *self._fixed.call(a)), one, self._arrays)
+            self._inputs = self._arrays
+        except NEEDS_VALUES:  # data that shape the model are a part of it
+            self._inputs = {}
+            shapes = jax.eval_shape(lambda s: self._kept(s, self.args, self.kwargs), one)
+        lead = 1 if self.batched else 0
+        #: Shape and dtype of one draw of one chain, by group and name.
+        self.shapes = {
+            group: {name: jax.ShapeDtypeStruct(v.shape[lead:], v.dtype) for name, v in values.items()}
+            for group, values in shapes.items()
+        }
+        size = sum(v.size * v.dtype.itemsize for values in shapes.values() for v in values.values())
+        self.capacity = int(np.clip(BLOCK_BYTES // max(1, size), 1, MOST_DRAWS))
+        self._buffer = shapes
+        self._program = self._compiled()
+
+    @property
+    def batched(self) -> bool:
+        """Whether the states of a program have an axis of chains."""
+        return self.mcmc.num_chains > 1 and not self.in_turn
+
+    def _kept(self, state: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What is kept of a state, by group and name."""
+        transform = self.mcmc.postprocess_fn or self.kernel.postprocess_fn(args, kwargs)
+        values = attrgetter(self.kernel.sample_field)(state)
+        values = jax.vmap(transform)(values) if self.batched else transform(values)
+        if not isinstance(values, Mapping):
+            instead = "Make the kernel from a model, so that its draws have names."
+            raise argument_error(self.call, "mcmc", "a kernel of a potential function", instead)
+        return {SITES: self._chosen(values), STATISTICS: {n: self._field(state, n) for n in self.wanted.fields}}
+
+    def _chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        patterns = self.wanted.sites
+        for pattern in patterns or ():
+            if not any(fnmatch(name, pattern) for name in values):
+                raise unknown_name(self.call, "sites", pattern, values)
+        chosen = {n: v for n, v in values.items() if patterns is None or any(fnmatch(n, p) for p in patterns)}
+        return {name: self._in_dtype(value) for name, value in chosen.items()}
+
+    def _in_dtype(self, value: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        return value.astype(self.wanted.dtype) if self.wanted.dtype is not None and floating else value
+
+    def _field(self, state: Any, name: str) -> jax.Array:
+        try:
+            value = attrgetter(name)(state)
+        except AttributeError as cause:
+            raise unknown_name(self.call, "extra_fields", name, getattr(state, "_fields", ())) from cause
+        if not hasattr(value, "dtype"):
+            got = f"{name!r}, which is not one array"
+            raise argument_error(self.call, "extra_fields", got, "Name one of its parts, such as `z.site`.")
+        return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+
+    # -- programs ----------------------------------------------------------------------------------------
+
+    def _compiled(self) -> Callable:
+        """Some transitions, of which every ``thinning``-th state after the first ones is kept."""
+        thinning = self.mcmc.thinning
+
+        def advance(state: Any, first: jax.Array, count: jax.Array, inputs: dict) -> tuple:
+            args, kwargs = self._fixed.call(inputs) if inputs else (self.args, self.kwargs)
+
+            def transition(i: jax.Array, carry: tuple) -> tuple:
+                state, kept = carry
+                state = self.kernel.sample(state, args, kwargs)
+                place = i - first
+
+                def write(kept: Any) -> Any:
+                    new = self._kept(state, args, kwargs)
+                    return jax.tree.map(lambda all_, one: all_.at[place // thinning].set(one), kept, new)
+
+                due = (place >= 0) & ((place + 1) % thinning == 0)
+                return state, lax.cond(due, write, lambda kept: kept, kept)
+
+            size = self.capacity
+            kept = jax.tree.map(lambda like: jnp.zeros((size, *like.shape), like.dtype), self._local_buffer())
+            return lax.fori_loop(0, count, transition, (state, kept))
+
+        if len(self._devices) < 2:
+            return shared(advance)
+        mesh = Mesh(np.asarray(self._devices), ("chain",))
+        by_chain, by_draw, same = PartitionSpec("chain"), PartitionSpec(None, "chain"), PartitionSpec()
+        specs: dict[str, Any] = {"in_specs": (by_chain, same, same, same), "out_specs": (by_chain, by_draw)}
+        return jax.jit(jax.shard_map(advance, mesh=mesh, check_vma=False, **specs))
+
+    def _local_buffer(self) -> Any:
+        """Shapes of what one device keeps of a draw."""
+        parts = len(self._devices)
+        if parts < 2:
+            return self._buffer
+        shape = lambda like: (like.shape[0] // parts, *like.shape[1:])  # noqa: E731
+        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(shape(like), like.dtype), self._buffer)
+
+    def _placed(self, state: Any) -> Any:
+        """Every chain on its device."""
+        if len(self._devices) < 2:
+            return state
+        mesh = Mesh(np.asarray(self._devices), ("chain",))
+        return jax.device_put(state, NamedSharding(mesh, PartitionSpec("chain")))
+
+    def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
+        """Make ``skipped`` transitions, then those of some draws.
+
+        :param draws: at most ``capacity``.
+        :return: the states after them and the draws (C, draws, ...) on the host, by group and name.
+        """
+        count = skipped + draws * self.mcmc.thinning
+        numbers = jnp.int32(skipped), jnp.int32(count)
+        if self.in_turn:
+            chains = range(self.mcmc.num_chains)
+            each = [self._program(_one(state, c), *numbers, self._inputs) for c in chains]
+            state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[found for found, _ in each])
+            fetched = [jax.device_get(kept) for _, kept in each]
+            kept = jax.tree.map(lambda *parts: np.stack([part[:draws] for part in parts]), *fetched)
+        else:
+            state, kept = self._program(self._placed(state), *numbers, self._inputs)
+            fetched = jax.device_get(kept)
+            axis = (lambda v: np.moveaxis(v[:draws], 1, 0)) if self.batched else (lambda v: v[:draws][None])
+            kept = jax.tree.map(axis, fetched)
+        return state, kept
+
+
+def fresh(kernel: MCMCKernel) -> MCMCKernel:
+    """A copy of a kernel that has not run, with the same model."""
+    models, inner = {}, kernel
+    while isinstance(inner, MCMCKernel):
+        model = getattr(inner, "_model", None)
+        models[id(model)] = model
+        inner = getattr(inner, "_kernel", None)
+    return copy.deepcopy(kernel, models)
+
+
+def _one(tree: Any, chain: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[chain], tree)

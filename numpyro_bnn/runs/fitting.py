@@ -1,0 +1,129 @@
+"""``fit``: fit a guide and keep the run in a folder, or go on with the run that is there."""
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult
+
+from numpyro_bnn._checks import argument_error, check_count, check_flag, check_key, check_number
+from numpyro_bnn.guides import AutoADF
+from numpyro_bnn.guides.adf.guide import ADFResult
+from numpyro_bnn.guides.fitting import fit_kept
+from numpyro_bnn.program.compiled import refuse_tracers
+from numpyro_bnn.runs.folder import Folder, digest
+from numpyro_bnn.runs.identity import described_model, described_options, described_value, described_versions
+
+CALL = "runs.fit"
+
+
+def fit(
+    folder: str | os.PathLike,
+    method: SVI | AutoADF,
+    rng_key: jax.Array,
+    num_steps: int,
+    *args: Any,
+    init_params: Mapping[str, Any] | None = None,
+    block_seconds: float = 10.0,
+    stable_update: bool = False,
+    progress_bar: bool = True,
+    **kwargs: Any,
+) -> SVIRunResult | ADFResult:
+    """Fit a guide and keep the run in a folder; the same call goes on where an earlier one ended.
+
+    The steps are those of :func:`~numpyro_bnn.guides.fit` or ``AutoADF.run``. A run survives whatever ends its
+    process: the work of ``block_seconds`` is done again, or one epoch, and the result is that of a run that was not
+    interrupted, bit for bit on the same device. A call with a larger ``num_steps`` adds steps. Ctrl-C returns the
+    result so far.
+
+    :param folder: name of the folder, which is made.
+    :param method: an ``SVI`` (guide, optimizer, loss), or an :class:`~numpyro_bnn.guides.AutoADF`.
+    :param rng_key: key of the run.
+    :param num_steps: number of steps, or of epochs for ``AutoADF``, over all calls.
+    :param args: arguments of the model.
+    :param init_params: initial values of parameters, of an ``SVI``.
+    :param block_seconds: seconds between two writes, about.
+    :param stable_update: of an ``SVI``, as in :func:`~numpyro_bnn.guides.fit`.
+    :param progress_bar: show a bar over steps.
+    :param kwargs: keyword arguments of the model.
+    :return: as :func:`~numpyro_bnn.guides.fit` or ``AutoADF.run``.
+    :raises ValueError: for a folder of another run (the error names what differs), or one that another process
+        writes; OSError: for a folder that cannot be written; ImportError: without the extra ``numpyro_bnn[runs]``.
+
+    >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import SVI, Trace_ELBO
+    >>> from numpyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     mean = numpyro.sample("mean", dist.Normal(0.0, 10.0))
+    ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    >>> svi = SVI(model, AutoNormal(model), numpyro.optim.Adam(0.05), Trace_ELBO())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = fit(folder, svi, jax.random.key(0), 100, jnp.ones(3), progress_bar=False)
+    >>> result.losses.shape
+    (100,)
+    """
+    if not isinstance(method, SVI | AutoADF):
+        instead = "Pass a `numpyro.infer.SVI` or a `guides.AutoADF`; for an `MCMC` call `runs.start`."
+        raise argument_error(CALL, "method", type(method).__name__, instead, TypeError)
+    if isinstance(method, AutoADF) and (init_params is not None or stable_update):
+        instead = "They are options of an `SVI`."
+        raise argument_error(CALL, "method", "an AutoADF with `init_params` or `stable_update`", instead)
+    check_key(CALL, "rng_key", rng_key)
+    check_count(CALL, "num_steps", num_steps)
+    check_number(CALL, "block_seconds", block_seconds, strict=True)
+    for name, flag in (("stable_update", stable_update), ("progress_bar", progress_bar)):
+        check_flag(CALL, name, flag)
+    refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", rng_key, args, kwargs)
+    description = {
+        "rng_key": digest(rng_key)[:16],
+        "init_params": digest(init_params)[:16],
+        "stable_update": str(stable_update),
+        **_described_method(method),
+        **described_model(CALL, method.model, args, kwargs),
+        **described_versions(),
+    }
+    with Folder(CALL, folder) as held:
+        held.claim(description)
+        keeper = _Keeper(held, block_seconds)
+        if isinstance(method, AutoADF):
+            options: dict[str, Any] = {"num_epochs": num_steps, "progress_bar": progress_bar, "keeper": keeper}
+            return method.run(rng_key, *args, **options, **kwargs)
+        start, flags = (None, init_params), (stable_update, progress_bar)
+        result, message = fit_kept(CALL, method, rng_key, num_steps, args, kwargs, start, flags, keeper)
+    if message:
+        warnings.warn(f"{CALL}: {message}", stacklevel=2)
+    return result
+
+
+def _described_method(method: SVI | AutoADF) -> dict[str, str]:
+    if isinstance(method, AutoADF):
+        return described_options("guide", method)
+    parts = {"optimizer": method.optim, "loss": method.loss}
+    described = {name: f"{type(part).__name__} {described_value(vars(part))}" for name, part in parts.items()}
+    return described_options("guide", method.guide) | described
+
+
+class _Keeper:
+    """Writes the state of a fit and its records at most every few seconds."""
+
+    def __init__(self, folder: Folder, seconds: float) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._number, self._written = 0, time.monotonic()
+
+    def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
+        saved = self._folder.latest(like)
+        if saved is None:
+            return None
+        self._number = saved.number
+        return saved.tree, saved.arrays
+
+    def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
+        if last or time.monotonic() - self._written >= self._seconds:
+            self._number += 1
+            self._folder.commit(self._number, state, {}, records)
+            self._written = time.monotonic()

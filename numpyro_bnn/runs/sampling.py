@@ -1,0 +1,307 @@
+"""``start``: run an ``MCMC`` in blocks that are kept in a folder, or go on with the run that is there."""
+
+import os
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+from numpyro.infer import MCMC
+
+from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_key, check_kind, check_number
+from numpyro_bnn.infer.chain_methods import parallel_vectorized
+from numpyro_bnn.program.compiled import refuse_tracers
+from numpyro_bnn.runs.blocks import Chains, Wanted
+from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, Layout, import_zarr
+from numpyro_bnn.runs.folder import Folder, Saved, digest
+from numpyro_bnn.runs.identity import described_model, described_options, described_versions
+
+CALL = "runs.start"
+DTYPES = ("float16", "float32", "float64")
+
+
+class Run:
+    """A run in a folder: what :func:`start` returns, and what :func:`~numpyro_bnn.to_inference_data` takes.
+
+    ``num_draws`` is the number of draws of each chain on disk, ``complete`` whether all that were asked for are
+    there, ``last_state`` the state of the kernel after them.
+
+    >>> Run.__name__
+    'Run'
+    """
+
+    def __init__(
+        self, chains: Chains, draws: Draws, state: Any, num_draws: int, complete: bool, given: tuple
+    ) -> None:
+        self._chains, self._draws, self._given = chains, draws, given
+        self.last_state, self.num_draws, self.complete = state, num_draws, complete
+
+    def get_samples(self, group_by_chain: bool = False) -> dict[str, np.ndarray]:
+        """Draws by site as ``MCMC.get_samples`` returns them, read from disk: (C * S, ...), or (C, S, ...)."""
+        return self._read(SITES, group_by_chain)
+
+    def get_extra_fields(self, group_by_chain: bool = False) -> dict[str, np.ndarray]:
+        """Statistics of the draws, by field, as ``MCMC.get_extra_fields`` returns them."""
+        return self._read(STATISTICS, group_by_chain)
+
+    def _read(self, group: str, group_by_chain: bool) -> dict[str, np.ndarray]:
+        found = self._draws.read(0, self.num_draws, only=group)[group]
+        return {n: v if group_by_chain else v.reshape(-1, *v.shape[2:]) for n, v in found.items()}
+
+    @property
+    def mcmc(self) -> MCMC:
+        """A ``MCMC`` with the draws of this run in memory, for its other methods, such as ``print_summary``."""
+        found = copy(self._chains.mcmc)
+        found.sampler, found._args, found._kwargs = self._chains.kernel, *self._given
+        fields = {found._sample_field: self.get_samples(True), **self.get_extra_fields(True)}
+        found._states, found._states_flat, found._last_state = fields, None, self.last_state
+        found.num_samples = self.num_draws * found.thinning
+        return found
+
+
+def start(
+    folder: str | os.PathLike,
+    mcmc: MCMC,
+    rng_key: jax.Array,
+    *args: Any,
+    extra_fields: Sequence[str] = (),
+    init_params: Any = None,
+    sites: Collection[str] | None = None,
+    dtype: str | None = None,
+    block_seconds: float = 10.0,
+    progress_bar: bool = True,
+    **kwargs: Any,
+) -> Run:
+    """Run an ``MCMC`` and keep it in a folder; the same call goes on where an earlier one ended.
+
+    A run survives whatever ends its process, in warm-up too: at most one block is computed again, and the draws are
+    those of a run that was not interrupted, bit for bit on the same devices. They are those of ``mcmc.run``. A call
+    with a larger ``num_samples`` adds draws. Draws go to disk block by block, so memory does not grow with their
+    number. Ctrl-C returns the draws so far.
+
+    The folder holds ``draws.zarr`` (groups ``posterior`` and ``sample_stats``, which ``xarray.open_zarr`` reads, also
+    while the run goes on), the last two states, and ``run.json``, which says what was started. It needs the extra
+    ``numpyro_bnn[runs]``.
+
+    :param folder: name of the folder, which is made.
+    :param mcmc: kernel, numbers of chains and draws, ``thinning`` and ``chain_method``: ``"sequential"``,
+        ``"vectorized"``, :func:`~numpyro_bnn.infer.parallel_vectorized`, or ``"parallel"``, which is the same.
+    :param rng_key: key of the run.
+    :param args: arguments of the model.
+    :param extra_fields: more fields of the kernel's state to keep, as for ``mcmc.run``.
+    :param init_params: initial values, as for ``mcmc.run``.
+    :param sites: patterns of the sites to keep, such as ``("sigma", "net/*")``; by default all.
+    :param dtype: of the kept values of sites, ``"float16"`` to halve the space; by default as they are.
+    :param block_seconds: seconds between two writes, about.
+    :param progress_bar: show a bar over the transitions of all chains.
+    :param kwargs: keyword arguments of the model.
+    :return: the run, which :func:`~numpyro_bnn.to_inference_data` takes.
+    :raises ValueError: for a folder of another run (the error names what differs), or one that another process
+        writes; OSError: for a folder that cannot be written; ImportError: without zarr.
+
+    >>> import tempfile, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import MCMC, BarkerMH
+    >>> def model(y):
+    ...     mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
+    ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    >>> mcmc = MCMC(BarkerMH(model), num_warmup=5, num_samples=20)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = start(folder, mcmc, jax.random.key(0), jnp.ones(3), progress_bar=False)
+    ...     run.get_samples()["mean"].shape
+    (20,)
+    """
+    _check(mcmc, rng_key, extra_fields, sites, dtype, progress_bar, (args, kwargs, init_params))
+    check_number(CALL, "block_seconds", block_seconds, strict=True)
+    import_zarr(CALL)
+    names = (*mcmc.sampler.default_fields, *extra_fields)
+    fields = tuple(dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field))
+    wanted = Wanted(sites, dtype, fields)
+    chains = Chains(CALL, mcmc, args, kwargs, wanted, _devices(mcmc))
+    description = {
+        **{name: str(getattr(mcmc, name)) for name in ("num_chains", "num_warmup", "thinning")},
+        "rng_key": digest(rng_key)[:16],
+        "init_params": digest(init_params)[:16],
+        "sites": str(sites and sorted(sites)),
+        "dtype": str(dtype),
+        "extra_fields": ", ".join(extra_fields),
+        **described_options("kernel", mcmc.sampler),
+        **described_model(CALL, mcmc.sampler.model, args, kwargs),
+        **described_versions(),
+    }
+    with Folder(CALL, folder) as held:
+        held.claim(description)
+        loop = _Loop(chains, held, block_seconds)
+        loop.begin(rng_key, init_params)
+        message = loop.go(progress_bar)
+    if message:
+        warnings.warn(f"{CALL}: {message}", stacklevel=2)
+    complete = loop.draws_done >= loop.draws_wanted
+    return Run(chains, loop.draws, loop.state, loop.draws_done, complete, (args, kwargs))
+
+
+class _Loop:
+    """Blocks of a run: transitions of the warm-up, then draws; after each of them everything is on disk."""
+
+    def __init__(self, chains: Chains, folder: Folder, block_seconds: float) -> None:
+        self.chains, self.folder, self.seconds = chains, folder, block_seconds
+        mcmc = chains.mcmc
+        self.warmup, self.draws_wanted = mcmc.num_warmup, mcmc.num_samples // mcmc.thinning
+        self.warmed = self.draws_done = self.number = self.diverging = 0
+        self.pace = 0.0  # seconds per transition, 0 if not known
+
+    def begin(self, rng_key: jax.Array, init_params: Any) -> None:
+        """The first state, or the last one on disk."""
+        self.state = self.chains.start(rng_key, init_params)
+        self.draws = Draws(self.folder, self.chains.shapes)
+        saved = self.folder.latest(self.state, self._is_whole)
+        if saved is not None:
+            notes, self.state, self.number = saved.notes, saved.tree, saved.number
+            self.warmed, self.draws_done, self.diverging = (notes[n] for n in ("warmed", "draws", "diverging"))
+
+    def _is_whole(self, saved: Saved) -> bool:
+        """Whether the draws of the block that a state ends are on disk."""
+        start, stop = saved.notes["block"]
+        if start == stop:
+            return True
+        self._prepare(1)
+        return self.draws.holds(start, stop, saved.notes["digest"])
+
+    def _prepare(self, draws_per_block: int) -> int:
+        return self.draws.prepare(Layout(self.chains.mcmc.num_chains, self.draws_wanted, draws_per_block))
+
+    def go(self, progress_bar: bool) -> str:
+        """Take the remaining blocks; return why it stopped early, or ``""``."""
+        thinning = self.chains.mcmc.thinning
+        total = self.warmup + self.draws_wanted * thinning
+        done = self.warmed + self.draws_done * thinning
+        options = {"total": total, "initial": done, "unit": "step", "desc": "compiling"}
+        with tqdm.tqdm(**options, disable=not progress_bar or done >= total) as bar:
+            try:
+                self._warm_up(bar)
+                self._sample(bar)
+            except KeyboardInterrupt:
+                if not self.draws_done:
+                    raise
+                return f"interrupted: {self.draws_done} of {self.draws_wanted} draws; the same call goes on."
+        return ""
+
+    def _warm_up(self, bar: tqdm.tqdm) -> None:
+        while self.warmed < self.warmup:
+            count = min(self._steps_in(self.seconds), self.warmup - self.warmed)
+            state, _ = self._timed(count, 0)
+            self._commit(state, warmed=self.warmed + count)
+            self._show(bar, "warm-up", count)
+
+    def _sample(self, bar: tqdm.tqdm) -> None:
+        thinning, left = self.chains.mcmc.thinning, self.draws_wanted - self.draws_done
+        if left <= 0:
+            self._prepare(1)
+            return
+        while not self.pace:  # without warm-up: time some transitions, and discard them
+            self._timed(1, 0)
+        longest = min(self.chains.capacity, self.draws_wanted)
+        block = self._prepare(int(np.clip(self._steps_in(self.seconds) // thinning, 1, longest)))
+        while self.draws_done < self.draws_wanted:
+            start = self.draws_done
+            stop = min((start // block + 1) * block, self.draws_wanted)
+            state, found = self._timed(0, stop - start)
+            self._check_range(found[SITES])
+            written = self.draws.write(start, found)
+            self.diverging += int(np.sum(found[STATISTICS].get("diverging", 0)))
+            self._commit(state, draws=stop, block=(start, stop), written=written)
+            self._show(bar, "sampling", (stop - start) * thinning)
+
+    def _timed(self, skipped: int, draws: int) -> tuple[Any, Any]:
+        begun = time.perf_counter()
+        found = self.chains.advance(self.state, skipped, draws)
+        jax.block_until_ready(found[0])
+        steps = skipped + draws * self.chains.mcmc.thinning
+        self.pace = (time.perf_counter() - begun) / steps if self._compiled else 0.0
+        self._compiled = True
+        return found
+
+    _compiled = False  # the first block compiles its program: its time says nothing
+
+    def _steps_in(self, seconds: float) -> int:
+        """Transitions in some seconds; few until their time is known."""
+        return max(1, int(seconds / self.pace)) if self.pace else 1
+
+    def _check_range(self, values: Mapping[str, np.ndarray]) -> None:
+        for name, value in values.items():
+            if self.chains.wanted.dtype == "float16" and np.isinf(value).any():
+                got = f"'float16', in which a draw of {name!r} would be infinite"
+                raise argument_error(CALL, "dtype", got, "Keep this run in another folder with `dtype='float32'`.")
+
+    def _commit(
+        self, state: Any, warmed: int | None = None, draws: int = 0, block: tuple = (0, 0), written: str = ""
+    ) -> None:
+        self.number += 1
+        self.warmed, self.draws_done = self.warmed if warmed is None else warmed, draws
+        notes = {
+            "warmed": self.warmed,
+            "draws": draws,
+            "block": block,
+            "digest": written,
+            "diverging": self.diverging,
+        }
+        self.folder.commit(self.number, state, notes)
+        self.state = state
+
+    def _show(self, bar: tqdm.tqdm, phase: str, steps: int) -> None:
+        size = next((found for name in STEP_SIZES if (found := _value(self.state, name)) is not None), None)
+        text = "" if size is None else f"step size {float(np.median(size)):.2e}"
+        text += f", {self.diverging} diverging" if self.diverging else ""
+        bar.set_description(phase, refresh=False)
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(steps)
+
+
+STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
+
+
+def _value(state: Any, name: str) -> Any:
+    for part in name.split("."):
+        state = getattr(state, part, None)
+    return state
+
+
+def _devices(mcmc: MCMC) -> list[jax.Device]:
+    """The devices over which the chains are split."""
+    if mcmc.chain_method not in ("parallel", parallel_vectorized) or mcmc.num_chains == 1:
+        return []
+    local = jax.local_devices()
+    count = max(n for n in range(1, len(local) + 1) if mcmc.num_chains % n == 0)
+    return local[:count] if count > 1 else []
+
+
+def _check(
+    mcmc: MCMC, rng_key: Any, extra_fields: Any, sites: Any, dtype: Any, progress_bar: Any, given: Any
+) -> None:
+    """Refuse what cannot be run in blocks, before any work."""
+    check_kind(CALL, "mcmc", mcmc, MCMC, "Pass a `numpyro.infer.MCMC`.")
+    check_key(CALL, "rng_key", rng_key)
+    check_flag(CALL, "progress_bar", progress_bar)
+    refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", rng_key, given)
+    for name, value in (("extra_fields", extra_fields), ("sites", sites)):
+        listed = isinstance(value, Collection) and not isinstance(value, str)
+        if value is not None and not (listed and all(isinstance(part, str) for part in value)):
+            raise argument_error(CALL, name, value, "Pass a tuple of names.", TypeError)
+    if dtype is not None:
+        check_choice(CALL, "dtype", dtype, DTYPES)
+    if mcmc.sampler.model is None:
+        got = "an MCMC of a potential function"
+        raise argument_error(CALL, "mcmc", got, "Make the kernel from a model, so that its draws have names.")
+    if mcmc.post_warmup_state is not None:
+        got = "an MCMC with a `post_warmup_state`"
+        raise argument_error(CALL, "mcmc", got, "Pass a new `MCMC`: the folder keeps the state to go on from.")
+    if mcmc.num_samples % mcmc.thinning:
+        got = f"num_samples={mcmc.num_samples} with thinning={mcmc.thinning}"
+        raise argument_error(CALL, "mcmc", got, "Take a multiple of `thinning`, so that draws can be added later.")
+    methods = ("sequential", "vectorized", "parallel", parallel_vectorized, jax.vmap)
+    if mcmc.num_chains > 1 and mcmc.chain_method not in methods:
+        instead = "Use 'vectorized' or `infer.parallel_vectorized`."
+        raise argument_error(CALL, "mcmc", f"chain_method={mcmc.chain_method!r}", instead)
