@@ -94,6 +94,19 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     return found
 
 
+def evaluate_equations(equations: Iterable[Any], values: dict[Any, Any], outputs: Iterable[Any]) -> list[Any]:
+    """The values of ``outputs``, from those of the inputs and constants in ``values``."""
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in equations:
+        primitive = equation.primitive
+        result = primitive.bind(*map(read, equation.invars), **primitive.get_bind_params(equation.params))
+        values.update(zip(equation.outvars, result if primitive.multiple_results else [result], strict=True))
+    return [read(atom) for atom in outputs]
+
+
 def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program with only the equations and constants that its outputs need."""
     kept = [equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)]

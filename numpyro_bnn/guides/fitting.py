@@ -33,8 +33,10 @@ from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, s
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.rows import Ahead, read_ahead, rows_in
 
 CALL = "guides.fit"
+AHEAD = 64  # steps whose rows are read from disk at once
 LARGEST_CHUNK = 4096  # maximum number of steps per compiled chunk
 CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an interruption
 WINDOW = 1000  # number of losses in the running mean of the progress bar
@@ -335,14 +337,15 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
             _, _, taken, finite = carry
             return (taken < number) & (stable | finite)
 
-        def step(carry: tuple) -> tuple:
-            state, losses, taken, _ = carry
+        def one(state: Any, key: Any) -> tuple[Any, Any, jax.Array]:
             with random_indices():
-                state, loss = update(state, *args, **kwargs)
-            return state, losses.at[taken].set(loss), taken + 1, jnp.isfinite(loss)
+                state, loss = update(state._replace(rng_key=key), *args, **kwargs)
+            return state.rng_key, state._replace(rng_key=None), loss
 
-        losses = jnp.zeros(LARGEST_CHUNK, float)
-        state, losses, taken, finite = lax.while_loop(go_on, step, (state, losses, jnp.int32(0), True))
+        ahead = read_ahead(one, state._replace(rng_key=None), state.rng_key) if rows_in(args, kwargs) else None
+        advance = partial(_step, one) if ahead is None else partial(_block, ahead, go_on)
+        begin = state, jnp.zeros(LARGEST_CHUNK, float), jnp.int32(0), True
+        state, losses, taken, finite = lax.while_loop(go_on, advance, begin)
         params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
         return state, losses, taken, finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params]))
 
@@ -352,6 +355,25 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
         return _Chunk(state, losses[:taken], stable or bool(finite))
 
     return take
+
+
+def _step(take: Callable, carry: tuple) -> tuple:
+    state, losses, taken, _ = carry
+    key, rest, loss = take(state._replace(rng_key=None), state.rng_key)
+    return rest._replace(rng_key=key), losses.at[taken].set(loss), taken + 1, jnp.isfinite(loss)
+
+
+def _block(ahead: Ahead, go_on: Callable, carry: tuple) -> tuple:
+    """Some steps, whose rows are read from disk at once."""
+    begin = carry[2]
+    keys = lax.scan(lambda key, _: (ahead.follow(key), key), carry[0].rng_key, length=AHEAD)[1]
+    rows = jax.vmap(ahead.read)(keys)
+
+    def step(carry: tuple) -> tuple:
+        now = [part[carry[2] - begin] for part in rows]
+        return _step(lambda state, key: ahead.finish(state, key, now), carry)
+
+    return lax.while_loop(lambda carry: go_on(carry) & (carry[2] < begin + AHEAD), step, carry)
 
 
 def _next_pace(pace: int, seconds: float) -> int:

@@ -25,6 +25,7 @@ from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, st
 from numpyro_bnn.infer.tuning import FORGOTTEN, Noise, listed, temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, learned_parameters, warm_start_of
 from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.rows import refuse_rows
 from numpyro_bnn.sgmcmc.interfaces import Gradient
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
@@ -273,6 +274,11 @@ class SGMCMCKernel(ArgumentKernel):
         spread = self._warm_start.spread if init_params is None else 1.0
         if init_params is not None:
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
+        if not (target.subsampled and self.uses_minibatches) or self.exact or self._gradient != "minibatch":
+            why = "This kernel, or its gradient, needs all rows (take a `subsample_size` and `gradient='minibatch'`)"
+            refuse_rows(call, why, model_args, model_kwargs)
+        if self._warm_start.held_out:
+            refuse_rows(call, "Rows that are held out are all evaluated", model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
         policy = self.make_policy(target, num_warmup)

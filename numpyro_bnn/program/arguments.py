@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn.program.rows import Rows
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 
@@ -179,6 +180,8 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
     """
     found = {}
     for place, leaf in _leaves(args, kwargs):
+        if isinstance(leaf, Rows):
+            found[place] = leaf.digest()
         array = _values(leaf)
         if array is not None and array.dtype != object:
             found[place] = hashlib.blake2b(np.ascontiguousarray(array).data if array.size else b"").digest()

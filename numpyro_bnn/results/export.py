@@ -4,6 +4,7 @@ import json
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from os import PathLike
@@ -18,10 +19,13 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, check_flag, unknown_name
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics.health import LEAST_DRAWS, HealthWarning, explained, health
+from numpyro_bnn.networks import record_statistics
 from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.rows import rows_in, with_head
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
-from numpyro_bnn.results.fit import from_guide, from_mcmc, key_text, members_of
+from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text, members_of
 from numpyro_bnn.results.folder import from_folder
 from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL
@@ -123,11 +127,15 @@ def to_inference_data(
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
         return reported(groups, about(process_attrs(result, num_samples), rng_key, attrs))
+    on_disk = bool(rows_in(result._args, result._kwargs) if isinstance(result, MCMC) else rows_in(args, kwargs))
+    log_likelihood &= not on_disk
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
     else:
         options = (jax.random.fold_in(rng_key, 1), num_samples, log_likelihood, draws_per_chunk)
         fit = from_guide(result, guide, args, kwargs or {}, *options)
+    if on_disk:
+        fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
     train_key, new_key = jax.random.split(rng_key)
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk, progress_bar)
     new = None if predictions is None else replay.for_prediction(fit.arguments, predictions, exporter.observed)
@@ -136,9 +144,24 @@ def to_inference_data(
     _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
     judged = isinstance(result, MCMC) and chosen[1] and not members
     groups, more = _training(exporter, _starts(result, exporter) if judged else {}, train_key, chosen)
+    for group in ("observed_data", "constant_data") if on_disk else ():
+        del groups[group]
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
     return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
+
+
+def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
+    """A fit of which only parameters and predictions are exported: its rows are on disk."""
+    if posterior_predictive:
+        instead = "Pass some of the rows as `predictions`."
+        raise argument_error(CALL, "posterior_predictive", "True for rows that stay on disk", instead)
+    with record_statistics() as recorded:
+        Reading(fit.model, *fit.arguments.call(), full=False)
+    if any(recorded.calls):
+        instead = "Its statistics are those of all training inputs: use `nn.LayerNorm`."
+        raise argument_error(CALL, "result", "a network with batch normalization and rows on disk", instead)
+    return replace(fit, arguments=fit.arguments.with_values(with_head(fit.arguments.values)))
 
 
 def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
-"""Runs that survive: in a folder, in blocks, resumed by the call that started them."""
+"""Runs that survive, in folders, resumed by the call that started them; rows of data that stay on disk."""
 
+from numpyro_bnn.program.rows import Rows
 from numpyro_bnn.runs.fitting import fit
 from numpyro_bnn.runs.sampling import Run, start
 
-__all__ = ["Run", "fit", "start"]
+__all__ = ["Rows", "Run", "fit", "start"]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn.program.rows import Rows
 
 FORMAT = 1
 KEPT = 2  # states
@@ -229,6 +230,7 @@ def digest(tree: Any) -> str:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         plain = isinstance(leaf, str | bytes | int | float | complex)
+        leaf = np.frombuffer(leaf.digest(), np.uint8) if isinstance(leaf, Rows) else leaf
         array = raw(leaf) if hasattr(leaf, "dtype") else np.asarray(str(leaf if plain else type(leaf)))
         found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode())
         found.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error, check_count
-from numpyro_bnn._jaxprs import needed_equations, reached
+from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
@@ -190,8 +190,9 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
     closed = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))(position, *leaves)
     jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
-    # Python callbacks stay in the step: they may not support batches of steps.
-    calls = [v for equation in needed if "callback" in equation.primitive.name for v in equation.outvars]
+    # Python callbacks stay in the step unless they take batches of steps at once.
+    alone = [e for e in needed if "callback" in e.primitive.name and e.params.get("vmap_method") != "broadcast_all"]
+    calls = [v for equation in alone for v in equation.outvars]
     moving = reached(needed, [jaxpr.invars[0], *calls])
     known = reached(needed, jaxpr.invars[1:]) - moving
     late = [equation for equation in needed if not known.intersection(equation.outvars)]
@@ -201,25 +202,14 @@ def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Call
 
     def prepare(batch: Any) -> list[Array]:
         values = {**constants, **dict(zip(jaxpr.invars[1:], jax.tree.leaves(batch), strict=True))}
-        return _evaluate(early, values, handed)
+        return evaluate_equations(early, values, handed)
 
     def finish(position: Array, prepared: list[Array]) -> Array:
         values = {**constants, jaxpr.invars[0]: position, **dict(zip(handed, prepared, strict=True))}
-        return _evaluate(late, values, jaxpr.outvars)[0]
+        return evaluate_equations(late, values, jaxpr.outvars)[0]
 
     return prepare, finish
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _evaluate(equations: Iterable[Any], values: dict[Any, Any], outputs: Iterable[Any]) -> list[Any]:
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in equations:
-        primitive = equation.primitive
-        result = primitive.bind(*map(read, equation.invars), **primitive.get_bind_params(equation.params))
-        values.update(zip(equation.outvars, result if primitive.multiple_results else [result], strict=True))
-    return [read(atom) for atom in outputs]

@@ -17,6 +17,7 @@ from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_i
 from numpyro_bnn.program.arguments import Arguments, Call
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Site, Sites
+from numpyro_bnn.program.rows import refuse_rows
 
 CALL = "guides.AutoADF"
 
@@ -78,6 +79,7 @@ class Data:
     @classmethod
     def read(cls, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> "Data":
         """Split the call on a whole data set: arrays as long as the observation are data."""
+        refuse_rows(CALL, "Every epoch takes all rows to the device", args, kwargs)
         sites = read(model, args, kwargs).sites
         observed = observed_site(sites)
         length = np.shape(sites[observed]["value"])[:1]

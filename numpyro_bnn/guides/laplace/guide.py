@@ -31,6 +31,7 @@ from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers, run
 from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.rows import refuse_rows
 
 STRUCTURES = ("full", "kron", "diag", "low_rank")
 LARGEST_FULL = 10_000
@@ -208,6 +209,7 @@ class AutoLaplace(AutoBlocks):
             check_choice(call, "tune_prior", tune_prior, ("site", "global", "auto"))
         check_kind(call, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by site.")
         refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
+        refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
         for leaf in jax.tree.leaves((args, kwargs)):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):

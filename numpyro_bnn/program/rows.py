@@ -1,0 +1,146 @@
+"""Rows of data that stay on disk: a model indexes them like an array, and only the rows of a minibatch are read."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
+
+CALL = "runs.Rows"
+MOST_BYTES = 1 << 28  # that are read at once
+HEAD = 1000  # rows that stand for all of them where their values do not matter
+
+
+class Rows:
+    """Data that stay on disk, for a model that indexes them by a plate with ``subsample_size``.
+
+    Pass it in the place of an array: ``x[i]`` reads the rows of a minibatch, from a memory map or a Zarr array, and
+    nothing else is ever in memory. It works with the kernels on minibatches (``gradient="minibatch"``), with
+    :func:`~numpyro_bnn.guides.fit`, and with :func:`start` and :func:`fit` of this module. The draws are those of the
+    same data in memory.
+
+    :param source: a NumPy array or memory map, a Zarr array, or anything with ``shape``, ``dtype`` and
+        ``source[index]`` for an array of integers.
+    :raises TypeError: for anything else; in a model, for any use but ``len(x)``, ``x.shape`` and ``x[i]``.
+
+    >>> x = Rows(np.arange(6.0).reshape(3, 2))
+    >>> len(x), x.shape, x[jnp.array([2, 0])].tolist()
+    (3, (3, 2), [[4.0, 5.0], [0.0, 1.0]])
+    """
+
+    def __init__(self, source: Any) -> None:
+        instead = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
+        array = hasattr(source, "shape") and hasattr(source, "dtype") and hasattr(source, "__getitem__")
+        check_kind(CALL, "source", source, object if array and len(source.shape) else (), instead)
+        kind = np.dtype(source.dtype).kind
+        if kind not in "biuf":
+            raise argument_error(CALL, "source", f"dtype {source.dtype}", "Pass an array of numbers.", TypeError)
+        # Zarr reads rows one by one through `oindex`, and takes a list of rows for coordinates elsewhere.
+        self._read = source.oindex if hasattr(source, "oindex") else source
+        self._source = source
+        self.shape, self.ndim = tuple(source.shape), len(source.shape)
+        self.dtype = jax.dtypes.canonicalize_dtype(source.dtype)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __repr__(self) -> str:
+        return f"Rows(shape={self.shape}, dtype={self.dtype})"
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        known = isinstance(index, jax.Array | np.ndarray | int | np.integer)
+        if not (known and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
+            instead = "Index it by the plate's indices alone: `x[i]`, and then their columns: `x[i][:, 0]`."
+            raise argument_error(
+                CALL, "index", index if isinstance(index, slice) else type(index).__name__, instead, TypeError
+            )
+        index = jnp.asarray(index)
+        shape = jax.ShapeDtypeStruct((*index.shape, *self.shape[1:]), self.dtype)
+        return jax.pure_callback(self.fetch, shape, index, vmap_method="broadcast_all")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise argument_error(CALL, "source", f"{self!r} used as an array", "Index it by a plate: `x[i]`.", TypeError)
+
+    def fetch(self, index: Any) -> np.ndarray:
+        """Read rows, for an array of indices of any shape.
+
+        :raises ValueError: for more of them than fit into memory, which only computations on all data ask for.
+        """
+        index = np.asarray(index)
+        size = index.size * int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        if size > MOST_BYTES:
+            instead = "Something evaluates the model on all rows: use minibatches, or pass an array."
+            raise argument_error(CALL, "index", f"{index.size} rows ({size >> 20} MiB) at once", instead)
+        flat = index.reshape(-1)
+        if flat.size and not -len(self) <= flat.min() <= flat.max() < len(self):
+            instead = "Pass as many rows as the plate has indices."
+            raise argument_error(CALL, "index", f"row {flat.max()} of {len(self)}", instead)
+        return np.asarray(self._read[flat], self.dtype).reshape(*index.shape, *self.shape[1:])
+
+    def head(self) -> np.ndarray:
+        """The first rows, in memory."""
+        return self.fetch(np.arange(min(HEAD, len(self))))
+
+    def digest(self) -> bytes:
+        """A hash of shape, dtype and a thousand rows: two sources of the same data have the same."""
+        rows = self.fetch(np.linspace(0, len(self) - 1, HEAD).astype(int))
+        return hashlib.blake2b(f"{self.shape} {self.dtype}".encode() + rows.tobytes()).digest()
+
+
+class Ahead(NamedTuple):
+    """A step that is split into what it reads, for many steps at once, and the rest.
+
+    :param follow: from the key of a step to that of the next one.
+    :param read: from the key of a step to the rows that it reads.
+    :param finish: from a state, the key and these rows to what the step returns.
+    """
+
+    follow: Callable[[Any], Any]
+    read: Callable[[Any], list[jax.Array]]
+    finish: Callable[[Any, Any, list[jax.Array]], Any]
+
+
+def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: jax.Array) -> Ahead | None:
+    """Split ``step(state, key)``, whose first result is the next key; ``None`` if its key alone reads nothing."""
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, key)
+    jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
+    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
+    moving = reached(needed, jaxpr.invars[:-1])
+    reads = [e for e in needed if e.primitive.name == "pure_callback" and not moving.intersection(e.outvars)]
+    if not reads or jaxpr.outvars[0] in moving:
+        return None
+    handed = [var for equation in reads for var in equation.outvars]
+    rest = [equation for equation in needed if equation not in reads]
+
+    def by_key(outputs: list[Any]) -> Callable[[Any], list[jax.Array]]:
+        equations = [equation for equation, _ in needed_equations(jaxpr, outputs)]
+        return lambda key: evaluate_equations(equations, {**constants, jaxpr.invars[-1]: key}, outputs)
+
+    def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
+        given = zip(jaxpr.invars, [*jax.tree.leaves(state), key], strict=True)
+        values = {**constants, **dict(given), **dict(zip(handed, rows, strict=True))}
+        return jax.tree.unflatten(tree, evaluate_equations(rest, values, jaxpr.outvars))
+
+    return Ahead(lambda key: by_key([jaxpr.outvars[0]])(key)[0], by_key(handed), finish)
+
+
+def rows_in(*trees: Any) -> list[Rows]:
+    """All rows on disk among the arguments of a model."""
+    return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Rows)]
+
+
+def refuse_rows(call: str, why: str, *trees: Any) -> None:
+    """Refuse rows on disk where a method needs all of them at once."""
+    if found := rows_in(*trees):
+        raise argument_error(call, "args", repr(found[0]), f"{why}: pass an array.")
+
+
+def with_head(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with their first rows in the place of those on disk."""
+    return jax.tree.map(lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values))
