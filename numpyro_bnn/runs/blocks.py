@@ -173,26 +173,28 @@ class Chains:
         mesh = Mesh(np.asarray(self._devices), ("chain",))
         return jax.device_put(state, NamedSharding(mesh, PartitionSpec("chain")))
 
-    def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
-        """Make ``skipped`` transitions, then those of some draws.
+    def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
+        """Make ``skipped`` transitions, then those of some draws, without waiting for them.
 
         :param draws: at most ``capacity``.
-        :return: the states after them and the draws (C, draws, ...) on the host, by group and name.
+        :return: the states after them, and what :meth:`fetch` takes.
         """
         count = skipped + draws * self.mcmc.thinning
         numbers = jnp.int32(skipped), jnp.int32(count)
+        if not self.in_turn:
+            return self._program(self._placed(state), *numbers, self._inputs)
+        each = [self._program(_one(state, c), *numbers, self._inputs) for c in range(self.mcmc.num_chains)]
+        state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[found for found, _ in each])
+        return state, [kept for _, kept in each]
+
+    def fetch(self, kept: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
+        """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group and name."""
+        found = jax.device_get(kept)
         if self.in_turn:
-            chains = range(self.mcmc.num_chains)
-            each = [self._program(_one(state, c), *numbers, self._inputs) for c in chains]
-            state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[found for found, _ in each])
-            fetched = [jax.device_get(kept) for _, kept in each]
-            kept = jax.tree.map(lambda *parts: np.stack([part[:draws] for part in parts]), *fetched)
-        else:
-            state, kept = self._program(self._placed(state), *numbers, self._inputs)
-            fetched = jax.device_get(kept)
-            axis = (lambda v: np.moveaxis(v[:draws], 1, 0)) if self.batched else (lambda v: v[:draws][None])
-            kept = jax.tree.map(axis, fetched)
-        return state, kept
+            return jax.tree.map(lambda *parts: np.stack([part[:draws] for part in parts]), *found)
+        if self.batched:
+            return jax.tree.map(lambda value: np.moveaxis(value[:draws], 1, 0), found)
+        return jax.tree.map(lambda value: value[:draws][None], found)
 
 
 def fresh(kernel: MCMCKernel) -> MCMCKernel:

@@ -151,7 +151,7 @@ class _Loop:
         mcmc = chains.mcmc
         self.warmup, self.draws_wanted = mcmc.num_warmup, mcmc.num_samples // mcmc.thinning
         self.warmed = self.draws_done = self.number = self.diverging = 0
-        self.pace = 0.0  # seconds per transition, 0 if not known
+        self.pace = self.ended = 0.0  # seconds per transition, and when the last block ended; 0 if not known
 
     def begin(self, rng_key: jax.Array, init_params: Any) -> None:
         """The first state, or the last one on disk."""
@@ -192,39 +192,44 @@ class _Loop:
     def _warm_up(self, bar: tqdm.tqdm) -> None:
         while self.warmed < self.warmup:
             count = min(self._steps_in(self.seconds), self.warmup - self.warmed)
-            state, _ = self._timed(count, 0)
+            state, _ = jax.block_until_ready(self.chains.advance(self.state, count, 0))
+            self._note_pace(count)
             self._commit(state, warmed=self.warmed + count)
             self._show(bar, "warm-up", count)
 
     def _sample(self, bar: tqdm.tqdm) -> None:
-        thinning, left = self.chains.mcmc.thinning, self.draws_wanted - self.draws_done
-        if left <= 0:
+        thinning, total = self.chains.mcmc.thinning, self.draws_wanted
+        if self.draws_done >= total:
             self._prepare(1)
             return
         while not self.pace:  # without warm-up: time some transitions, and discard them
-            self._timed(1, 0)
-        longest = min(self.chains.capacity, self.draws_wanted)
+            jax.block_until_ready(self.chains.advance(self.state, 1, 0))
+            self._note_pace(1)
+        longest = min(self.chains.capacity, total)
         block = self._prepare(int(np.clip(self._steps_in(self.seconds) // thinning, 1, longest)))
-        while self.draws_done < self.draws_wanted:
-            start = self.draws_done
-            stop = min((start // block + 1) * block, self.draws_wanted)
-            state, found = self._timed(0, stop - start)
+        start: int = self.draws_done
+        launched: Any = None
+        self.ended = time.perf_counter()
+        while start < total:
+            stop = min((start // block + 1) * block, total)
+            state, kept = launched or self.chains.advance(self.state, 0, stop - start)
+            after = min(stop + block, total)
+            # The device goes on while this block is written.
+            launched = self.chains.advance(state, 0, after - stop) if after > stop else None
+            found = self.chains.fetch(kept, stop - start)
+            self._note_pace((stop - start) * thinning)
             self._check_range(found[SITES])
             written = self.draws.write(start, found)
             self.diverging += int(np.sum(found[STATISTICS].get("diverging", 0)))
             self._commit(state, draws=stop, block=(start, stop), written=written)
             self._show(bar, "sampling", (stop - start) * thinning)
+            start = stop
 
-    def _timed(self, skipped: int, draws: int) -> tuple[Any, Any]:
-        begun = time.perf_counter()
-        found = self.chains.advance(self.state, skipped, draws)
-        jax.block_until_ready(found[0])
-        steps = skipped + draws * self.chains.mcmc.thinning
-        self.pace = (time.perf_counter() - begun) / steps if self._compiled else 0.0
-        self._compiled = True
-        return found
-
-    _compiled = False  # the first block compiles its program: its time says nothing
+    def _note_pace(self, steps: int) -> None:
+        """Seconds per transition since the last block ended; unknown after the first one, which compiles."""
+        now = time.perf_counter()
+        self.pace = (now - self.ended) / steps if self.ended else 0.0
+        self.ended = now
 
     def _steps_in(self, seconds: float) -> int:
         """Transitions in some seconds; few until their time is known."""
