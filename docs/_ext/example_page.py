@@ -1,4 +1,7 @@
-"""The directive `{example} NAME`: what a script says of itself, its command, what it printed and drew, its source."""
+"""The directive `{example} NAME`: what a script says of itself, its command, what it printed, its source.
+
+The page itself shows the figures, so that each has a text that says what it shows, also where Markdown is read.
+"""
 
 import ast
 from pathlib import Path
@@ -7,6 +10,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FIGURES = ROOT / "docs" / "figures"
 PAGE = """\
 {about}
 
@@ -15,8 +19,6 @@ PAGE = """\
 ```console
 {printed}
 ```
-
-{figures}
 
 ## Source
 
@@ -29,10 +31,13 @@ PAGE = """\
 def page(name: str) -> str:
     """The Markdown of a script's page, below its title."""
     about = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
-    folder = ROOT / "docs" / "figures"
-    printed = (folder / f"{name}.txt").read_text().strip()
-    figures = [f"![{png.stem}](../figures/{png.name})" for png in sorted(folder.glob(f"{name}*.png"))]
-    return PAGE.format(about=about, printed=printed, name=name, figures="\n\n".join(figures))
+    printed = (FIGURES / f"{name}.txt").read_text().strip()
+    return PAGE.format(about=about, printed=printed, name=name)
+
+
+def not_shown(name: str, text: str) -> list[str]:
+    """Figures of the script that a page lacks."""
+    return [png.name for png in sorted(FIGURES.glob(f"{name}*.png")) if f"](../figures/{png.name})" not in text]
 
 
 class Example(SphinxDirective):
@@ -41,6 +46,8 @@ class Example(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        if missing := not_shown(self.arguments[0], Path(self.env.doc2path(self.env.docname)).read_text()):
+            raise self.error(f"The page does not show {', '.join(missing)}.")
         return self.parse_text_to_nodes(page(self.arguments[0]), allow_section_headings=True)
 
 
