@@ -127,8 +127,7 @@ def bind(
     """
     kwargs = dict(kwargs or {})
     model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
-    given = call, model, args, kwargs
-    with _explained(*given):
+    with _explained(call, model, args, kwargs):
         reading = Reading(model, args, kwargs, full=False)
     check_state(call, "model", reading)
     if reading.learned and (learned := learn()):
@@ -146,9 +145,9 @@ def bind(
             instead = "Sum over its values: a gradient cannot move it."
             raise argument_error(call, "model", f"the discrete latent site {name!r}", instead)
     check_observations(call, "model", sites)
-    with _explained(*given):
+    with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
-    check_row_lengths(*given)
+    check_row_lengths(call, model, args, kwargs)
     try:
         z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up

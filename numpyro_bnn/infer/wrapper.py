@@ -48,9 +48,7 @@ class Wrapper(ArgumentKernel):
     The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
     ``rng_key``. A subclass implements ``_prepare``, ``_start`` and ``_move``.
 
-    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
-        kernel with a model and ``refresh``.
-    :raises TypeError: for any other argument.
+    :raises TypeError: for anything but a kernel with a model and ``refresh``.
     """
 
     def __init__(self, kernel: MCMCKernel) -> None:

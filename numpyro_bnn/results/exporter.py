@@ -73,7 +73,8 @@ class Exporter:
         in predictions, unless it is an input of the others: a site of x, of which y is a function.
         """
         given = [name for name, site in self.sites.items() if replay.is_data(site)]
-        below = reading.depends(_densities, given)
+        samples = [name for name, site in self.sites.items() if site["type"] == "sample"]
+        below = reading.depends(lambda sites: {n: sites[n]["fn"].log_prob(sites[n]["value"]) for n in samples}, given)
         inner = {name for name in given if any(name in below[n] for n in below if n != name)}
         self.observed_sites = [name for name in given if sources[name] or name not in inner]
         self.observed = set().union(*(sources[name] for name in given if name not in inner))
@@ -289,11 +290,6 @@ class Exporter:
 
 def _values(sites: Sites) -> dict[str, Any]:
     return {name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")}
-
-
-def _densities(sites: Sites) -> dict[str, Any]:
-    samples = {name: site for name, site in sites.items() if site["type"] == "sample"}
-    return {name: site["fn"].log_prob(site["value"]) for name, site in samples.items()}
 
 
 def safe(name: str) -> str:
