@@ -258,6 +258,7 @@ def test_conformal_intervals_hold_what_they_promise(fitted, data):
         fitted.conformal_interval(X[:1], X[:18], y[:18], level=0.95)
 
 
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")
 def test_conformal_sets_hold_what_they_promise(data):
     """Whatever the labels: 800 times 19 held-out rows and one new row, exchangeable given the fit."""
     X, _, labels = data
@@ -384,6 +385,7 @@ def test_tables_of_pandas(data):
 
 
 @pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")
 @pytest.mark.parametrize(
     "method", [name if name == "adf" else pytest.param(name, marks=pytest.mark.slow) for name in methods.METHODS]
 )
