@@ -172,9 +172,11 @@ def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] 
     return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **filled})
 
 
-def opened(idata: Any) -> Any:
-    """Results as they are, or read from the netCDF file at a path."""
-    return _arviz().from_netcdf(idata) if isinstance(idata, str | PathLike) else idata
+def opened(call: str, idata: Any) -> Any:
+    """Results as they are, or read from the netCDF file at a path; a TypeError of a call for anything else."""
+    found = _arviz().from_netcdf(idata) if isinstance(idata, str | PathLike) else idata
+    group_names(found, call)
+    return found
 
 
 def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Dataset":
@@ -185,7 +187,7 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     return held.assign_coords({dim: np.arange(size) for dim, size in held.sizes.items()})
 
 
-def group_names(idata: Any) -> list[str]:
+def group_names(idata: Any, call: str = "group_names") -> list[str]:
     """Names of the groups of ``idata``, in order."""
     import xarray as xr
 
@@ -195,7 +197,8 @@ def group_names(idata: Any) -> list[str]:
         return list(idata.groups())
     got = f"an object of type {type(idata).__name__}"
     instead = "Pass the result of `to_inference_data` or `az.from_netcdf`."
-    raise argument_error("group_names", "idata", got, instead, TypeError)
+    instead = "Pass its `idata_`." if hasattr(type(idata), "idata_") else instead
+    raise argument_error(call, "idata", got, instead, TypeError)
 
 
 def group(idata: Any, name: str) -> "xr.Dataset":

@@ -20,8 +20,7 @@ def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[
     :param instead: a sentence that says what to write instead.
     :param kind: ``ValueError`` (default) or ``TypeError``.
     """
-    came = got if isinstance(got, str) else _shown(got)
-    return kind(f"{call}: argument `{argument}` got {came}. {instead}")
+    return kind(f"{call}: argument `{argument}` got {got if isinstance(got, str) else _shown(got)}. {instead}")
 
 
 def _shown(value: Any) -> str:

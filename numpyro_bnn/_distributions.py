@@ -123,7 +123,7 @@ class GroupStudentT(dist.Distribution):
         z = random.normal(normal, (*sample_shape, *self.event_shape))
         # Logs: for a small alpha most precisions are below the smallest float.
         log_tau = random.loggamma(gamma, self.df / 2, sample_shape) - jnp.log(self.df / 2 * self.scale**2)
-        return z * self._over_events(jnp.exp(-log_tau / 2))
+        return z * jnp.exp(-log_tau / 2).reshape(log_tau.shape + (1,) * len(self.event_shape))
 
     @validate_sample
     def log_prob(self, value: jax.Array) -> jax.Array:
@@ -156,6 +156,3 @@ class GroupStudentT(dist.Distribution):
     def variance(self) -> jax.Array:
         finite = jnp.where(self.df > 2, self.df / (self.df - 2), jnp.where(self.df > 1, jnp.inf, jnp.nan))
         return jnp.full(self.event_shape, finite * self.scale**2)
-
-    def _over_events(self, factor: jax.Array) -> jax.Array:
-        return factor.reshape(factor.shape + (1,) * len(self.event_shape))

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax, random
 from numpyro.util import is_prng_key
 
-__all__ = ["key_from", "split"]
+__all__ = ["key_from", "key_numbers", "split"]
 
 
 def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
@@ -20,6 +21,12 @@ def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
     if is_prng_key(rng_key):
         return random.split(rng_key, num)
     return jnp.swapaxes(jax.vmap(partial(random.split, num=num))(rng_key), 0, 1)
+
+
+def key_numbers(value: Any) -> Any:
+    """The numbers of a random key; anything else as it is."""
+    typed = hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return random.key_data(value) if typed else value
 
 
 def key_from(values: Mapping[str, jax.Array]) -> jax.Array:

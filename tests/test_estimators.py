@@ -258,6 +258,7 @@ def test_conformal_intervals_hold_what_they_promise(fitted, data):
         fitted.conformal_interval(X[:1], X[:18], y[:18], level=0.95)
 
 
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")
 def test_conformal_sets_hold_what_they_promise(data):
     """Whatever the labels: 800 times 19 held-out rows and one new row, exchangeable given the fit."""
     X, _, labels = data
@@ -384,6 +385,7 @@ def test_tables_of_pandas(data):
 
 
 @pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")
 @pytest.mark.parametrize(
     "method", [name if name == "adf" else pytest.param(name, marks=pytest.mark.slow) for name in methods.METHODS]
 )
@@ -520,8 +522,39 @@ def test_pickle_and_export(data, fitted):
     density = logsumexp(idata["log_likelihood"]["y"].to_numpy()[0], axis=0) - np.log(50)
     np.testing.assert_allclose(density, fitted.log_predictive_density(X, y), atol=1e-3)
     assert idata.attrs["method"] == "mean_field"
+
+
+@pytest.mark.parametrize("targets", [1, 2, "classes"])
+def test_the_report_made_again_is_that_of_the_export(data, targets, tmp_path):
+    """The network sees standardized data, whatever the units are; each target counts alike; one input is constant."""
+    X, y, labels = data
+    X = np.column_stack([X, np.full(len(X), 7.0)])
+    kind = Classifier if targets == "classes" else Regressor
+    many = {1: y, 2: np.column_stack([y, -1e-3 * y**2]), "classes": labels}[targets]
+    idata = kind("mean_field", effort=0.1, **{**FAST, "num_samples": 100}).fit(X, many).idata_
+    idata.to_netcdf(str(tmp_path / "fit.nc"))
+    for held in (idata, str(tmp_path / "fit.nc")):
+        assert json.dumps([found._asdict() for found in bnn.metrics.health(held).findings]) == idata.attrs["health"]
     verdicts = {check["name"]: check["verdict"] for check in json.loads(idata.attrs["health"])}
-    assert verdicts["standardized"] == "ok"  # the network sees standardized data, whatever the units are
+    assert {verdicts[name] for name in ("standardized", "constant_inputs", "fit")} == {"ok"}
+
+
+def test_an_estimator_is_no_result(fitted):
+    for call in (bnn.metrics.health, partial(bnn.predict, lambda: None)):
+        with pytest.raises(TypeError, match=r"(metrics\.health|predict): .* type Regressor.* Pass its `idata_`"):
+            call(fitted)
+
+
+def test_rows_far_from_those_of_the_fit_warn(data, fitted):
+    X, _, labels = data
+    classifier = Classifier("adf", **FAST).fit(X, labels)
+    for predict in (fitted.predict, fitted.predict_interval, classifier.predict, classifier.predict_proba):
+        with pytest.warns(bnn.metrics.HealthWarning, match=r"160 of 160 rows lie more than 3 .* prior decides"):
+            predict(X + 100)
+        with pytest.warns(bnn.metrics.HealthWarning, match=r"1 of 50 rows"):
+            predict(np.concatenate([X[:49], [[0, 90, 0]]]))
+        predict(X)  # quietly
+        predict(np.concatenate([X, [[0, 90, 0]]]))  # a row in a hundred may be far away
 
 
 def test_exported_chains_keep_their_numbers(fitted):

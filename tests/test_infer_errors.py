@@ -1,5 +1,8 @@
 """What the kernels refuse, and what they say when a chain diverges."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
-from numpyro.infer import MCMC
+from numpyro.contrib.module import random_nnx_module
+from numpyro.infer import MCMC, NUTS
 
 import numpyro_bnn
 from numpyro_bnn import infer, sgmcmc
@@ -189,6 +193,113 @@ def test_models_that_would_be_silently_wrong_are_refused(model, message):
         start(model, X, Y)
 
 
+def scalar_noise(fn, y=lambda y: y, size=None):
+    """A model whose observations (B,) may have another shape than their distribution."""
+
+    def model(x, targets):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", N, subsample_size=size) as i:
+            numpyro.sample("y", fn(w * x[i, :1]), obs=y(targets[i]))
+
+    return model
+
+
+@pytest.mark.parametrize(("kernel", "size"), [(infer.MCLMC, None), (infer.SGLD, B)])
+@pytest.mark.parametrize(
+    ("fn", "y", "own", "data"),
+    [
+        (lambda f: dist.Normal(f, 1.0), lambda y: y, "({n}, 1)", "({n},)"),
+        (lambda f: dist.Normal(f, 1.0).to_event(1), lambda y: y, "({n}, 1)", "({n},)"),
+        (lambda f: dist.Normal(f, 1.0).mask(True), lambda y: y, "({n}, 1)", "({n},)"),
+        (lambda f: dist.Normal(f[:, 0], 1.0), lambda y: y[:, None], "({n},)", "({n}, 1)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Missing a plate")
+def test_observations_that_would_count_once_for_each_other_row_are_refused(fn, y, own, data, kernel, size):
+    shapes = re.escape(f"'y' with a distribution of shape {own} and data of shape {data}".format(n=size or N))
+    with pytest.raises(ValueError, match=rf"infer\.{kernel.__name__}: argument `model` got the site {shapes}"):
+        start(scalar_noise(fn, y, size), X, Y, kernel=kernel)
+
+
+def network_of(layer):
+    """A model with a network of NNX that has a layer in the middle."""
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.last = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+            self.layer = layer(nnx, rngs)
+
+        def __call__(self, x):
+            return self.last(self.layer(jnp.tanh(self.first(x))))
+
+    net = Net(nnx.Rngs(0))
+
+    def model(x, y, size=None):
+        f = random_nnx_module("net", net, numpyro_bnn.priors.Normal())
+        with numpyro.plate("data", N, subsample_size=size) as i:
+            numpyro.sample("y", dist.Normal(f(x[i])[..., 0], 1.0), obs=y[i])
+
+    return model
+
+
+LAYERS = {
+    "['layer']['mean']": lambda nnx, rngs, hold=False: nnx.BatchNorm(3, use_running_average=hold, rngs=rngs),
+    "['layer']['rngs']['count']": lambda nnx, rngs, hold=False: nnx.Dropout(0.1, deterministic=hold, rngs=rngs),
+}
+
+
+@pytest.mark.parametrize(("kernel", "size"), [(infer.MCLMC, None), (infer.SGLD, B)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_modules_that_change_their_state_are_refused(name, kernel, size):
+    """MCMC would hold the state as it starts. One that stays as it is does no harm."""
+    pytest.importorskip("flax.nnx")
+    named = re.escape(f"net$state['state']{name}")
+    with pytest.raises(
+        ValueError, match=rf"infer\.{kernel.__name__}: argument `model` got .*{named}.*the model changes"
+    ):
+        start(network_of(LAYERS[name]), X, Y, size, kernel=kernel)
+    start(network_of(partial(LAYERS[name], hold=True)), X, Y, size, kernel=kernel)
+
+
+def test_wrappers_refuse_the_same_around_kernels_of_numpyro():
+    def model(x, y, counts):
+        if counts:
+            state = numpyro.primitives.mutable("count", {"calls": jnp.zeros(())})
+            state["calls"] = state["calls"] + 1
+        net = numpyro_bnn.random_network("net", numpyro_bnn.nn.MLP([3, 1], "tanh"), (2,), numpyro_bnn.priors.Normal())
+        with numpyro.plate("data", N) as i:
+            numpyro.sample("y", dist.Normal(net(x[i])[..., 0] if counts else net(x[i]), 1.0), obs=y[i])
+
+    kernel = infer.OrbitMoves(NUTS(model), numpyro_bnn.symmetry.find(model, X, Y, True))
+    for counts, message in ((True, r"count\['calls'\]"), (False, r"\(60, 1\) and data of shape \(60,\)")):
+        with pytest.raises(ValueError, match=rf"infer\.OrbitMoves: argument `kernel` got .*{message}"):
+            start(model, X, Y, counts, kernel=kernel)
+
+
+@pytest.mark.parametrize("indexed", ["x", "y"])
+def test_arrays_that_are_not_indexed_are_named_where_shapes_clash(indexed):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", N, subsample_size=B) as i:
+            x, y = (x[i], y) if indexed == "x" else (x, y[i])
+            numpyro.sample("y", dist.Normal(w * x[:, 0], 1.0), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"infer\.SGLD: argument `model` got .*minibatch.*Index every array.*`x\[i\]`"
+    ):
+        start(model, X, Y)
+
+
+def test_errors_of_a_model_stay_its_own():
+    def model(x, y):
+        with numpyro.plate("data", N, subsample_size=B) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ jnp.ones(3), 1.0), obs=y[i])
+
+    with pytest.raises(TypeError, match="dot_general"):
+        start(model, X, Y)
+
+
 def test_data_smaller_than_the_plate_is_refused():
     with pytest.raises(ValueError, match="size 600 that indexes an array with 60 rows"):
         start(regression, X, Y, batch_size=B, size=600)
@@ -302,7 +413,17 @@ RIGHT_SECOND_SITES = {
         "v", dist.Normal(w * numpyro.subsample(x, event_dim=1)[:, 0], 1.0), obs=y[i]
     ),
 }
-RIGHT = [groups, table, seeded_full_batch, normalized, columns_share_rows, compiled]
+
+
+def several_means(x, y):
+    """Two plates: the same observations under several means."""
+    with numpyro.plate("means", 3, dim=-2):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", N, subsample_size=B, dim=-1) as i:
+            numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
+
+
+RIGHT = [several_means, groups, table, seeded_full_batch, normalized, columns_share_rows, compiled]
 
 
 @pytest.mark.parametrize("model", [*RIGHT, *map(second_site, RIGHT_SECOND_SITES.values())])

@@ -535,3 +535,17 @@ def test_only_results_have_a_report():
     for wrong in (np.ones(3), {"y": [1.0]}):
         with pytest.raises(TypeError, match="Pass the result of `to_inference_data`"):
             health(wrong)
+
+
+def test_advice_fits_the_kernel():
+    """Tempering needs exact gradients, and is no advice for chains on minibatches."""
+    apart, advice = Made(), {}
+    other_mode(apart)
+    for noisy in (0, 1):
+        apart.attrs["noisy_gradients"] = noisy
+        (advice[noisy],) = [found.advice for found in health(apart.idata()).warnings if found.name == "rhat"]
+    assert advice == {0: f"{advice[1][:-1]}, or `ParallelTempering`.", 1: advice[1]}
+    assert advice[1].endswith("a longer warm start.")
+    for batch_size in (None, 20):
+        mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=2, warm_start=0.0), batch_size=batch_size, draws=4)
+        assert _arviz.attrs(bnn.to_inference_data(mcmc))["noisy_gradients"] == (batch_size is not None)

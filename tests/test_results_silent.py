@@ -172,7 +172,9 @@ def both(x, y=None):
 )
 def test_names_that_would_be_lost_are_refused(model, message, monkeypatch):
     done = sample(model, X, Y)
-    monkeypatch.setattr("numpyro_bnn.results.exporter.map_draws", None)  # nothing is computed before
+    monkeypatch.setattr(
+        "numpyro_bnn.results.exporter.map_draws", lambda *_, **__: pytest.fail("computed")
+    )  # nothing is computed before
     with pytest.raises(ValueError, match=message):
         bnn.to_inference_data(done, {"x": X, "y": Y})
 
@@ -205,7 +207,7 @@ def test_a_latent_site_may_be_called_like_a_mean():
     ],
 )
 def test_options_without_effect_are_refused(run, options, message, kind, monkeypatch):
-    monkeypatch.setattr("numpyro_bnn.results.exporter.map_draws", None)
+    monkeypatch.setattr("numpyro_bnn.results.exporter.map_draws", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(kind, match=message):
         bnn.to_inference_data(run, **{"predictions": {"x": X[:5]}, **options})
 
@@ -217,7 +219,7 @@ def test_new_arguments_with_which_the_model_fails_are_refused(monkeypatch):
             numpyro.sample("y", dist.Normal(b * x, 0.5), obs=y)
 
     done = sample(model, X, Y)
-    monkeypatch.setattr("numpyro_bnn.results.exporter.map_draws", None)
+    monkeypatch.setattr("numpyro_bnn.results.exporter.map_draws", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(ValueError, match=r"`predictions` got arguments with which the model fails.*one row per new"):
         bnn.to_inference_data(done, {"x": X[:5]})
 
@@ -275,3 +277,38 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
     posterior = _arviz.inference_data({n: _arviz.group(exported, n) for n in ("posterior", "observed_data")})
     with pytest.raises(ValueError, match=r"no `constant_data` of \['x'\]"):
         bnn.predict(network, posterior, X[:5, None])
+
+
+# --------------------------------------------------------------------- what other kernels do not refuse
+
+
+def column(x, y=None):
+    """Observations (N,) of a distribution (N, 1): the forgotten ``[..., 0]``."""
+    w = numpyro.sample("w", dist.Normal(0.0, 10.0))
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(w * x[:, None], 0.5), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:Missing a plate")
+def test_observations_that_count_once_for_each_other_row_are_refused():
+    with pytest.raises(
+        ValueError, match=r"`result` got the site 'y' with a distribution of shape \(12, 1\) and data"
+    ):
+        bnn.to_inference_data(sample(column, X, Y))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_state_that_the_model_changes_is_refused(step):
+    """MCMC held it, and so a key or a count that stays as it is does no harm."""
+
+    def stateful(x, y=None):
+        state = numpyro.primitives.mutable("net$state", {"key": jax.random.key(0), "count": jnp.zeros(())})
+        state["count"] = state["count"] + step
+        line(x, y)
+
+    run = sample(stateful, X, Y)
+    if step:
+        with pytest.raises(ValueError, match=r"`result` got the state .*net\$state\['count'\].*the model changes"):
+            bnn.to_inference_data(run)
+    else:
+        assert "y_mean" in names(bnn.to_inference_data(run), "posterior_predictive")

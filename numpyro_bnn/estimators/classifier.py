@@ -52,10 +52,10 @@ class Classifier(ClassifierMixin, Network):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over the draws."""
         check_is_fitted(self)
-        return np.exp(self._log_probs(X, self.calibration_))
+        return np.exp(self._log_probs(X, self.calibration_, warn=True))
 
-    def _log_probs(self, X: Any, temperature: float) -> np.ndarray:
-        (probs,) = self._summary("probabilities", X)
+    def _log_probs(self, X: Any, temperature: float, warn: bool = False) -> np.ndarray:
+        (probs,) = self._summary("probabilities", X, warn=warn)
         return log_softmax(np.log(np.maximum(probs, np.finfo(float).tiny)) / temperature, axis=1)
 
     def uncertainty(self, X: Any) -> Uncertainty:

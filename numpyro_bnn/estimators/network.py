@@ -14,12 +14,13 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from numpyro_bnn import _arviz, nn, priors
+from numpyro_bnn import nn, priors
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_kind, check_number
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
-from numpyro_bnn.metrics.health import HealthWarning
+from numpyro_bnn.metrics._inputs import extrapolated
+from numpyro_bnn.metrics.health import FAR, HealthWarning
 from numpyro_bnn.priors.base import as_prior
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
@@ -131,10 +132,17 @@ class Network(BaseEstimator):
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
 
-    def _summary(self, name: str, X: Any, *by_row: np.ndarray, **options: Any) -> tuple:
-        """A summary of the predictive mixture at new rows, which are checked and standardized."""
+    def _summary(self, name: str, X: Any, *by_row: np.ndarray, warn: bool = False, **options: Any) -> tuple:
+        """A summary of the predictive mixture at new rows, which are checked and standardized.
+
+        :param warn: whether to warn of rows that lie far outside those of the fit.
+        """
         check_is_fitted(self)
         rows = self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
+        if warn:
+            far, limit, words = extrapolated(self._data[0], rows)
+            if far > limit:
+                warnings.warn(f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=3)
         return self._predictive(name, rows, *by_row, **options)
 
     def uncertainty(self, X: Any) -> Uncertainty:
@@ -222,7 +230,6 @@ class Network(BaseEstimator):
         lost = {chain for name in ("diverged", "frozen_chains") for chain in ast.literal_eval(self.attrs_[name])}
         kept = [chain for chain in range(self.attrs_.get("num_chains", 1)) if chain not in lost]
         groups = {name: g.assign_coords(chain=kept) if "chain" in g.dims else g for name, g in groups.items()}
-        attrs = _arviz.attrs(reported(groups, about(self.attrs_, key, None)))  # judged as it was standardized
 
         def in_units(name: str, scaler: Scaler) -> None:
             values = {str(k): v * scaler.scale + scaler.mean for k, v in groups[name].data_vars.items()}
@@ -233,4 +240,4 @@ class Network(BaseEstimator):
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
                 in_units(name, scaler)
             groups["log_likelihood"] = groups["log_likelihood"] - np.sum(np.log(scaler.scale))
-        return _arviz.inference_data(groups, attrs)
+        return reported(groups, about({**self.attrs_, "standardized_inside": True}, key, None))

@@ -110,7 +110,7 @@ class Regressor(RegressorMixin, Network):
         The variance is that of a new observation: the mean variance of the noise, plus the variance of the function.
         """
         check_flag(f"{self._call}.predict", "return_std", return_std)
-        mean, noise, spread = self._summary("moments", X)
+        mean, noise, spread = self._summary("moments", X, warn=True)
         sd = self.calibration_ * np.sqrt(noise + spread)
         return (self._in_units(mean), self._in_units(sd, shift=False)) if return_std else self._in_units(mean)
 
@@ -121,7 +121,7 @@ class Regressor(RegressorMixin, Network):
         """
         check_number(f"{self._call}.predict_interval", "level", level, strict=True, below=1)
         levels = np.array([(1 - level) / 2, (1 + level) / 2])
-        ends = self._summary("quantiles", X, options=(levels,))
+        ends = self._summary("quantiles", X, warn=True, options=(levels,))
         if self.calibration_ != 1:
             mean = self._summary("moments", X)[0]
             ends = tuple(mean + self.calibration_ * (end - mean) for end in ends)

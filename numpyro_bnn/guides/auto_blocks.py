@@ -88,8 +88,7 @@ class AutoBlocks(CompiledAutoNormal):
     ) -> None:
         self._call = f"guides.{type(self).__name__}"
         if not callable(model):
-            instead = "Pass a NumPyro model (a function)."
-            raise argument_error(self._call, "model", repr(model), instead, TypeError)
+            raise argument_error(self._call, "model", repr(model), "Pass a NumPyro model (a function).", TypeError)
         initialization.check_init_scale(self._call, init_scale)
         self._asked = checked_blocks(self._call, blocks)
         self._condition_on_scales = condition_on_scales

@@ -276,10 +276,8 @@ def _declare_flow(name: str, flow: Any) -> Any:
     import equinox
     import paramax
 
-    def is_fixed(leaf: Any) -> bool:
-        return isinstance(leaf, paramax.NonTrainable)
-
-    trainable, rest = equinox.partition(flow, equinox.is_inexact_array, is_leaf=is_fixed)
+    fixed = {"is_leaf": lambda leaf: isinstance(leaf, paramax.NonTrainable)}
+    trainable, rest = equinox.partition(flow, equinox.is_inexact_array, **fixed)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(trainable)
     values = [numpyro.param(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
     return equinox.combine(jax.tree.unflatten(treedef, values), rest)

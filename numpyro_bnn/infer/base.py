@@ -382,6 +382,7 @@ class SGMCMCKernel(ArgumentKernel):
             "steps_kept": int(np.min(seen.draws)) * self._steps_per_draw,
             "temperature": self._temperature,
             "biased": not self.exact,
+            "noisy_gradients": self.target.subsampled,
             "base_step_size": listed(state.base_step_size),
             "first_divergence": listed(state.engine.first_divergence),
             "num_parameters": size,

@@ -67,8 +67,7 @@ class LinearModel:
 
     def mean(self, u: jax.Array) -> jax.Array:
         """(N,) means of the data."""
-        traced = self.trace(u, self.structure.data)
-        return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in traced.values()])
+        return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in self.trace(u, self.structure.data).values()])
 
     def jacobian(self) -> jax.Array:
         """(N, P) the linear map A."""

@@ -185,7 +185,9 @@ class MCLMC(SGMCMCKernel):
         For the worst chain: its mean over directions, and a bound, as if one direction had all the error.
         """
         lengths, tuning, frozen = jax.device_get((state.engine.memory.length, state.tuning, state.diverging))
-        size, energies, refused = int(state.engine.position.shape[-1]), tuning.mean_energy, tuning.mean_refused
+        size, none = int(state.engine.position.shape[-1]), (tuning.draws > 0) & (tuning.taken == 0)
+        energies = np.where(none, np.nan, tuning.energy)  # NaN if no step was taken
+        refused = 1 - (tuning.taken + (tuning.draws == 0)) / np.maximum(tuning.draws, 1)
         alive = np.ravel(energies)[np.isfinite(np.ravel(energies))]
         bias, bound = (implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size))
         return {
@@ -248,16 +250,6 @@ class Tuning(NamedTuple):
     taken: jax.Array
     draws: jax.Array
     stuck: jax.Array
-
-    @property
-    def mean_refused(self) -> Any:
-        """Fraction of the steps since warm-up that were refused."""
-        return 1 - (self.taken + (self.draws == 0)) / np.maximum(self.draws, 1)
-
-    @property
-    def mean_energy(self) -> Any:
-        """Mean energy variance since warm-up; NaN if no step was taken."""
-        return np.where((self.draws > 0) & (self.taken == 0), np.nan, self.energy)
 
 
 @dataclass(frozen=True)

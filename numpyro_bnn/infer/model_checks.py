@@ -151,7 +151,7 @@ def is_jacobian(site: Mapping[str, Any]) -> bool:
 
 def frames_of(site: Mapping[str, Any], plates: Mapping[str, Plate]) -> list[Any]:
     """The plates of which a site has the rows of a minibatch."""
-    return [f for f in site["cond_indep_stack"] if f.name in plates and f.size < plates[f.name].size]
+    return [f for f in site.get("cond_indep_stack", ()) if f.name in plates and f.size < plates[f.name].size]
 
 
 # -- refusals --------------------------------------------------------------------------------------------

@@ -124,8 +124,7 @@ class PrecisionGibbs(ArgumentKernel):
         keys = split(rng_key)
 
         def start(reading: Reading, held: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
-            drawn = reading.at(held, key, found)
-            return {name: jnp.asarray(site["value"]) for name, site in drawn.items()}
+            return {name: jnp.asarray(site["value"]) for name, site in reading.at(held, key, found).items()}
 
         def starts(reading: Reading, key: jax.Array, held: Mapping[str, Any]) -> dict[str, jax.Array]:
             one = partial(start, reading, held)
@@ -151,8 +150,7 @@ class PrecisionGibbs(ArgumentKernel):
         for group, group_key in zip(groups, random.split(key, len(groups)), strict=True):
             traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
             z |= _draw(group, traced, z, group_key)
-        z = {name: z[name].astype(old.dtype) for name, old in state.z.items()}
-        return PrecisionGibbsState(z, rng_key)
+        return PrecisionGibbsState({name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key)
 
     def refresh(
         self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -170,8 +168,7 @@ class PrecisionGibbs(ArgumentKernel):
 
         def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
             traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
-            made = {name: site["value"] for name, site in traced.items() if site["type"] == "deterministic"}
-            return {**z, **made}
+            return {**z, **{name: site["value"] for name, site in traced.items() if site["type"] == "deterministic"}}
 
         return replay
 

@@ -1,6 +1,7 @@
 """A NumPyro model as a potential that kernels evaluate on minibatches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from numpyro_bnn.infer.model_checks import (
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
 from numpyro_bnn.program.reading import Plate, Reading, initial_values
-from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.row_lengths import check_observations, check_row_lengths, check_state
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.
@@ -126,7 +127,9 @@ def bind(
     """
     kwargs = dict(kwargs or {})
     model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
-    reading = Reading(model, args, kwargs, full=False)
+    with _explained(call, model, args, kwargs):
+        reading = Reading(model, args, kwargs, full=False)
+    check_state(call, "model", reading)
     if reading.learned and (learned := learn()):
         model = handlers.substitute(model, data=learned)
         reading = Reading(model, args, kwargs, full=False)
@@ -141,7 +144,9 @@ def bind(
         if sites[name]["fn"].support.is_discrete:
             instead = "Sum over its values: a gradient cannot move it."
             raise argument_error(call, "model", f"the discrete latent site {name!r}", instead)
-    of_one_minibatch = check_indices(call, reading) if plates else frozenset()
+    check_observations(call, "model", sites)
+    with _explained(call, model, args, kwargs):
+        of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)
     try:
         z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
@@ -170,6 +175,20 @@ def bind(
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
     )
     return target, z
+
+
+@contextmanager
+def _explained(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Explain errors of a model on a minibatch that it does not raise on all rows."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "argument `" in str(error):  # ours
+            raise
+        Reading(model, args, kwargs)
+        got = f"a model that fails on a minibatch ({error})"
+        instead = "Index every array that has one row per data point: `x[i]`."
+        raise argument_error(call, "model", got, instead) from error
 
 
 def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:

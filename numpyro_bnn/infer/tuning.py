@@ -91,8 +91,7 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     mean = jnp.mean(gradients, axis=0)
     total = jnp.sum(jnp.square(gradients - mean)) / (NOISE_BATCHES - 1)
     relative = total / jnp.maximum(jnp.vdot(mean, mean), total / MOST_RELATIVE)
-    relative = jnp.where(total > 0, relative, 0.0)
-    return Noise(total * largest_share(gradients, total), total / mean.size, relative)
+    return Noise(total * largest_share(gradients, total), total / mean.size, jnp.where(total > 0, relative, 0.0))
 
 
 def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
@@ -159,7 +158,7 @@ ENOUGH_STEPS, LEAST_COVERED, LEAST_ACCEPTED = 1000, 0.02, 0.01
 FORGOTTEN = 5  # least number of times that a chain should forget its position, in warm-up and after it
 
 
-def listed(by_chain: jax.Array) -> str:
+def listed(by_chain: Any) -> str:
     """One value per chain, as text for the attributes of a run."""
     return str(np.ravel(jax.device_get(by_chain)).tolist())
 

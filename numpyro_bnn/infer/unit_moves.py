@@ -150,8 +150,7 @@ class UnitMoves(Wrapper):
         (after, _), probs = lax.scan(one, (moved, rest(moved)), keys)
         warm = state.i >= self._num_warmup
         moved = jax.tree.map(partial(jnp.where, warm), after, moved)
-        mean = jnp.mean(probs).astype(state.unit_accept_prob.dtype)
-        return state._replace(unit_accept_prob=mean), moved, prior
+        return state._replace(unit_accept_prob=jnp.mean(probs).astype(state.unit_accept_prob.dtype)), moved, prior
 
     def _redraw(
         self, rng_key: jax.Array, at: Mapping[str, jax.Array], prior: Mapping[str, dist.Distribution]

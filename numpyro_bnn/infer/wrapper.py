@@ -21,6 +21,7 @@ from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
+from numpyro_bnn.program.row_lengths import check_observations, check_state
 
 CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
 
@@ -47,9 +48,7 @@ class Wrapper(ArgumentKernel):
     The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
     ``rng_key``. A subclass implements ``_prepare``, ``_start`` and ``_move``.
 
-    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
-        kernel with a model and ``refresh``.
-    :raises TypeError: for any other argument.
+    :raises TypeError: for anything but a kernel with a model and ``refresh``.
     """
 
     def __init__(self, kernel: MCMCKernel) -> None:
@@ -110,6 +109,8 @@ class Wrapper(ArgumentKernel):
         with jax.core.eval_context():
             self.learn(num_warmup, model_args, model_kwargs)  # the moves read the model that the kernel samples
             reading = Reading(self.model, model_args, model_kwargs)
+            check_state(self._call, "kernel", reading)
+            check_observations(self._call, "kernel", reading.sites)
             held_parameters(self._call, reading)
             self._prepare(reading, model_args, model_kwargs)
             bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})

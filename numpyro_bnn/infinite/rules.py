@@ -258,8 +258,7 @@ def residual(layer: nn.Residual, context: Context, state: State) -> State:
         why = "Inputs plus random units have no limit in the width: put a Dense layer before the block."
         raise _unsupported(layer, context, why)
     if not any(contains(branch, nn.Dense) for branch in (layer.body, layer.shortcut) if branch is not None):
-        why = "A branch needs weights: otherwise it depends on the other branch."
-        raise _unsupported(layer, context, why)
+        raise _unsupported(layer, context, "A branch needs weights: otherwise it depends on the other branch.")
     return Units(_sum(a.k, b.k), gaussian=a.gaussian and b.gaussian)
 
 

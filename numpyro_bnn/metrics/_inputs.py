@@ -12,6 +12,7 @@ Floats = NDArray[np.float64]
 
 # Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a forgotten softmax is larger.
 _SUM_TOLERANCE = 1e-2
+INPUT_ROWS = 10_000  # of inputs that are read for their standard deviations
 
 
 class Score(NamedTuple):
@@ -104,6 +105,15 @@ def table(x: np.ndarray) -> np.ndarray:
 def spread(size: int, most: int) -> np.ndarray:
     """At most ``most`` positions of ``size``, evenly spaced."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
+
+
+def extrapolated(x: np.ndarray, new: np.ndarray, rows: str = " rows") -> tuple[float, float, str]:
+    """The share of new rows (M, D) that lie far outside the rows x (N, D), its limit, and words."""
+    sd = x[spread(len(x), INPUT_ROWS)].std(axis=0, dtype=np.float64)
+    width = 3 * np.maximum(sd, np.median(sd))
+    beyond = ~((new >= x.min(axis=0) - width) & (new <= x.max(axis=0) + width)).all(axis=1)  # or NaN
+    words = f"{beyond.sum()} of {len(new)}{rows} lie more than 3 standard deviations outside the training rows"
+    return beyond.mean(), 0.01, words
 
 
 def columns(values: Iterable[np.ndarray], most: int) -> np.ndarray:

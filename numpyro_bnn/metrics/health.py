@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
-from numpyro_bnn.metrics._inputs import columns, high, spread, table
+from numpyro_bnn.metrics._inputs import INPUT_ROWS, columns, extrapolated, high, spread, table
 
 LEAST_DRAWS = 100  # draws of a chain below which R-hat, ESS and averages over draws are mostly noise
 LEAST_REPEATS = 20  # so many rejections in a row have the probability 1e-6 at an acceptance of 0.5
 LEAST_STEPS = 1000  # of a chain before they are called few
 STILL = 1e-4  # a chain is frozen if no parameter varies by more than this part of its size
-# At most so many values of the function, parameters, rows, rows of inputs, and draws of a mean are read.
-COLUMNS, PARAMETERS, ROWS, INPUT_ROWS, DRAWS = 16, 256, 500, 10_000, 100
+# At most so many values of the function, parameters, rows, and draws of a mean are read.
+COLUMNS, PARAMETERS, ROWS, DRAWS = 16, 256, 500, 100
 
 # Value, limit, words, and whether it is off, or a verdict; without that it is off if the value is above the limit.
 Measured = tuple[Any, ...] | None
@@ -82,7 +82,7 @@ def health(idata: Any) -> Health:
     >>> health(idata).warnings[0].what
     'R-hat of the function is 1.82 (at most 1 within a chain)'
     """
-    checks, found = _Checks(_arviz.opened(idata)), []
+    checks, found = _Checks(_arviz.opened("metrics.health", idata)), []
     for name, least, advice in CHECKS:
         if least and (checks.independent or checks.draws < least):
             continue
@@ -92,7 +92,8 @@ def health(idata: Any) -> Health:
             value, limit, what, *rest = measured
             off = rest[0] if rest else not value <= limit  # NaN is off
             verdict = off if isinstance(off, str) else "warning" if off else "ok"
-            found.append(Finding(name, verdict, float(value), float(limit), what, advice))
+            exact = "" if checks.about.get("noisy_gradients") else ", or `ParallelTempering`"
+            found.append(Finding(name, verdict, float(value), float(limit), what, advice.format(exact)))
     return Health(tuple(found))
 
 
@@ -117,7 +118,18 @@ class _Checks:
         if group not in self.groups:
             return {}
         ordered = self.groups[group].transpose("chain", "draw", ..., missing_dims="ignore")
-        return {str(name): value.to_numpy() for name, value in ordered.data_vars.items()}
+        held = {str(name): value.to_numpy() for name, value in ordered.data_vars.items()}
+        scales = self.scales if group in ("constant_data", "observed_data", "posterior_predictive") else {}
+        return {n: (v - s[0]) / s[1] if (s := scales.get(n.removesuffix("_mean"))) else v for n, v in held.items()}
+
+    @cached_property
+    def scales(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Means and standard deviations of data that an estimator standardized: it is judged by what it has seen."""
+        groups = ("constant_data", "observed_data") if self.about.get("standardized_inside") else ()
+        held = [self.groups[group].data_vars.items() for group in groups if group in self.groups]
+        data = {str(name): value.to_numpy() for each in held for name, value in each}
+        shifted = {name: (x[0], x - x[0]) for name, x in data.items() if x.dtype.kind == "f"}  # constants are exact
+        return {n: (x0 + x.mean(axis=0), x.std(axis=0) + (np.ptp(x, axis=0) == 0)) for n, (x0, x) in shifted.items()}
 
     def numbers(self, name: str) -> np.ndarray:
         """The numbers of an attribute, maybe none."""
@@ -193,9 +205,8 @@ class _Checks:
         wrong = np.flatnonzero((first >= 0) | ~np.isfinite(self.parameters).all(axis=(1, 2)))
         self.faulty |= set(wrong.tolist())
         named = ", ".join(f"chain {self.chains[c]}" + f" at step {first[c]:.0f}" * int(first[c] >= 0) for c in wrong)
-        what = (
-            f"{self.about.get('algorithm', 'sampler')} diverged ({named}), draws are NaN or one point from there on"
-        )
+        algorithm = self.about.get("algorithm", "sampler")
+        what = f"{algorithm} diverged ({named}), draws are NaN or one point from there on"
         what += f", with step sizes up to {sizes.max():.2g}" if sizes.size else ""
         return len(wrong), 0, what if named else "all draws are finite"
 
@@ -322,14 +333,9 @@ class _Checks:
         return (len(found), 0, f"constant columns: {', '.join(found[:5]) or 'none'}") if tables else None
 
     def extrapolation(self) -> Measured:
-        held, found = self.arrays("predictions_constant_data"), []
-        for name, x in ((name, x) for name, x in self.inputs.items() if name in held and x.size):
-            new, sd = table(held[name]), x[spread(len(x), INPUT_ROWS)].std(axis=0, dtype=np.float64)
-            width = 3 * np.maximum(sd, np.median(sd))
-            beyond = ~((new >= x.min(axis=0) - width) & (new <= x.max(axis=0) + width)).all(axis=1)  # or NaN
-            words = f"{beyond.sum()} of {len(new)} new rows of {name} lie more than 3 standard deviations outside the"
-            found.append((beyond.mean(), 0.01, f"{words} training rows"))
-        return max(found, default=None)
+        held = self.arrays("predictions_constant_data")
+        pairs = {name: (x, table(held[name])) for name, x in self.inputs.items() if name in held and x.size}
+        return max((extrapolated(*pair, f" new rows of {name}") for name, pair in pairs.items()), default=None)
 
     def few_draws(self) -> Measured:
         what = f"{self.draws} draws{'' if self.independent else ' in each chain'}; mixing, fit and weights are judged"
@@ -356,6 +362,7 @@ def explained(means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray
 
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"
 LEAVE_OUT = f"{SMALLER}; or leave these chains out (`idata.sel(chain=[...])`)."
+FAR = "There the prior decides: do not rely on these predictions."
 MORE = "leave out `step_size` and `preconditioner`, take more steps or larger minibatches, or allow more bias."
 # Check -> attribute, limit, words, and whether the limit is one from below.
 ATTRIBUTES: dict[str, Any] = {
@@ -375,13 +382,13 @@ CHECKS = (  # name, draws that each chain needs (0: also for independent draws),
     ("fit", 0, "It is trapped: start elsewhere, or run longer."),
     ("covered", LEAST_DRAWS, f"Too few steps, or too small ones: {MORE}"),
     ("steps", 0, f"Too few steps: {MORE}"),
-    ("rhat", LEAST_DRAWS, "Take more draws; if chains differ, a longer warm start, or `ParallelTempering`."),
+    ("rhat", LEAST_DRAWS, "Take more draws; if chains differ, a longer warm start{}."),
     ("ess", LEAST_DRAWS, "Take more draws, or more steps per draw (`steps_per_draw`)."),
     ("tree_depth", LEAST_DRAWS, "Raise `max_tree_depth`, standardize the data, or make scales non-centered."),
     ("pareto_k", 0, "The guide misses part of the posterior: judge its predictions of test data."),
     ("elbo", 0, "If it rises, go on from `init_state=result.state`; if it falls, take smaller steps."),
     ("standardized", 0, "Priors of networks expect about 0 and 1: `datasets.standardize`."),
     ("constant_inputs", 0, "Drop them: they say what the bias says."),
-    ("extrapolation", 0, "There the prior decides: do not rely on these predictions."),
+    ("extrapolation", 0, FAR),
     ("few_draws", 0, "Take more draws for a judgment."),
 )

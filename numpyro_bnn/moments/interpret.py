@@ -79,8 +79,7 @@ class Equation:
 
     def refuse(self, why: str, instead: str) -> Exception:
         """The error (the caller raises it) that names the primitive and the user's line; ``why`` follows "which"."""
-        got = f"`{self.name}` at {self.where()}, which {why}"
-        return argument_error(self.interpreter.call, "fn", got, instead)
+        return argument_error(self.interpreter.call, "fn", f"`{self.name}` at {self.where()}, which {why}", instead)
 
     def where(self) -> str:
         """The innermost line outside JAX, and the user's line that led to it if that is a different one."""

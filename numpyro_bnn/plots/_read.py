@@ -30,12 +30,6 @@ class Drawn(NamedTuple):
         """The observed values as one axis; call ``predicted`` with ``scored`` first."""
         return np.asarray(self.observed, dtype=np.float64).ravel()
 
-    def mean_draws(self, call: str) -> NDArray[np.float64]:
-        """Draws of the function; an error if there are none."""
-        if self.function is None:
-            raise argument_error(call, "site", repr(self.site), "The draws of its mean are needed.")
-        return self.function
-
     def class_probabilities(self, call: str) -> NDArray[np.float64]:
         """Draws (C, S, N, K) of class probabilities; the mean of a label 0 or 1 is the probability of 1."""
         mean = self.function
@@ -67,13 +61,9 @@ def predicted(
     data = _arviz.group(idata, chosen)
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
-    y, mean = (chains_first(data, key) if key in data else None for key in (name, function))
+    kept = {key: data[key].transpose("chain", "draw", ...) for key in (name, function) if key in data}
+    y, mean = (np.asarray(kept[key], dtype=np.float64) if key in kept else None for key in (name, function))
     return Drawn(name, chosen, y, mean, classes, held[chosen])
-
-
-def chains_first(data: Any, name: str) -> NDArray[np.float64]:
-    """Draws (C, S, ...) of one variable."""
-    return np.asarray(data[name].transpose("chain", "draw", ...), dtype=np.float64)
 
 
 def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | None, NDArray]:

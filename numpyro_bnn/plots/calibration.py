@@ -50,14 +50,12 @@ def calibration(
     call = "plots.calibration"
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
     bins = check_count(call, "bins", bins)
-    if drawn.classes:
-        function = drawn.mean_draws(call)
-    elif drawn.y is None:
+    if drawn.y is None and not drawn.classes:
         raise argument_error(call, "site", repr(drawn.site), "Draws of observations are needed, not of the mean.")
     observed = drawn.targets()
     axes = _style.axes(call, ax, (1, 2), (2 * _style.COLUMN, 2.6))
     if drawn.classes:
-        table = metrics.ece(function, observed.astype(np.int64), bins)
+        table = metrics.ece(drawn.class_probabilities(call), observed.astype(np.int64), bins)
         _confidence_panel(axes[0], table)
         _reliability_curve(axes[1], table)
     else:

@@ -96,8 +96,7 @@ class Arguments:
     @cached_property
     def _key(self) -> Any:
         # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
-        leaves = self.leaves.values()
-        return self._tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in leaves)
+        return self._tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in self.leaves.values())
 
 
 def _hashable(value: Any) -> bool:
@@ -130,8 +129,7 @@ def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.r
         return leaf if array is None or array.dtype.kind not in "biufc" else jnp.asarray(array)
 
     with jax.ensure_compile_time_eval():  # a value that is known stays known, also where a program is traced
-        given = args, dict(kwargs or {})
-        return jax.tree_util.tree_map_with_path(converted, given, is_leaf=is_table)
+        return jax.tree_util.tree_map_with_path(converted, (args, dict(kwargs or {})), is_leaf=is_table)
 
 
 def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import needed_part
+from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the guide's data alive.
@@ -126,9 +127,8 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
     for part in _parts(closed):
         if isinstance(part, jax.core.Tracer):
             return None
-        if isinstance(part, jax.Array) and jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-            with jax.core.eval_context():  # also inside the program in which parallel chains start
-                part = jax.random.key_data(part)
+        with jax.core.eval_context():  # also inside the program in which parallel chains start
+            part = key_numbers(part)
         array = np.asarray(part)
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
     inputs = tuple((v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars)

@@ -71,6 +71,8 @@ class _marked(Messenger):
         self.loops |= msg["type"] == "control_flow"
 
     def postprocess_message(self, msg: Site) -> None:
+        if msg["type"] == "mutable":  # before the model changes it
+            msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)
         array = isinstance(msg["value"], jax.Array | np.ndarray)
         if msg["type"] == "sample" or (msg["type"] in ("deterministic", "plate") and array):
             msg["value"] = checkpoint_name(jnp.asarray(msg["value"]), MARK + msg["name"])
@@ -333,4 +335,4 @@ def arrays_in(value: Any) -> list[jax.Array]:
 
 def _numbers(site: Site) -> tuple[str, ...]:
     """What a site holds besides its description."""
-    return ("fn", "value", "scale") if site["type"] == "sample" else ("value",)
+    return {"sample": ("fn", "value", "scale"), "mutable": ("args", "value")}.get(site["type"], ("value",))

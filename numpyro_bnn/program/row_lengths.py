@@ -1,4 +1,4 @@
-"""Refuse arrays that the indices of a plate do not fit: JAX repeats the last row, and surplus rows are never read."""
+"""Refuse what no run would report: rows that a plate does not fit, data that count often, state that changes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn._jaxprs import indexed_lengths
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn._keys import key_numbers
+from numpyro_bnn.program.reading import Reading, Sites
 
 
 def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
     """Refuse an argument that a plate indexes and that has more or fewer rows than the plate.
 
-    Only a model whose arguments have different lengths is read.
+    JAX would repeat the last row, or never read the surplus. A model is read if lengths of its arguments differ.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> def model(x, y):
@@ -43,3 +45,38 @@ def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[s
             if unlike:
                 got = f"an array of {unlike[0]} rows that plate {name!r} of size {size} indexes"
                 raise argument_error(call, "args", got, "Pass one row per data point in each array.")
+
+
+def check_observations(call: str, argument: str, sites: Sites) -> None:
+    """Refuse observations (N,) of a distribution (N, 1), or the reverse: as (N, N) each of them counts N times."""
+    for name, site in sites.items():
+        if site["type"] != "sample" or not site["is_observed"] or is_factor(site["fn"]):
+            continue
+        shapes = unwrapped(site["fn"], masked=True).shape(), np.shape(site["value"])
+        rank = max(map(len, shapes))
+        own, data = (np.array((1,) * (rank - len(shape)) + shape) for shape in shapes)
+        plates = [rank + frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
+        crossed = ((own == 1) & (data > 1)).any() and ((data == 1) & (own > 1)).any()
+        if crossed and (np.delete(np.maximum(own, data), plates) > 1).any():
+            got = f"the site {name!r} with a distribution of shape {shapes[0]} and data of shape {shapes[1]}"
+            instead = "Each row would count once for each other row: give both one shape, e.g. by `net(x)[..., 0]`."
+            raise argument_error(call, argument, got, instead)
+
+
+def check_state(call: str, argument: str, reading: Reading) -> None:
+    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization does: MCMC would hold it."""
+    names = [name for name, site in reading.sites.items() if site["type"] == "mutable"]
+
+    def states(reading: Reading) -> dict[str, tuple]:
+        return {name: (site["args"], (site["value"],)) for name, site in reading.at(only=names).items()}
+
+    for name, (before, after) in (reading.run(states) if names else {}).items():
+        pairs = zip(jax.tree.leaves(before), jax.tree_util.tree_leaves_with_path(after), strict=True)
+        for old, (path, new) in pairs:
+            if not (isinstance(new, jax.core.Tracer) or np.array_equal(key_numbers(old), key_numbers(new))):
+                got = f"the state {name + jax.tree_util.keystr(path[1:])!r}, which the model changes"
+                instead = (
+                    "MCMC would hold it: leave out batch normalization and dropout, or make their state constant"
+                )
+                instead += " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has none."
+                raise argument_error(call, argument, got, instead)

@@ -12,9 +12,11 @@ from numpyro import handlers
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.row_lengths import check_observations, check_state
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import CALL, map_draws, site_values, sites_at, zero_draws
@@ -43,11 +45,12 @@ class Exporter:
         self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
         self.map_draws: Callable = partial(map_draws, progress_bar=progress_bar)
-        self._check_parameters()
+        check_observations(CALL, "result", self.sites)
+        reading = self._read()
+        self._check_parameters(reading)
         self._check_names()
         sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
         self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
-        reading = self._read()
         sources = reading.sources(_values)
         self._find_observations(reading, sources)
         self.dependent = [n for n, s in self.sites.items() if s["type"] == "deterministic" and sources[n]]
@@ -70,21 +73,23 @@ class Exporter:
         in predictions, unless it is an input of the others: a site of x, of which y is a function.
         """
         given = [name for name, site in self.sites.items() if replay.is_data(site)]
-        below = reading.depends(_densities, given)
+        samples = [name for name, site in self.sites.items() if site["type"] == "sample"]
+        below = reading.depends(lambda sites: {n: sites[n]["fn"].log_prob(sites[n]["value"]) for n in samples}, given)
         inner = {name for name in given if any(name in below[n] for n in below if n != name)}
         self.observed_sites = [name for name in given if sources[name] or name not in inner]
         self.observed = set().union(*(sources[name] for name in given if name not in inner))
         self.redrawn = [n for n in self.observed_sites if n not in inner or sources[n] & self.observed]
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, reading: Reading) -> None:
         """Parameter sites must not depend on the key, because their values in the run are not stored."""
         unknown = [n for n, s in self.sites.items() if s["type"] in PARAMETERS and n not in self.fit.params]
         if not unknown:
             return
+        check_state(CALL, "result", reading)
         again = site_values(self.fit.model, self.first, jax.random.key(1), self.fit.arguments.call())
         for name in unknown:
             pairs = zip(self.sites[name]["value"], again[name]["value"], strict=True)
-            if any(not np.array_equal(a, b) for a, b in pairs):
+            if any(not np.array_equal(key_numbers(a), key_numbers(b)) for a, b in pairs):
                 got = f"a model whose parameter site {name!r} starts at random values"
                 instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
                 raise argument_error(CALL, "result", got, instead)
@@ -285,11 +290,6 @@ class Exporter:
 
 def _values(sites: Sites) -> dict[str, Any]:
     return {name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")}
-
-
-def _densities(sites: Sites) -> dict[str, Any]:
-    samples = {name: site for name, site in sites.items() if site["type"] == "sample"}
-    return {name: site["fn"].log_prob(site["value"]) for name, site in samples.items()}
 
 
 def safe(name: str) -> str:

@@ -13,6 +13,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_count
 from numpyro_bnn._distributions import is_latent
+from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments, fingerprints
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
@@ -53,8 +54,7 @@ class Fit:
 
 def key_text(key: jax.Array) -> str:
     """The numbers of a random key, legacy or typed, as text."""
-    data = jax.random.key_data(key) if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return str(np.asarray(data).tolist())
+    return str(np.asarray(key_numbers(key)).tolist())
 
 
 def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
@@ -88,14 +88,8 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     settings |= {"members_of_warm_start": True, "num_samples": 1} if members else _described(mcmc)
     arguments = bind(model, mcmc._args, mcmc._kwargs)
     check_row_lengths(CALL, model, *arguments.call())
-    return Fit(
-        model=model,
-        arguments=arguments,
-        posterior=samples,
-        sample_stats=sample_stats(fields),
-        attrs=settings,
-        stat_coords=getattr(mcmc.sampler, "stat_coords", {}),
-    )
+    stat_coords = getattr(mcmc.sampler, "stat_coords", {})
+    return Fit(model, arguments, samples, sample_stats(fields), settings, stat_coords=stat_coords)
 
 
 def _check_unchanged(mcmc: MCMC) -> None:
@@ -199,14 +193,7 @@ def from_guide(
 
         drawn = run(sample, (rng_key, result.params), args, kwargs)
         draws = {name: np.asarray(value)[None] for name, value in jax.device_get(drawn).items()}
-    return Fit(
-        model=guide.model,
-        arguments=arguments,
-        posterior=draws,
-        sample_stats=stats,
-        attrs={**settings, "draws_rng_key": key_text(rng_key)},
-        params=params,
-    )
+    return Fit(guide.model, arguments, draws, stats, {**settings, "draws_rng_key": key_text(rng_key)}, params)
 
 
 def _check_guide(result: Any, guide: Any) -> None:

@@ -54,7 +54,7 @@ def predict(
     (1, 10, 2)
     """
     check_flag("predict", "progress_bar", progress_bar)
-    held, arguments = _arviz.opened(idata), bind(model, args, kwargs)
+    held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs)
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
     with record_statistics() as recorded:
         reading = Reading(model, *arguments.call())

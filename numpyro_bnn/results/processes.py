@@ -84,8 +84,7 @@ def _new_inputs(gp: GPRegression, predictions: Mapping[str, Any]) -> dict[str, n
     new = {name: np.asarray(value) for name, value in predictions.items()}
     for_prediction(Arguments({"x": gp.x, "y": gp.y}, SIGNATURE), new, {"y"})
     if "x" not in new:
-        instead = 'Write `predictions={"x": x_test}`.'
-        raise argument_error(CALL, "predictions", "no value for 'x'", instead)
+        raise argument_error(CALL, "predictions", "no value for 'x'", 'Write `predictions={"x": x_test}`.')
     return new
 
 

@@ -62,8 +62,7 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
             got = f"no value for {name!r}, which has one row per training point"
             instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
             raise argument_error(CALL, "predictions", got, instead)
-    dropped = dict.fromkeys(observed & arguments.optional - set(new))
-    return arguments.with_values({**new, **dropped})
+    return arguments.with_values({**new, **dict.fromkeys(observed & arguments.optional - set(new))})
 
 
 def sites_at(

@@ -136,8 +136,7 @@ class Blocks(Preconditioner):
         return any(part.biased for _, part in self.parts)
 
     def _split(self, v: Array) -> list[Array]:
-        edges = np.cumsum([size for size, _ in self.parts])[:-1]
-        return jnp.split(v, edges)
+        return jnp.split(v, np.cumsum([size for size, _ in self.parts])[:-1])
 
     def _each(self, method: str, state: tuple[Any, ...], v: Array, *options: Any) -> list[Any]:
         blocks = zip(self.parts, state, self._split(v), strict=True)

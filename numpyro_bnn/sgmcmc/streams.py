@@ -247,8 +247,7 @@ def permute(words: Array, epoch: Array, place: Array, size: int) -> Array:
     def swap_or_not(x, round_):
         mirror, salt = round_
         partner = jnp.where(mirror >= x, mirror - x, mirror + (bound - x))
-        move = _hash_bit(jnp.maximum(x, partner), salt) == 1
-        return jnp.where(move, partner, x), None
+        return jnp.where(_hash_bit(jnp.maximum(x, partner), salt) == 1, partner, x), None
 
     return lax.scan(swap_or_not, place, (multiply_high(mirror_bits, bound), salts))[0].astype(jnp.int32)
 

@@ -160,13 +160,15 @@ def _best(
     """For every draw of the chunk, the group elements of the members, to be applied one after the other."""
     from scipy.optimize import linear_sum_assignment
 
-    scores = [_score(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])) for axis in axes]
+    # Inner products of units of draws (n, U, d) and of a reference (1, U, d): (n, U of reference, U of draw).
+    pairs = [(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])[0]) for axis in axes]
+    scores = [np.swapaxes(draws @ reference.T, 1, 2) for draws, reference in pairs]
     unit_choices = list(product((1.0, -1.0), repeat=len(group.unit_flips)))
     found: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
     for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
         layered = [_signed(*pair, group.layer_flips, layer_signs) for pair in zip(scores, axes, strict=True)]
-        pairs = list(zip(layered, axes, strict=True))
-        totals = np.stack([sum(_signed(*p, group.unit_flips, signs) for p in pairs) for signs in unit_choices])
+        signed = list(zip(layered, axes, strict=True))
+        totals = np.stack([sum(_signed(*s, group.unit_flips, signs) for s in signed) for signs in unit_choices])
         tables, which = totals.max(0), totals.argmax(0)
         for i, table in enumerate(tables):
             units = np.arange(len(table))
@@ -178,11 +180,6 @@ def _best(
                 layer = [np.full(1, sign) for sign in layer_signs]
                 found[i] = value, [*([order] if group.order else []), *signs.T, *layer]
     return [elements for _, elements in found]
-
-
-def _score(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Inner products of units of draws (n, U, d) and of a reference (1, U, d): (n, U of reference, U of draw)."""
-    return np.swapaxes(a @ b[0].T, 1, 2)
 
 
 def _signed(score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs: Sequence[float]) -> np.ndarray:

@@ -85,8 +85,7 @@ def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
 
 
 def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
-    elements = np.concatenate([by_unit(axis, points[axis.site]) for axis in axes], -1)
-    return np.mean(elements, -1)
+    return np.mean(np.concatenate([by_unit(axis, points[axis.site]) for axis in axes], -1), -1)
 
 
 def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitAxis]]:

@@ -105,9 +105,6 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     proper = ((a > 0.0) | (p < 0.0)) & ((b > 0.0) | (p > 0.0)) & jnp.isfinite(a + b)
     proper &= (envelope.area > 0.0) & jnp.isfinite(envelope.area)
 
-    def unfinished(state: tuple) -> jax.Array:
-        return ~jnp.all(state[2])
-
     def draw(state: tuple) -> tuple:
         key, x, done = state
         key, now = jax.random.split(key)
@@ -117,7 +114,7 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
             done |= accept
         return key, x, done
 
-    _, x, _ = lax.while_loop(unfinished, draw, (rng_key, jnp.zeros_like(p), ~proper))
+    _, x, _ = lax.while_loop(lambda state: ~jnp.all(state[2]), draw, (rng_key, jnp.zeros_like(p), ~proper))
     # If p < 0, 1 / t is generalized inverse Gaussian of order -p with a and b exchanged.
     mode = jnp.where(p < 0.0, jnp.log(b) - jnp.log(high), jnp.log(high) - jnp.log(a))
     return jnp.where(proper, mode + jnp.where(p < 0.0, -x, x), jnp.nan)

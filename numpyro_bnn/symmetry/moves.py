@@ -262,10 +262,7 @@ def _one_by_one(step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Ar
     """Update units that share a factor of the density one after the other."""
     units = jnp.arange(orbit.plan.units)
 
-    def move_one(orbit: _Orbit, unit: jax.Array) -> tuple[Values, jax.Array]:
-        return step(orbit, random.fold_in(rng_key, unit), width, units == unit)
-
-    return _scan(orbit, move_one, units)
+    return _scan(orbit, lambda orbit, unit: step(orbit, random.fold_in(rng_key, unit), width, units == unit), units)
 
 
 def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:

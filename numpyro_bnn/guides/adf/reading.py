@@ -308,8 +308,7 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
     if latent == name and not np.all(np.isfinite(scale)):
         raise refuse(name, "whose prior has no finite variance", "Pass a prior with lighter tails.")
     if not np.all(scale > 0):
-        why = f"which is not a multiple of a unit normal {latent!r}"
-        raise refuse(name, why, "Use independent weights.")
+        raise refuse(name, f"which is not a multiple of a unit normal {latent!r}", "Use independent weights.")
     if len(parents) > 1:
         why = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
         raise refuse(name, why, "Use one hyperparameter per weight.")
@@ -317,8 +316,7 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
         return Weight(latent, loc, scale)
     (hyper,) = parents
     if not np.allclose(loc, loc_doubled):
-        why = f"whose prior mean depends on {hyper!r}"
-        raise refuse(name, why, "Only its scale may have a hyperparameter.")
+        raise refuse(name, f"whose prior mean depends on {hyper!r}", "Only its scale may have a hyperparameter.")
     power = float(np.log2(doubled.flat[0] / scale.flat[0]))
     element = np.full(loc.shape, -1)
     if power:

@@ -265,8 +265,7 @@ def _followers(run_guide: Callable[[Any], Trace], values: Mapping[str, Any]) -> 
     """For each latent site of the guide, the others whose draw or density in the guide depends on its value."""
 
     def sites(values: Mapping[str, Any]) -> dict[str, Any]:
-        trace = run_guide(values)
-        return {name: (site["value"], _log_prob(site)) for name, site in trace.items() if is_latent(site)}
+        return {name: (site["value"], _log_prob(site)) for name, site in run_guide(values).items() if is_latent(site)}
 
     parents = dependence(sites, values)
     return {name: {other for other in values if other != name and name in parents[other]} for name in values}

@@ -140,10 +140,6 @@ def _sliced(equation: Equation) -> Iterable[int]:
     return [a for a in range(len(before)) if before[a] != after[a] or strides[a] != 1]
 
 
-def _padded(equation: Equation) -> Iterable[int]:
-    return [a for a, config in enumerate(equation.params["padding_config"]) if tuple(config) != (0, 0, 0)]
-
-
 # Whether an operation is linear in the operands (given by position) that depend on one site.
 LINEAR: dict[str, Linear] = {
     "in all": lambda holders: True,
@@ -168,7 +164,7 @@ RULES |= {
     "slice": (_unless(_sliced), "in all"),
     "dynamic_slice": (_unless(_sliced), "in first"),
     "split": (_unless_along("axis"), "in all"),
-    "pad": (_unless(_padded), "in all"),
+    "pad": (_unless(lambda eqn: [a for a, pad in enumerate(eqn.params["padding_config"]) if any(pad)]), "in all"),
     "concatenate": (_unless_along("dimension"), "in all"),
     "rev": (_unless(lambda equation: equation.params["dimensions"]), "in all"),
     "sort": (_unless_along("dimension"), "in none"),
