@@ -147,12 +147,15 @@ def test_predictions_of_a_guide(tmp_path):
     [
         (
             lambda x, y: draws(infer.SGLD, x, y, chains=1, gradient="svrg"),
-            "This kernel, or its gradient, needs all rows",
+            "Without `subsample_size` .* all are needed",
         ),
-        (lambda x, y: draws(infer.SGLD, x, y, gradient="control_variates"), "needs all rows"),
-        (lambda x, y: draws(infer.MALA, x, y), "needs all rows"),
-        (lambda x, y: draws(infer.GGMC, x, y), "needs all rows"),
-        (lambda x, y: draws(infer.MCLMC, x, y, warm_start=infer.WarmStart(0.3, held_out=0.1)), "are all evaluated"),
+        (lambda x, y: draws(infer.SGLD, x, y, gradient="control_variates"), "all are needed"),
+        (lambda x, y: draws(infer.MALA, x, y), "all are needed"),
+        (lambda x, y: draws(infer.GGMC, x, y), "all are needed"),
+        (
+            lambda x, y: draws(infer.MCLMC, x, y, warm_start=infer.WarmStart(0.3, held_out=0.1)),
+            "or `held_out` all are needed",
+        ),
         (lambda x, y: guides.AutoADF(ADF).run(KEY, x, y, progress_bar=False), "Every epoch takes all rows"),
         (
             lambda x, y: guides.AutoLaplace(model).run(KEY, x, y, progress_bar=False),

@@ -691,7 +691,7 @@ def test_a_fit_that_fails_keeps_its_last_finite_state(tmp_path):
         numpyro.factor("step", jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.05, jnp.nan, 0.0))
 
     for _ in range(2):  # going on fails at the same step
-        with pytest.warns(UserWarning, match=r"runs.fit: .* at step \d+"):
+        with pytest.warns(UserWarning, match=r"guides.fit: .* at step \d+"):
             found = fit(tmp_path / "run", svi_of(program=breaking), 500)
         assert np.isfinite(found.losses).all()
 

@@ -42,6 +42,16 @@ CHUNK_SECONDS = 0.25  # target duration of a chunk, and so the delay of an inter
 WINDOW = 1000  # number of losses in the running mean of the progress bar
 
 
+class Keeper(Protocol):
+    """Where a run is kept."""
+
+    def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
+        """The state, of the structure of ``like``, and the records of an earlier call, if there was one."""
+
+    def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
+        """Keep a state and what was recorded before it; unless it is the last one, only now and then."""
+
+
 def fit(
     svi: SVI,
     rng_key: jax.Array,
@@ -51,6 +61,7 @@ def fit(
     init_params: Mapping[str, Any] | None = None,
     progress_bar: bool = True,
     stable_update: bool = False,
+    keeper: Keeper | None = None,
     **kwargs: Any,
 ) -> SVIRunResult:
     """Fit a guide by SVI, like ``svi.run``, for long runs and large data.
@@ -70,6 +81,7 @@ def fit(
     :param init_params: initial values of parameters.
     :param progress_bar: show a bar with the mean of the last 1000 losses.
     :param stable_update: skip steps that are not finite, as ``svi.run`` does, instead of ending the run.
+    :param keeper: where the run is kept; :func:`numpyro_bnn.runs.fit` passes one.
     :param kwargs: keyword arguments of model and guide.
     :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
     :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, or a state of another
@@ -89,57 +101,25 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    start = init_state, init_params
-    result, message = fit_kept(CALL, svi, rng_key, num_steps, args, kwargs, start, (stable_update, progress_bar))
-    if message:
-        warnings.warn(f"{CALL}: {message}", stacklevel=2)
-    return result
-
-
-class Keeper(Protocol):
-    """Where a run is kept."""
-
-    def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
-        """The state, of the structure of ``like``, and the records of an earlier call, if there was one."""
-
-    def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
-        """Keep a state and what was recorded before it; unless it is the last one, only now and then."""
-
-
-def fit_kept(
-    call: str,
-    svi: SVI,
-    rng_key: jax.Array,
-    num_steps: int,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    start: tuple[Any, Any] = (None, None),
-    flags: tuple[bool, bool] = (False, True),
-    keeper: Keeper | None = None,
-) -> tuple[SVIRunResult, str]:
-    """:func:`fit` for the public function ``call``, with a place where the run is kept.
-
-    :param start: ``init_state`` and ``init_params``.
-    :param flags: ``stable_update`` and ``progress_bar``.
-    :return: the result, and why it ended early, or ``""``.
-    """
-    check_kind(call, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
-    for name, flag in zip(("stable_update", "progress_bar"), flags, strict=True):
-        check_flag(call, name, flag)
-    check_key(call, "rng_key", rng_key)
-    num_steps = check_count(call, "num_steps", num_steps)
+    check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
+    check_flag(CALL, "stable_update", stable_update)
+    check_flag(CALL, "progress_bar", progress_bar)
+    check_key(CALL, "rng_key", rng_key)
+    num_steps = check_count(CALL, "num_steps", num_steps)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
-    refuse_tracers(call, instead, rng_key, args, kwargs, start)
-    args, kwargs = as_arrays(args, kwargs, call)
+    refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
+    args, kwargs = as_arrays(args, kwargs, CALL)
     fixed, arrays = Arguments.of(args, kwargs).split()
-    state = _start(svi, rng_key, args, kwargs, *start, _expected(svi, fixed))
+    state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
     losses = np.zeros(0, jnp.result_type(float))
     if keeper is not None and (found := keeper.load(state)) is not None:
         state, losses = found[0], found[1]["losses"]
-    take = partial(_compiled(svi, fixed, flags[0]), arrays)
+    take = partial(_compiled(svi, fixed, stable_update), arrays)
     run = _Run(svi, take, num_steps, keeper, [losses], (state, len(losses)))
-    message = run.go(flags[1])
-    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses)), message
+    message = run.go(progress_bar)
+    if message:
+        warnings.warn(f"{CALL}: {message}", stacklevel=2)
+    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses))
 
 
 class _Chunk(NamedTuple):
@@ -270,20 +250,17 @@ def _start(
 def _described(svi: SVI, state: Any) -> dict[str, dict[str, str]]:
     """Names, shapes and dtypes of the parameters and of the state, in which a given state must agree."""
     trees = {"parameter": svi.optim.get_params(state.optim_state), "state": state._replace(rng_key=None)}
-    leaves = {what: jax.tree_util.tree_flatten_with_path(tree)[0] for what, tree in trees.items()}
-    return {
-        what: {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in found}
-        for what, found in leaves.items()
-    }
+    flat = {what: jax.tree_util.tree_flatten_with_path(tree)[0] for what, tree in trees.items()}
+    name = jax.tree_util.keystr
+    return {what: {name(at): f"{x.dtype}{list(x.shape)}" for at, x in leaves} for what, leaves in flat.items()}
 
 
 def difference_of(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """The first entry that differs, in words."""
-    for what in expected:
-        one, other = found[what], expected[what]
-        for name in [*other, *one]:
-            if one.get(name) != other.get(name):
-                here, there = one.get(name, "no such entry"), other.get(name, "none")
+    for what, other in expected.items():
+        for name in [*other, *found[what]]:
+            here, there = found[what].get(name, "no such entry"), other.get(name, "none")
+            if name not in other or here != there:
                 return f"in which {what} {name} is {here}; this run has {there}"
     return "which differs in the order of its entries"
 

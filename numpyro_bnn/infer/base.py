@@ -274,11 +274,10 @@ class SGMCMCKernel(ArgumentKernel):
         spread = self._warm_start.spread if init_params is None else 1.0
         if init_params is not None:
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
-        if not (target.subsampled and self.uses_minibatches) or self.exact or self._gradient != "minibatch":
-            why = "This kernel, or its gradient, needs all rows (take a `subsample_size` and `gradient='minibatch'`)"
+        on_batches = target.subsampled and self.uses_minibatches and self._gradient == "minibatch"
+        if not on_batches or self.exact or self._warm_start.held_out:
+            why = "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or `held_out` all are needed"
             refuse_rows(call, why, model_args, model_kwargs)
-        if self._warm_start.held_out:
-            refuse_rows(call, "Rows that are held out are all evaluated", model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
         policy = self.make_policy(target, num_warmup)

@@ -154,8 +154,8 @@ def to_inference_data(
 def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
     """A fit of which only parameters and predictions are exported: its rows are on disk."""
     if posterior_predictive:
-        instead = "Pass some of the rows as `predictions`."
-        raise argument_error(CALL, "posterior_predictive", "True for rows that stay on disk", instead)
+        got, instead = "True for rows that stay on disk", "Pass some of the rows as `predictions`."
+        raise argument_error(CALL, "posterior_predictive", got, instead)
     with record_statistics() as recorded:
         Reading(fit.model, *fit.arguments.call(), full=False)
     if any(recorded.calls):

@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
+from numpyro_bnn import guides
 from numpyro_bnn._checks import argument_error, check_count, check_flag, check_key, check_number
 from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
-from numpyro_bnn.guides.fitting import fit_kept
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.folder import Folder, digest
 from numpyro_bnn.runs.identity import described_model, described_options, described_value, described_versions
@@ -90,14 +89,11 @@ def fit(
     with Folder(CALL, folder) as held:
         held.claim(description)
         keeper = _Keeper(held, block_seconds)
+        options: dict[str, Any] = {"progress_bar": progress_bar, "keeper": keeper, **kwargs}
         if isinstance(method, AutoADF):
-            options: dict[str, Any] = {"num_epochs": num_steps, "progress_bar": progress_bar, "keeper": keeper}
-            return method.run(rng_key, *args, **options, **kwargs)
-        start, flags = (None, init_params), (stable_update, progress_bar)
-        result, message = fit_kept(CALL, method, rng_key, num_steps, args, kwargs, start, flags, keeper)
-    if message:
-        warnings.warn(f"{CALL}: {message}", stacklevel=2)
-    return result
+            return method.run(rng_key, *args, num_epochs=num_steps, **options)
+        options |= {"init_params": init_params, "stable_update": stable_update}
+        return guides.fit(method, rng_key, num_steps, *args, **options)
 
 
 def _described_method(method: SVI | AutoADF) -> dict[str, str]:
