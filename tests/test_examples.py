@@ -602,6 +602,7 @@ def test_lotka_volterra(tmp_path, capsys):
     assert (tmp_path / "out" / "lotka_volterra.png").stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")  # so few rows to learn from
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
 def test_active_learning(tmp_path, capsys):
@@ -615,6 +616,7 @@ def test_active_learning(tmp_path, capsys):
     assert (tmp_path / "out" / "active_learning.png").stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")  # so few rows to learn from
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*worse than by a constant")
 def test_bayesian_optimization(tmp_path, capsys):
