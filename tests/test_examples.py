@@ -42,6 +42,7 @@ SHORT = {
     "examples.benchmarks.first_draw": "--ways NUTS AutoMeanField --rows 6 --width 1",
     "examples.benchmarks.minibatches": "--rows 40 --gradients 300 --width 2 --batch-size 8 --num-chains 2"
     " --reference-gradients 6000",
+    "examples.benchmarks.runs": "--rows 600 --rounds 1 --draws 2",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
@@ -138,6 +139,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.demo", ["--held-out", "1"]),
         ("examples.tabular", ["--splits", "0"]),
         ("examples.minibatch", ["--batch-size", "0"]),
+        ("examples.benchmarks.runs", ["--rows", "0"]),
         ("examples.benchmarks.sgld_step", ["--rounds", "0"]),
         ("examples.benchmarks.sgld_step", ["--run-steps", "3"]),
         ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
@@ -844,6 +846,14 @@ def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
         np.testing.assert_allclose(
             module.place_on_orbit(p, root * u, root / u), stats.geninvgauss.cdf(u, p, root), atol=2e-4
         )
+
+
+@pytest.mark.slow
+def test_runs(tmp_path):
+    report = run("examples.benchmarks.runs", "--output", tmp_path / "runs.json", "--data", tmp_path / "rows")
+    assert report["psgld_same"]
+    assert report["mean_field_same"]
+    assert json.loads((tmp_path / "runs.json").read_text())["rows"] == 600
 
 
 @pytest.mark.slow

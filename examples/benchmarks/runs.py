@@ -33,7 +33,7 @@ from examples.shared import at_least, writable_file
 from numpyro_bnn.runs import draws, folder
 
 CASES = ("writing", "loop", "memory", "psgld_memory", "psgld_disk", "mean_field_memory", "mean_field_disk")
-FEATURES, BATCH, DRAWS = 20, 256, 40
+FEATURES, BATCH, STEPS = 20, 256, 200
 
 
 def model(x: Any, y: Any = None, batch_size: int | None = None) -> None:
@@ -74,10 +74,10 @@ def writing(args: argparse.Namespace) -> dict[str, Any]:
                 bnn.runs.start(target, chains(number, 50), jax.random.key(seed), x, y, **options)
 
         ratios = []
-        for seed in range(args.repeats):
+        for seed in range(args.rounds):
             times = []
             for written in (True, False):
-                short, long = (elapsed(partial(run, number, seed, written)) for number in (10, 20 * DRAWS))
+                short, long = (elapsed(partial(run, number, seed, written)) for number in (10, 20 * args.draws))
                 times.append(long - short)
             ratios.append(times[0] / times[1])
     return {"ratios": ratios, "median_ratio": float(np.median(ratios))}
@@ -98,10 +98,10 @@ def loop(args: argparse.Namespace) -> dict[str, Any]:
             mcmc.run(jax.random.key(seed), x, y)
             jax.block_until_ready(mcmc.get_samples())
 
-        for seed in range(args.repeats):
+        for seed in range(args.rounds):
             times = []
             for way in (kept, plain):
-                short, long = (elapsed(partial(way, number, seed)) for number in (5, 505))
+                short, long = (elapsed(partial(way, number, seed)) for number in (5, 5 + 12 * args.draws))
                 times.append(long - short)
             ratios.append(times[0] / times[1])
     return {"ratios": ratios, "median_ratio": float(np.median(ratios))}
@@ -112,7 +112,7 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     x, y = small()
     found = {}
     with tempfile.TemporaryDirectory() as path:
-        for number in (50, 4000):
+        for number in (50, 50 + 100 * args.draws):
             bnn.runs.start(
                 path + "/a", chains(number, 1), jax.random.key(0), x, y, progress_bar=False, block_seconds=1.0
             )
@@ -142,20 +142,19 @@ def many_rows(args: argparse.Namespace, way: str, on_disk: bool) -> dict[str, fl
     """Microseconds per step, a number that shows what was computed, and peak memory (MiB)."""
     x, y = data_on_disk(args.rows, args.data)
     given = (bnn.runs.Rows(x), bnn.runs.Rows(y)) if on_disk else (jnp.asarray(x), jnp.asarray(y))
-    steps, options = 200, {"batch_size": BATCH}
+    options = {"batch_size": BATCH}
+    count = args.draws * STEPS
     if way == "psgld":
-        kernel = bnn.infer.PSGLD(model, 1e-9, steps_per_draw=steps, warm_start=0.0)
-        mcmc = MCMC(kernel, num_warmup=5, num_samples=DRAWS, progress_bar=False)
+        kernel = bnn.infer.PSGLD(model, 1e-9, steps_per_draw=STEPS, warm_start=0.0)
+        mcmc = MCMC(kernel, num_warmup=5, num_samples=args.draws, progress_bar=False)
 
         def run() -> Any:
             mcmc.run(jax.random.key(0), *given, **options)
             mcmc.post_warmup_state = mcmc.last_state
             return jnp.sum(mcmc.get_samples()["net/Dense_0.kernel"][-1])
 
-        count = DRAWS * steps
     else:
         svi = SVI(model, bnn.guides.AutoMeanField(model), numpyro.optim.Adam(0.001), TraceMeanField_ELBO())
-        count = DRAWS * steps
 
         def run() -> Any:
             fitted = bnn.guides.fit(svi, jax.random.key(0), count, *given, progress_bar=False, **options)
@@ -163,7 +162,7 @@ def many_rows(args: argparse.Namespace, way: str, on_disk: bool) -> dict[str, fl
 
     first = float(run())
     run()  # `MCMC` compiles once more for a state to start from
-    seconds = min(elapsed(lambda: jax.block_until_ready(run())) for _ in range(args.repeats))
+    seconds = min(elapsed(lambda: jax.block_until_ready(run())) for _ in range(args.rounds))
     return {"microseconds_per_step": 1e6 * seconds / count, "sum": first, "peak_mib": peak()}
 
 
@@ -174,21 +173,36 @@ def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return many_rows(args, way, place == "disk")
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the large data")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of a measurement")
+    parser.add_argument("--draws", type=int, default=40, help="length of the runs")
     parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "numpyro_bnn_rows")
     parser.add_argument("--case", choices=CASES, help="one case, printed as JSON")
     parser.add_argument("--output", type=Path, default=Path("output/runs.json"))
     args = parser.parse_args(argv)
-    at_least(parser, args, ("rows", "repeats"), 1)
+    at_least(parser, args, ("rows", "rounds", "draws"), 1)
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
     if args.case:
         found = case(args.case, args)
         print(json.dumps(found))
         return found
     output = writable_file(args.output)
-    given = ["--rows", str(args.rows), "--repeats", str(args.repeats), "--data", str(args.data)]
+    given = [
+        "--rows",
+        str(args.rows),
+        "--rounds",
+        str(args.rounds),
+        "--draws",
+        str(args.draws),
+        "--data",
+        str(args.data),
+    ]
     report: dict[str, Any] = {"environment": environment(["zarr"]), "rows": args.rows, "batch_size": BATCH}
     for name in CASES:
         command = [sys.executable, "-m", "examples.benchmarks.runs", "--case", name, *given]

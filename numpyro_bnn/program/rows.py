@@ -21,8 +21,8 @@ class Rows:
 
     Pass it in the place of an array: ``x[i]`` reads the rows of a minibatch, from a memory map or a Zarr array, and
     nothing else is ever in memory. It works with the kernels on minibatches (``gradient="minibatch"``), with
-    :func:`~numpyro_bnn.guides.fit`, and with :func:`start` and :func:`fit` of this module. The draws are those of the
-    same data in memory.
+    :func:`~numpyro_bnn.guides.fit`, :func:`~numpyro_bnn.runs.start` and :func:`~numpyro_bnn.runs.fit`. The draws are
+    those of the same data in memory.
 
     :param source: a NumPy array or memory map, a Zarr array, or anything with ``shape``, ``dtype`` and
         ``source[index]`` for an array of integers.

@@ -116,10 +116,7 @@ def to_inference_data(
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
     if isinstance(result, str | PathLike):
-        if predictions is not None or members or posterior_predictive:
-            instead = "A folder has no model: pass what `runs.start` returns, the same call with the same folder."
-            raise argument_error(CALL, "result", f"{str(result)!r}, of which something is to be computed", instead)
-        groups, settings = from_folder(Path(result))
+        groups, settings = from_folder(Path(result), predictions is not None or members or bool(posterior_predictive))
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
     result = result.mcmc if isinstance(result, Run) else result
     chosen = (log_likelihood, posterior_predictive is not False)
@@ -127,7 +124,7 @@ def to_inference_data(
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
         return reported(groups, about(process_attrs(result, num_samples), rng_key, attrs))
-    on_disk = bool(rows_in(result._args, result._kwargs) if isinstance(result, MCMC) else rows_in(args, kwargs))
+    on_disk = bool(rows_in(args, kwargs, *(getattr(result, name, None) for name in ("_args", "_kwargs"))))
     log_likelihood &= not on_disk
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)

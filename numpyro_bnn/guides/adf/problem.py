@@ -258,25 +258,30 @@ def run_epochs(
         state, kept = found
         records = [Records(*row) for row in zip(kept["log_z"], kept["refused"], strict=True)]
     done = len(records)
-    with tqdm.tqdm(total=max(num_epochs, done), initial=done, disable=not progress_bar or done >= num_epochs) as bar:
+    shown = progress_bar and done < num_epochs
+    with tqdm.trange(max(0, num_epochs - done), total=num_epochs, initial=done, disable=not shown) as bar:
         try:
-            for k in range(done, num_epochs):
+            for k in (done + step for step in bar):
                 order = None if orders is None else orders[k]
                 after, record = program.epoch(state, *data, keys[k], order, 1.0)
                 records.append(jax.device_get(record))
                 state = after
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
-                    seen = jax.tree.map(lambda *parts: np.stack(parts), *records)
-                    keeper.save(state, seen._asdict(), last=k + 1 == num_epochs)
+                    keeper.save(state, _stacked(records, 0)._asdict(), last=k + 1 == num_epochs)
                 bar.set_postfix_str(f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False)
-                bar.update()
         except KeyboardInterrupt:
             if not records:
                 raise
+            if keeper is not None:
+                keeper.save(state, _stacked(records, 0)._asdict(), last=True)
             finished = f"{len(records)} of {num_epochs} epochs"
             warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=3)
-    return state, jax.tree.map(lambda *parts: np.stack(parts, axis=-1), *records)
+    return state, _stacked(records, -1)
+
+
+def _stacked(records: list[Records], axis: int) -> Records:
+    return jax.tree.map(lambda *parts: np.stack(parts, axis=axis), *records)
 
 
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:
