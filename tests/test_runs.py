@@ -325,6 +325,20 @@ def test_any_changed_bytes_of_a_state_are_seen(tmp_path):
         assert refused > 75
 
 
+def test_a_state_of_other_values_is_seen(tmp_path):
+    """A whole file, with numbers that were not written."""
+    tree = {"a": jnp.arange(3.0)}
+    with Folder("runs.start", tmp_path / "run") as held:
+        held.claim({"kernel": "none"})
+        held.commit(1, tree, {})
+        with np.load(last_state(tmp_path / "run")) as file:
+            arrays = {name: file[name] for name in file.files}
+        arrays["leaf_0"][1] = 7.0
+        np.savez(last_state(tmp_path / "run"), **arrays)
+        with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="all damaged"):
+            held.latest(tree)
+
+
 def test_one_process_at_a_time(tmp_path):
     refused = pytest.raises(ValueError, match=r"another process is writing\. Wait for it")
     with Folder("runs.start", tmp_path / "run"), refused:
