@@ -228,6 +228,24 @@ def test_ctrl_c_returns_the_finished_draws(tmp_path, monkeypatch):
     assert same(draws_of(run), draws_of(whole))
 
 
+def test_ctrl_c_before_a_block_is_committed(tmp_path, monkeypatch):
+    """Draws and state are those of the block before."""
+    whole = start(tmp_path / "whole", make("SGLD", 2), kernel="SGLD")
+    original = Folder.commit
+
+    def press(*args, **kwargs):
+        if args[3]["draws"] >= 5:
+            raise KeyboardInterrupt
+        original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "commit", press)
+        with pytest.warns(UserWarning, match="interrupted"):
+            part = start(tmp_path / "run", make("SGLD", 2), kernel="SGLD", block_seconds=1e-9)
+    assert part.num_draws == folder.last_notes(tmp_path / "run")["draws"] < 5
+    assert same(part.last_state.z["w"], whole.get_samples(True)["w"][:, part.num_draws - 1])
+
+
 SCRIPT = """
 import sys, signal, jax
 sys.path.insert(0, {tests!r})
@@ -511,6 +529,16 @@ def test_chosen_sites_in_half_precision(tmp_path):
     assert run.get_extra_fields()["potential_energy"].dtype == np.float32
 
 
+def test_predictions_need_all_latent_sites(tmp_path):
+    """Sites that are not kept would be drawn from the prior."""
+    run = start(tmp_path / "run", make("NUTS"), sites=("w/scale",))
+    for options in ({"predictions": {"x": X[:3]}, "log_likelihood": False, "posterior_predictive": False}, {}):
+        with pytest.raises(ValueError, match=r"draws without those of w\. Keep all sites"):
+            bnn.to_inference_data(run, **options)
+    found = bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
+    assert set(found["posterior"].data_vars) == {"w.scale"}
+
+
 def test_a_draw_that_half_precision_cannot_hold(tmp_path):
     def large(y):
         a = numpyro.sample("a", dist.Normal(0.0, 1e6))
@@ -623,8 +651,9 @@ def test_a_state_to_start_from_is_refused(tmp_path):
         start(tmp_path / "run", mcmc)
 
 
-def test_without_zarr_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zarr", None)
+@pytest.mark.parametrize("package", ["zarr", "filelock"])
+def test_without_a_package_the_extra_is_named(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r"pip install numpyro_bnn\[runs\]"):
         start(tmp_path / "run", make("NUTS"))
     assert not (tmp_path / "run").exists()

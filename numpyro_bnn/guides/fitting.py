@@ -151,8 +151,7 @@ class _Run:
 
     @property
     def losses(self) -> np.ndarray:
-        self.chunks = [np.concatenate(self.chunks)]
-        return self.chunks[0][: self.count]
+        return np.concatenate(self.chunks)[: self.count]
 
     def go(self, progress_bar: bool) -> str:
         """Take the remaining steps; return why it stopped early, or ``""``."""

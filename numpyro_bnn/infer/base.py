@@ -25,7 +25,7 @@ from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, st
 from numpyro_bnn.infer.tuning import FORGOTTEN, Noise, listed, temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, learned_parameters, warm_start_of
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.rows import refuse_rows
+from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 from numpyro_bnn.sgmcmc.interfaces import Gradient
 
 GRADIENTS = ("minibatch", "control_variates", "svrg")
@@ -276,8 +276,7 @@ class SGMCMCKernel(ArgumentKernel):
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
         on_batches = target.subsampled and self.uses_minibatches and self._gradient == "minibatch"
         if not on_batches or self.exact or self._warm_start.held_out:
-            why = "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or `held_out` all are needed"
-            refuse_rows(call, why, model_args, model_kwargs)
+            refuse_rows(call, BY_BATCHES, model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
         policy = self.make_policy(target, num_warmup)

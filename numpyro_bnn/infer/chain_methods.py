@@ -33,19 +33,24 @@ def parallel_vectorized(fn: Callable) -> Callable:
     chunk = jax.vmap(fn)
 
     @cache
-    def program(devices: tuple[jax.Device, ...]) -> tuple[Callable, NamedSharding]:
-        mesh, spec = Mesh(np.asarray(devices), ("chain",)), PartitionSpec("chain")
+    def program(mesh: Mesh) -> tuple[Callable, NamedSharding]:
+        spec = PartitionSpec("chain")
         # The chunks are independent: no values need to agree between devices.
         split = jax.shard_map(chunk, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(split), NamedSharding(mesh, spec)
 
     def mapped(chains: Any) -> Any:
-        devices = jax.local_devices()
-        size = jax.tree.leaves(chains)[0].shape[0]
-        count = max(n for n in range(1, len(devices) + 1) if size % n == 0)
-        if count == 1:
+        mesh = chain_mesh(jax.tree.leaves(chains)[0].shape[0])
+        if mesh is None:
             return chunk(chains)
-        run, placed = program(tuple(devices[:count]))
-        return jax.device_put(run(jax.device_put(chains, placed)), devices[0])
+        run, placed = program(mesh)
+        return jax.device_put(run(jax.device_put(chains, placed)), mesh.devices[0])
 
     return mapped
+
+
+def chain_mesh(num_chains: int) -> Mesh | None:
+    """The largest number of local devices that divides the number of chains; ``None`` for one."""
+    devices = jax.local_devices()
+    count = max(n for n in range(1, len(devices) + 1) if num_chains % n == 0)
+    return Mesh(np.asarray(devices[:count]), ("chain",)) if count > 1 else None

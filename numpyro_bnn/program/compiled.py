@@ -128,8 +128,7 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
         if isinstance(part, jax.core.Tracer):
             return None
         with jax.core.eval_context():  # also inside the program in which parallel chains start
-            part = key_numbers(part)
-        array = np.asarray(part)
+            array = np.asarray(key_numbers(part))
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
     inputs = tuple((v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars)
     return digest.digest(), inputs, jax.sharding.get_abstract_mesh()  # chains in parallel are traced in a mesh

@@ -13,6 +13,8 @@ from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
 
 CALL = "runs.Rows"
 MOST_BYTES = 1 << 28  # that are read at once
+# Why kernels that do not work by minibatches alone refuse rows on disk.
+BY_BATCHES = "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or `held_out` all are needed"
 HEAD = 1000  # rows that stand for all of them where their values do not matter
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.rows import rows_in, with_head
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
-from numpyro_bnn.results.fit import Fit, from_guide, from_mcmc, key_text, members_of
+from numpyro_bnn.results.fit import Fit, check_complete, from_guide, from_mcmc, key_text, members_of
 from numpyro_bnn.results.folder import from_folder
 from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL
@@ -116,7 +115,7 @@ def to_inference_data(
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
     if isinstance(result, str | PathLike):
-        groups, settings = from_folder(Path(result), predictions is not None or members or bool(posterior_predictive))
+        groups, settings = from_folder(result, predictions is not None or members or bool(posterior_predictive))
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
     result = result.mcmc if isinstance(result, Run) else result
     chosen = (log_likelihood, posterior_predictive is not False)
@@ -128,6 +127,8 @@ def to_inference_data(
     log_likelihood &= not on_disk
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
+        if log_likelihood or posterior_predictive is not False or predictions is not None:
+            check_complete(result, fit.posterior)
     else:
         options = (jax.random.fold_in(rng_key, 1), num_samples, log_likelihood, draws_per_chunk)
         fit = from_guide(result, guide, args, kwargs or {}, *options)

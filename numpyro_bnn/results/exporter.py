@@ -35,16 +35,14 @@ PARAMETER_AXES = {
 class Exporter:
     """Turns the parts of a fit into ArviZ groups."""
 
-    def __init__(
-        self, fit: Fit, coords: Mapping, dims: Mapping, draws_per_chunk: int | None, progress_bar: bool
-    ) -> None:
+    def __init__(self, fit: Fit, coords: Mapping, dims: Mapping, draws_per_chunk: int | None, shown: bool) -> None:
         self.fit = fit
         self.coords = {**dict(fit.stat_coords.values()), **coords}
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
         self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
-        self.map_draws: Callable = partial(map_draws, progress_bar=progress_bar)
+        self.map_draws: Callable = partial(map_draws, progress_bar=shown)
         check_observations(CALL, "result", self.sites)
         reading = self._read()
         self._check_parameters(reading)

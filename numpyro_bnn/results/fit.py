@@ -92,6 +92,13 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     return Fit(model, arguments, samples, sample_stats(fields), settings, stat_coords=stat_coords)
 
 
+def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
+    """Refuse to evaluate a model at draws that lack latent sites, whose values would come from the prior."""
+    if lacking := sorted(getattr(mcmc.last_state, mcmc.sampler.sample_field).keys() - posterior.keys()):
+        instead = "Keep all sites, or leave out predictions, `log_likelihood` and `posterior_predictive` (False)."
+        raise argument_error(CALL, "result", f"draws without those of {', '.join(lacking)}", instead)
+
+
 def _check_unchanged(mcmc: MCMC) -> None:
     """Refuse data that were changed in place after the run: the draws do not belong to them."""
     kernel, state = mcmc.sampler, mcmc.last_state

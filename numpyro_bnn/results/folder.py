@@ -1,6 +1,7 @@
 """Draws in the folder of a run as ArviZ groups, read from disk when they are used."""
 
 import json
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from numpyro_bnn.runs.draws import SITES, STATISTICS
 from numpyro_bnn.runs.folder import last_notes
 
 
-def from_folder(path: Path, more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def from_folder(folder: str | PathLike, more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Groups and attributes of the draws that are in a folder by now, also while another process adds some.
 
     :param more: whether the model is needed as well.
     :raises ValueError: for a folder that is not one of a run, or has no draws yet.
     """
+    path = Path(folder)
     if more:
         instead = "A folder has no model: pass what `runs.start` returns, the same call with the same folder."
         raise argument_error(CALL, "result", f"{str(path)!r}, of which something is to be computed", instead)

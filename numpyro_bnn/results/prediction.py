@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_flag
@@ -18,12 +19,7 @@ from numpyro_bnn.results.replay import bind
 
 
 def predict(
-    model: Callable,
-    idata: Any,
-    *args: Any,
-    rng_key: jax.Array | None = None,
-    progress_bar: bool = True,
-    **kwargs: Any,
+    model: Callable, idata: Any, *args: Any, rng_key: Array | None = None, progress_bar: bool = True, **kwargs: Any
 ) -> Any:
     """Predictions for new inputs from exported or saved draws: the group ``predictions`` of ``to_inference_data``.
 

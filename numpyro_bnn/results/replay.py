@@ -184,8 +184,7 @@ def map_draws(
     # Few draws take less time than a program that is optimized for many.
     program = compiled.prepare(at_draws, shared, {}, once=QUICK * total <= fitting)
     results: dict[str, np.ndarray] = {}
-    options = {"desc": "predictions", "delay": QUIET, "disable": not progress_bar}
-    for start in tqdm.trange(0, total, size, **options):
+    for start in tqdm.trange(0, total, size, desc="predictions", delay=QUIET, disable=not progress_bar):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
         given = {name: value[index] for name, value in flat.items()}, index, rng_key

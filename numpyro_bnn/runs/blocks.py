@@ -16,6 +16,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import SITES, STATISTICS
@@ -36,19 +37,18 @@ class Chains:
     """The chains of an ``MCMC``, advanced in blocks; the draws are those of ``mcmc.run``.
 
     :param mcmc: settings; neither it nor its kernel is changed.
-    :param devices: over which chains are split.
+    :param mesh: of the devices over which chains are split.
     """
 
     def __init__(
-        self, call: str, mcmc: MCMC, args: tuple, kwargs: Mapping[str, Any], wanted: Wanted, devices: list[jax.Device]
+        self, call: str, mcmc: MCMC, args: tuple, kwargs: Mapping[str, Any], wanted: Wanted, mesh: Mesh | None
     ) -> None:
         self.call, self.mcmc, self.wanted = call, mcmc, wanted
         self.kernel = fresh(mcmc.sampler)
         self.args, self.kwargs = as_arrays(args, kwargs, call)
         self.in_turn = mcmc.num_chains > 1 and mcmc.chain_method == "sequential"
         self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
-        self._devices = devices
-        self.capacity = 1
+        self._mesh = mesh
 
     def start(self, rng_key: jax.Array, init_params: Any) -> Any:
         """The states of all chains before the first transition, as ``mcmc.run`` starts them."""
@@ -67,7 +67,7 @@ class Chains:
         # Weak types would be lost in the first transition and force a second compilation.
         state = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, jnp.result_type(leaf)), state)
         self._outline(state)
-        return self._placed(state)
+        return state
 
     def _outline(self, state: Any) -> None:
         """Shapes of a draw, how many draws a block may hold, and the program."""
@@ -124,7 +124,7 @@ class Chains:
         if not hasattr(value, "dtype"):
             got = f"{name!r}, which is not one array"
             raise argument_error(self.call, "extra_fields", got, "Name one of its parts, such as `z.site`.")
-        return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+        return key_numbers(value)
 
     # -- programs ----------------------------------------------------------------------------------------
 
@@ -151,27 +151,24 @@ class Chains:
             kept = jax.tree.map(lambda like: jnp.zeros((size, *like.shape), like.dtype), self._local_buffer())
             return lax.fori_loop(0, count, transition, (state, kept))
 
-        if len(self._devices) < 2:
+        if self._mesh is None:
             return shared(advance)
-        mesh = Mesh(np.asarray(self._devices), ("chain",))
         by_chain, by_draw, same = PartitionSpec("chain"), PartitionSpec(None, "chain"), PartitionSpec()
         specs: dict[str, Any] = {"in_specs": (by_chain, same, same, same), "out_specs": (by_chain, by_draw)}
-        return jax.jit(jax.shard_map(advance, mesh=mesh, check_vma=False, **specs))
+        return jax.jit(jax.shard_map(advance, mesh=self._mesh, check_vma=False, **specs))
 
     def _local_buffer(self) -> Any:
         """Shapes of what one device keeps of a draw."""
-        parts = len(self._devices)
-        if parts < 2:
+        if self._mesh is None:
             return self._buffer
-        shape = lambda like: (like.shape[0] // parts, *like.shape[1:])  # noqa: E731
-        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(shape(like), like.dtype), self._buffer)
+        spec = NamedSharding(self._mesh, PartitionSpec("chain"))
+        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(spec.shard_shape(like.shape), like.dtype), self._buffer)
 
     def _placed(self, state: Any) -> Any:
         """Every chain on its device."""
-        if len(self._devices) < 2:
+        if self._mesh is None:
             return state
-        mesh = Mesh(np.asarray(self._devices), ("chain",))
-        return jax.device_put(state, NamedSharding(mesh, PartitionSpec("chain")))
+        return jax.device_put(state, NamedSharding(self._mesh, PartitionSpec("chain")))
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for them.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.runs.folder import Folder, digest
+from numpyro_bnn.runs.folder import Folder, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
 
@@ -35,7 +35,6 @@ class Draws:
     def __init__(self, folder: Folder, shapes: Groups) -> None:
         self._folder, self._path, self._shapes = folder, folder.path / "draws.zarr", shapes
         self._arrays: dict[tuple[str, str], Any] = {}
-        import_zarr(folder.call)
         self._check_names()
 
     def _check_names(self) -> None:
@@ -49,7 +48,7 @@ class Draws:
 
     def prepare(self, layout: Layout) -> int:
         """Make the arrays, or lengthen those that are there; return the draws per block, those of the first call."""
-        zarr = import_zarr(self._folder.call)
+        zarr = import_extra(self._folder.call, "zarr")
         try:
             root = zarr.open_group(self._path, mode="a")
             groups = {group: root.require_group(group) for group in self._shapes}
@@ -112,16 +111,6 @@ def _array(group: Any, name: str, like: Any, layout: Layout) -> Any:
 def stored(name: str) -> str:
     """The name of the array of a site."""
     return name.replace("/", ".")
-
-
-def import_zarr(call: str) -> Any:
-    """The package zarr, which is an extra."""
-    try:
-        import zarr
-    except ImportError as cause:
-        instead = "Install it with `pip install numpyro_bnn[runs]`."
-        raise argument_error(call, "folder", "no package zarr to write it with", instead, ImportError) from cause
-    return zarr
 
 
 def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:

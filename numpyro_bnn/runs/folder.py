@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.rows import Rows
 
 FORMAT = 1
@@ -50,13 +52,16 @@ class Folder:
     def __init__(self, call: str, path: str | os.PathLike) -> None:
         check_kind(call, "folder", path, str | os.PathLike, "Pass the name of a folder.")
         self.call, self.path = call, Path(path)
+        filelock = import_extra(call, "filelock")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / "lock")
+            #: Ends with its process, however that ends.
+            self._lock = filelock.FileLock(self.path / "lock", timeout=0)
+            self._lock.acquire()
+        except filelock.Timeout as cause:
+            raise self.error("which another process is writing", "Wait for it, or pass another folder.") from cause
         except OSError as cause:
             raise self.unwritable(cause) from cause
-        if self._lock is None:
-            raise self.error("which another process is writing", "Wait for it, or pass another folder.")
         for part in self.path.glob("*.part"):  # of a process that was killed while it wrote
             part.unlink(missing_ok=True)
 
@@ -185,16 +190,13 @@ def last_notes(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _locked(path: Path) -> Any:
-    """The lock of a folder, which ends with its process however that ends; ``None`` if another one holds it."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path, timeout=0)
+def import_extra(call: str, name: str) -> Any:
+    """A package of the extra ``runs``."""
     try:
-        lock.acquire()
-    except Timeout:
-        return None
-    return lock
+        return import_module(name)
+    except ImportError as cause:
+        instead = "Install it with `pip install numpyro_bnn[runs]`."
+        raise argument_error(call, "folder", f"no package {name} to write it with", instead, ImportError) from cause
 
 
 def sync(folder: Path) -> None:
@@ -239,7 +241,7 @@ def digest(tree: Any) -> str:
 
 def raw(leaf: Any) -> np.ndarray:
     """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16 and the like."""
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    array = np.asarray(key_numbers(leaf))
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
@@ -247,11 +249,7 @@ def restored(array: np.ndarray, leaf: Any) -> jax.Array:
     """The leaf that :func:`raw` was given, of the kind, shape and dtype of ``leaf``; else a ``ValueError``."""
     if array.shape != raw(leaf).shape or array.dtype != raw(leaf).dtype:
         raise ValueError("a leaf of another shape or dtype")
-    if _is_key(leaf):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
     # A copy: on the CPU, JAX might otherwise keep working in memory that NumPy owns.
     return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

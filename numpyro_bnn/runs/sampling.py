@@ -13,11 +13,11 @@ import tqdm
 from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_key, check_kind, check_number
-from numpyro_bnn.infer.chain_methods import parallel_vectorized
+from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Wanted
-from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, Layout, import_zarr
-from numpyro_bnn.runs.folder import Folder, Saved, digest
+from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, Layout
+from numpyro_bnn.runs.folder import Folder, Saved, digest, import_extra
 from numpyro_bnn.runs.identity import described_model, described_options, described_versions
 
 CALL = "runs.start"
@@ -116,11 +116,12 @@ def start(
     """
     _check(mcmc, rng_key, extra_fields, sites, dtype, progress_bar, (args, kwargs, init_params))
     check_number(CALL, "block_seconds", block_seconds, strict=True)
-    import_zarr(CALL)
+    import_extra(CALL, "zarr")
     names = (*mcmc.sampler.default_fields, *extra_fields)
     fields = tuple(dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field))
     wanted = Wanted(sites, dtype, fields)
-    chains = Chains(CALL, mcmc, args, kwargs, wanted, _devices(mcmc))
+    split = mcmc.chain_method in ("parallel", parallel_vectorized)
+    chains = Chains(CALL, mcmc, args, kwargs, wanted, chain_mesh(mcmc.num_chains) if split else None)
     description = {
         **{name: str(getattr(mcmc, name)) for name in ("num_chains", "num_warmup", "thinning")},
         "rng_key": digest(rng_key)[:16],
@@ -244,17 +245,11 @@ class _Loop:
     def _commit(
         self, state: Any, warmed: int | None = None, draws: int = 0, block: tuple = (0, 0), written: str = ""
     ) -> None:
-        self.number += 1
-        self.warmed, self.draws_done = self.warmed if warmed is None else warmed, draws
-        notes = {
-            "warmed": self.warmed,
-            "draws": draws,
-            "block": block,
-            "digest": written,
-            "diverging": self.diverging,
-        }
-        self.folder.commit(self.number, state, notes)
-        self.state = state
+        warmed = self.warmed if warmed is None else warmed
+        notes = {"warmed": warmed, "draws": draws, "block": block, "digest": written}
+        self.folder.commit(self.number + 1, state, notes | {"diverging": self.diverging})
+        # An interruption before this line leaves the block before, on disk and here.
+        self.number, self.warmed, self.draws_done, self.state = self.number + 1, warmed, draws, state
 
     def _show(self, bar: tqdm.tqdm, phase: str, steps: int) -> None:
         size = next((found for name in STEP_SIZES if (found := _value(self.state, name)) is not None), None)
@@ -272,15 +267,6 @@ def _value(state: Any, name: str) -> Any:
     for part in name.split("."):
         state = getattr(state, part, None)
     return state
-
-
-def _devices(mcmc: MCMC) -> list[jax.Device]:
-    """The devices over which the chains are split."""
-    if mcmc.chain_method not in ("parallel", parallel_vectorized) or mcmc.num_chains == 1:
-        return []
-    local = jax.local_devices()
-    count = max(n for n in range(1, len(local) + 1) if mcmc.num_chains % n == 0)
-    return local[:count] if count > 1 else []
 
 
 def _check(

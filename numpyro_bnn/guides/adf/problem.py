@@ -254,9 +254,13 @@ def run_epochs(
     num_epochs = keys.shape[0]
     records: list[Records] = []
     warned = False
+
+    def seen() -> Records:
+        return jax.tree.map(lambda *parts: np.stack(parts, axis=-1), *records)
+
     if keeper is not None and (found := keeper.load(state)) is not None:
         state, kept = found
-        records = [Records(*row) for row in zip(kept["log_z"], kept["refused"], strict=True)]
+        records = [Records(*row) for row in zip(kept["log_z"].T, kept["refused"].T, strict=True)]
     done = len(records)
     shown = progress_bar and done < num_epochs
     with tqdm.trange(max(0, num_epochs - done), total=num_epochs, initial=done, disable=not shown) as bar:
@@ -268,20 +272,16 @@ def run_epochs(
                 state = after
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
-                    keeper.save(state, _stacked(records, 0)._asdict(), last=k + 1 == num_epochs)
+                    keeper.save(state, seen()._asdict(), last=False)
                 bar.set_postfix_str(f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False)
         except KeyboardInterrupt:
             if not records:
                 raise
-            if keeper is not None:
-                keeper.save(state, _stacked(records, 0)._asdict(), last=True)
             finished = f"{len(records)} of {num_epochs} epochs"
             warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=3)
-    return state, _stacked(records, -1)
-
-
-def _stacked(records: list[Records], axis: int) -> Records:
-    return jax.tree.map(lambda *parts: np.stack(parts, axis=axis), *records)
+    if keeper is not None:
+        keeper.save(state, seen()._asdict(), last=True)
+    return state, seen()
 
 
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:
