@@ -73,13 +73,13 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     if not heteroscedastic:
         sigma = numpyro.sample("sigma", noise) if isinstance(noise, dist.Distribution) else noise
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
-        out = f(jnp.asarray(x)[index])
+        out = f(_rows(jnp.asarray(x), index))
         mean, sd = out[..., :targets], sigma
         if heteroscedastic:
             sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
         sd = jnp.broadcast_to(sd, mean.shape)
         likelihood = dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
-        numpyro.sample("y", likelihood, obs=None if y is None else y[index])
+        numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index))
 
 
 def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
@@ -118,7 +118,13 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
         y = jnp.asarray(y, dtype=int)
     f = random_network("net", net, jnp.shape(x)[1:], prior)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
-        numpyro.sample("y", dist.Categorical(logits=f(jnp.asarray(x)[index])), obs=None if y is None else y[index])
+        logits = f(_rows(jnp.asarray(x), index))
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=None if y is None else _rows(y, index))
+
+
+def _rows(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Those of a minibatch; all rows as they are, so that they may be spread over devices."""
+    return values if len(index) == len(values) else values[index]
 
 
 def _check_noise(call: str, noise: Any) -> None:

@@ -1,6 +1,6 @@
 """How chains share the devices of a machine: a ``chain_method`` for NumPyro's ``MCMC``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -40,7 +40,7 @@ def parallel_vectorized(fn: Callable) -> Callable:
         return jax.jit(split), NamedSharding(mesh, spec)
 
     def mapped(chains: Any) -> Any:
-        mesh = chain_mesh(jax.tree.leaves(chains)[0].shape[0])
+        mesh = chain_mesh(jax.tree.leaves(chains)[0].shape[0], jax.local_devices())
         if mesh is None:
             return chunk(chains)
         run, placed = program(mesh)
@@ -49,8 +49,7 @@ def parallel_vectorized(fn: Callable) -> Callable:
     return mapped
 
 
-def chain_mesh(num_chains: int) -> Mesh | None:
-    """The largest number of local devices that divides the number of chains; ``None`` for one."""
-    devices = jax.local_devices()
+def chain_mesh(num_chains: int, devices: Sequence[jax.Device]) -> Mesh | None:
+    """The largest number of devices that divides the number of chains; ``None`` for one."""
     count = max(n for n in range(1, len(devices) + 1) if num_chains % n == 0)
     return Mesh(np.asarray(devices[:count]), ("chain",)) if count > 1 else None

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
@@ -20,6 +19,7 @@ from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import SITES, STATISTICS
+from numpyro_bnn.runs.spread import Spread
 
 BLOCK_BYTES = 1 << 26  # of the draws of all chains that are held until they are written
 MOST_DRAWS = 4096  # of a block
@@ -37,18 +37,20 @@ class Chains:
     """The chains of an ``MCMC``, advanced in blocks; the draws are those of ``mcmc.run``.
 
     :param mcmc: settings; neither it nor its kernel is changed.
-    :param mesh: of the devices over which chains are split.
+    :param args: positional and keyword arguments of the model.
+    :param row_counts: sizes of plates, along which data are split.
     """
 
     def __init__(
-        self, call: str, mcmc: MCMC, args: tuple, kwargs: Mapping[str, Any], wanted: Wanted, mesh: Mesh | None
+        self, mcmc: MCMC, args: tuple, kwargs: Mapping, wanted: Wanted, spread: Spread, row_counts: Collection[int]
     ) -> None:
-        self.call, self.mcmc, self.wanted = call, mcmc, wanted
+        self.call, self.mcmc, self.wanted, self.spread = spread.call, mcmc, wanted, spread
         self.kernel = fresh(mcmc.sampler)
-        self.args, self.kwargs = as_arrays(args, kwargs, call)
+        self.args, self.kwargs = as_arrays(args, kwargs, self.call)
         self.in_turn = mcmc.num_chains > 1 and mcmc.chain_method == "sequential"
         self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
-        self._mesh = mesh
+        #: Numbers of rows of the data that are split, by place.
+        self._rows = {place: len(a) for place, a in self._arrays.items() if np.ndim(a) and len(a) in row_counts}
 
     def start(self, rng_key: jax.Array, init_params: Any) -> Any:
         """The states of all chains before the first transition, as ``mcmc.run`` starts them."""
@@ -74,8 +76,11 @@ class Chains:
         one = _one(state, 0) if self.in_turn else state
         try:
             shapes = jax.eval_shape(lambda s, a: self._kept(s, *self._fixed.call(a)), one, self._arrays)
-            self._inputs = self._arrays
-        except NEEDS_VALUES:  # data that shape the model are a part of it
+            self._inputs = self.spread.rows(self._arrays, self._rows)
+        except NEEDS_VALUES as cause:  # data that shape the model are a part of it
+            if self.spread.by_rows:
+                got = 'devices along "data" for a model that is shaped by the values of its data'
+                raise argument_error(self.call, "mesh", got, 'Leave out its axis "data".') from cause
             self._inputs = {}
             shapes = jax.eval_shape(lambda s: self._kept(s, self.args, self.kwargs), one)
         lead = 1 if self.batched else 0
@@ -87,7 +92,7 @@ class Chains:
         size = sum(v.size * v.dtype.itemsize for values in shapes.values() for v in values.values())
         self.capacity = int(np.clip(BLOCK_BYTES // max(1, size), 1, MOST_DRAWS))
         self._buffer = shapes
-        self._program = self._compiled()
+        self._program = self._compiled(state)
 
     @property
     def batched(self) -> bool:
@@ -128,12 +133,13 @@ class Chains:
 
     # -- programs ----------------------------------------------------------------------------------------
 
-    def _compiled(self) -> Callable:
+    def _compiled(self, state: Any) -> Callable:
         """Some transitions, of which every ``thinning``-th state after the first ones is kept."""
         thinning = self.mcmc.thinning
 
         def advance(state: Any, first: jax.Array, count: jax.Array, inputs: dict) -> tuple:
-            args, kwargs = self._fixed.call(inputs) if inputs else (self.args, self.kwargs)
+            given = self.spread.cut(inputs, self._rows)
+            args, kwargs = self._fixed.call(given) if given else (self.args, self.kwargs)
 
             def transition(i: jax.Array, carry: tuple) -> tuple:
                 state, kept = carry
@@ -148,27 +154,14 @@ class Chains:
                 return state, lax.cond(due, write, lambda kept: kept, kept)
 
             size = self.capacity
-            kept = jax.tree.map(lambda like: jnp.zeros((size, *like.shape), like.dtype), self._local_buffer())
+            local = self.spread.local(self._buffer)
+            kept = jax.tree.map(lambda like: jnp.zeros((size, *like.shape), like.dtype), local)
             return lax.fori_loop(0, count, transition, (state, kept))
 
-        if self._mesh is None:
+        if self.spread.mesh is None:
             return shared(advance)
-        by_chain, by_draw, same = PartitionSpec("chain"), PartitionSpec(None, "chain"), PartitionSpec()
-        specs: dict[str, Any] = {"in_specs": (by_chain, same, same, same), "out_specs": (by_chain, by_draw)}
-        return jax.jit(jax.shard_map(advance, mesh=self._mesh, check_vma=False, **specs))
-
-    def _local_buffer(self) -> Any:
-        """Shapes of what one device keeps of a draw."""
-        if self._mesh is None:
-            return self._buffer
-        spec = NamedSharding(self._mesh, PartitionSpec("chain"))
-        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(spec.shard_shape(like.shape), like.dtype), self._buffer)
-
-    def _placed(self, state: Any) -> Any:
-        """Every chain on its device."""
-        if self._mesh is None:
-            return state
-        return jax.device_put(state, NamedSharding(self._mesh, PartitionSpec("chain")))
+        zero = self.spread.same(np.int32(0))
+        return self.spread.compiled(advance, self.spread.chains(state), zero, zero, self._inputs)
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for them.
@@ -177,16 +170,16 @@ class Chains:
         :return: the states after them, and what :meth:`fetch` takes.
         """
         count = skipped + draws * self.mcmc.thinning
-        numbers = jnp.int32(skipped), jnp.int32(count)
+        numbers = [self.spread.same(np.int32(number)) for number in (skipped, count)]
         if not self.in_turn:
-            return self._program(self._placed(state), *numbers, self._inputs)
+            return self._program(self.spread.chains(state), *numbers, self._inputs)
         each = [self._program(_one(state, c), *numbers, self._inputs) for c in range(self.mcmc.num_chains)]
         state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[found for found, _ in each])
         return state, [kept for _, kept in each]
 
     def fetch(self, kept: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
         """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group and name."""
-        found = jax.device_get(kept)
+        found = jax.device_get(self.spread.whole(kept))
         if self.in_turn:
             return jax.tree.map(lambda *parts: np.stack([part[:draws] for part in parts]), *found)
         if self.batched:

@@ -69,6 +69,10 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let other processes write."""
         self._lock.release()
 
     def error(self, got: str, instead: str, kind: type[Exception] = ValueError) -> Exception:

@@ -27,11 +27,7 @@ LONGEST = 60  # characters of a value in a description
 def described_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Sites by name with shape and support, data by place, and the log density at three draws from the prior."""
     args, kwargs = as_arrays(args, kwargs, call)
-    try:
-        reading = Reading(model, args, kwargs, full=False)
-    except (TypeError, NotImplementedError, AttributeError) as cause:
-        got = f"arguments with which the model fails ({cause})"
-        raise argument_error(call, "args", got, "Pass those that the model takes.") from cause
+    reading = _reading(call, model, args, kwargs)
     found = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
@@ -48,6 +44,20 @@ def described_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str
         else:
             found[f"argument {place}"] = described_value(leaf)
     return found | {DENSITY: _density(reading)}
+
+
+def plate_sizes(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> set[int]:
+    """Numbers of rows of the plates of a model."""
+    sites = _reading(call, model, *as_arrays(args, kwargs, call)).sites.values()
+    return {site["args"][0] for site in sites if site["type"] == "plate"}
+
+
+def _reading(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
+    try:
+        return Reading(model, args, kwargs, full=False)
+    except (TypeError, NotImplementedError, AttributeError) as cause:
+        got = f"arguments with which the model fails ({cause})"
+        raise argument_error(call, "args", got, "Pass those that the model takes.") from cause
 
 
 def _density(reading: Reading) -> str:

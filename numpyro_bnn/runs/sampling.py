@@ -3,7 +3,8 @@
 import os
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
@@ -13,12 +14,13 @@ import tqdm
 from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_key, check_kind, check_number
-from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
+from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Wanted
 from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, Layout
 from numpyro_bnn.runs.folder import Folder, Saved, digest, import_extra
-from numpyro_bnn.runs.identity import described_model, described_options, described_versions
+from numpyro_bnn.runs.identity import described_model, described_options, described_versions, plate_sizes
+from numpyro_bnn.runs.spread import spread_of
 
 CALL = "runs.start"
 DTYPES = ("float16", "float32", "float64")
@@ -35,7 +37,7 @@ class Run:
     """
 
     def __init__(
-        self, chains: Chains, draws: Draws, state: Any, num_draws: int, complete: bool, given: tuple
+        self, chains: Chains, draws: Draws | None, state: Any, num_draws: int, complete: bool, given: tuple
     ) -> None:
         self._chains, self._draws, self._given = chains, draws, given
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
@@ -49,6 +51,8 @@ class Run:
         return self._read(STATISTICS, group_by_chain)
 
     def _read(self, group: str, group_by_chain: bool) -> dict[str, np.ndarray]:
+        if self._draws is None:
+            raise RuntimeError("runs.Run: the first process has the draws: `if jax.process_index() == 0: ...`.")
         found = self._draws.read(0, self.num_draws, only=group)[group]
         return {n: v if group_by_chain else v.reshape(-1, *v.shape[2:]) for n, v in found.items()}
 
@@ -72,6 +76,7 @@ def start(
     init_params: Any = None,
     sites: Collection[str] | None = None,
     dtype: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     block_seconds: float = 10.0,
     progress_bar: bool = True,
     **kwargs: Any,
@@ -96,6 +101,9 @@ def start(
     :param init_params: initial values, as for ``mcmc.run``.
     :param sites: patterns of the sites to keep, such as ``("sigma", "net/*")``; by default all.
     :param dtype: of the kept values of sites, ``"float16"`` to halve the space; by default as they are.
+    :param mesh: devices, such as ``jax.make_mesh((2, 4), ("chain", "data"))``: chains are split along the axis
+        ``"chain"``, rows of plates along ``"data"``. Also over several processes, each of which makes the same call
+        after ``jax.distributed.initialize``; the first one writes.
     :param block_seconds: seconds between two writes, about.
     :param progress_bar: show a bar over the transitions of all chains.
     :param kwargs: keyword arguments of the model.
@@ -120,8 +128,9 @@ def start(
     names = (*mcmc.sampler.default_fields, *extra_fields)
     fields = tuple(dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field))
     wanted = Wanted(sites, dtype, fields)
-    split = mcmc.chain_method in ("parallel", parallel_vectorized)
-    chains = Chains(CALL, mcmc, args, kwargs, wanted, chain_mesh(mcmc.num_chains) if split else None)
+    spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
+    row_counts = plate_sizes(CALL, mcmc.sampler.model, args, kwargs) if spread.by_rows else ()
+    chains = Chains(mcmc, args, kwargs, wanted, spread, row_counts)
     description = {
         **{name: str(getattr(mcmc, name)) for name in ("num_chains", "num_warmup", "thinning")},
         "rng_key": digest(rng_key)[:16],
@@ -133,22 +142,35 @@ def start(
         **described_model(CALL, mcmc.sampler.model, args, kwargs),
         **described_versions(),
     }
-    with Folder(CALL, folder) as held:
-        held.claim(description)
+    with ExitStack() as stack:
+        held = spread.from_first(lambda: stack.enter_context(_claimed(folder, description)))
         loop = _Loop(chains, held, block_seconds)
         loop.begin(rng_key, init_params)
-        message = loop.go(progress_bar)
+        message = loop.go(progress_bar and spread.leads)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
     complete = loop.draws_done >= loop.draws_wanted
-    return Run(chains, loop.draws, loop.state, loop.draws_done, complete, (args, kwargs))
+    return Run(chains, loop.draws, spread.whole(loop.state), loop.draws_done, complete, (args, kwargs))
+
+
+def _claimed(folder: str | os.PathLike, description: Mapping[str, str]) -> Folder:
+    held = Folder(CALL, folder)
+    try:
+        held.claim(description)
+    except Exception:
+        held.release()
+        raise
+    return held
 
 
 class _Loop:
-    """Blocks of a run: transitions of the warm-up, then draws; after each of them everything is on disk."""
+    """Blocks of a run: transitions of the warm-up, then draws; after each of them everything is on disk.
 
-    def __init__(self, chains: Chains, folder: Folder, block_seconds: float) -> None:
-        self.chains, self.folder, self.seconds = chains, folder, block_seconds
+    :param folder: ``None`` in all processes but the first one.
+    """
+
+    def __init__(self, chains: Chains, folder: Any, block_seconds: float) -> None:
+        self.chains, self.spread, self.folder, self.seconds = chains, chains.spread, folder, block_seconds
         mcmc = chains.mcmc
         self.warmup, self.draws_wanted = mcmc.num_warmup, mcmc.num_samples // mcmc.thinning
         self.warmed = self.draws_done = self.number = self.diverging = 0
@@ -157,22 +179,31 @@ class _Loop:
     def begin(self, rng_key: jax.Array, init_params: Any) -> None:
         """The first state, or the last one on disk."""
         self.state = self.chains.start(rng_key, init_params)
-        self.draws = Draws(self.folder, self.chains.shapes)
+        self.draws = self.spread.from_first(lambda: Draws(self.folder, self.chains.shapes))
+        numbers, self.state = self.spread.from_first(self._saved, (np.zeros(4, np.int64), self.state))
+        self.number, self.warmed, self.draws_done, self.diverging = (int(number) for number in numbers)
+
+    def _saved(self) -> tuple[np.ndarray, Any]:
+        """Of the last state on disk: its number, steps of the warm-up, draws, and divergences; and that state."""
         saved = self.folder.latest(self.state, self._is_whole)
-        if saved is not None:
-            notes, self.state, self.number = saved.notes, saved.tree, saved.number
-            self.warmed, self.draws_done, self.diverging = (notes[n] for n in ("warmed", "draws", "diverging"))
+        if saved is None:
+            return np.zeros(4, np.int64), self.state
+        return np.array([saved.number, *(saved.notes[n] for n in ("warmed", "draws", "diverging"))]), saved.tree
 
     def _is_whole(self, saved: Saved) -> bool:
         """Whether the draws of the block that a state ends are on disk."""
         start, stop = saved.notes["block"]
         if start == stop:
             return True
-        self._prepare(1)
+        self._prepared(1)
         return self.draws.holds(start, stop, saved.notes["digest"])
 
-    def _prepare(self, draws_per_block: int) -> int:
+    def _prepared(self, draws_per_block: int) -> int:
         return self.draws.prepare(Layout(self.chains.mcmc.num_chains, self.draws_wanted, draws_per_block))
+
+    def _agreed(self, find: Callable[[Any], int], given: float) -> int:
+        """A number that the first process finds, in all processes."""
+        return int(self.spread.from_first(lambda: np.int64(find(given)), np.int64(0)))
 
     def go(self, progress_bar: bool) -> str:
         """Take the remaining blocks; return why it stopped early, or ``""``."""
@@ -185,14 +216,19 @@ class _Loop:
                 self._warm_up(bar)
                 self._sample(bar)
             except KeyboardInterrupt:
-                if not self.draws_done:
+                if not self.draws_done or self.spread.several:
                     raise
                 return f"interrupted: {self.draws_done} of {self.draws_wanted} draws; the same call goes on."
+            except jax.errors.JaxRuntimeError as cause:
+                if not self.spread.several:
+                    raise
+                text = "Start all processes again: the same call goes on from the last block."
+                raise RuntimeError(f"{CALL}: another process of this run may have ended. {text}") from cause
         return ""
 
     def _warm_up(self, bar: tqdm.tqdm) -> None:
         while self.warmed < self.warmup:
-            count = min(self._steps_in(self.seconds), self.warmup - self.warmed)
+            count = min(self._agreed(self._steps_in, self.seconds), self.warmup - self.warmed)
             state, _ = jax.block_until_ready(self.chains.advance(self.state, count, 0))
             self._note_pace(count)
             self._commit(state, warmed=self.warmed + count)
@@ -201,13 +237,14 @@ class _Loop:
     def _sample(self, bar: tqdm.tqdm) -> None:
         thinning, total = self.chains.mcmc.thinning, self.draws_wanted
         if self.draws_done >= total:
-            self._prepare(1)
+            self._agreed(self._prepared, 1)
             return
         while not self.pace:  # without warm-up: time some transitions, and discard them
             jax.block_until_ready(self.chains.advance(self.state, 1, 0))
             self._note_pace(1)
         longest = min(self.chains.capacity, total)
-        block = self._prepare(int(np.clip(self._steps_in(self.seconds) // thinning, 1, longest)))
+        wanted = int(np.clip(self._agreed(self._steps_in, self.seconds) // thinning, 1, longest))
+        block = self._agreed(self._prepared, wanted)
         start: int = self.draws_done
         launched: Any = None
         self.ended = time.perf_counter()
@@ -220,7 +257,7 @@ class _Loop:
             found = self.chains.fetch(kept, stop - start)
             self._note_pace((stop - start) * thinning)
             self._check_range(found[SITES])
-            written = self.draws.write(start, found)
+            written = self.draws.write(start, found) if self.draws else ""
             self.diverging += int(np.sum(found[STATISTICS].get("diverging", 0)))
             self._commit(state, draws=stop, block=(start, stop), written=written)
             self._show(bar, "sampling", (stop - start) * thinning)
@@ -247,7 +284,9 @@ class _Loop:
     ) -> None:
         warmed = self.warmed if warmed is None else warmed
         notes = {"warmed": warmed, "draws": draws, "block": block, "digest": written}
-        self.folder.commit(self.number + 1, state, notes | {"diverging": self.diverging})
+        whole = self.spread.whole(state)
+        if self.folder:
+            self.folder.commit(self.number + 1, whole, notes | {"diverging": self.diverging})
         # An interruption before this line leaves the block before, on disk and here.
         self.number, self.warmed, self.draws_done, self.state = self.number + 1, warmed, draws, state
 

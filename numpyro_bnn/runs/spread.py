@@ -1,0 +1,186 @@
+"""How the chains and the rows of a run are spread over devices, of one process or of several."""
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpyro.infer import MCMC
+
+from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._keys import key_numbers
+from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
+from numpyro_bnn.program.rows import refuse_rows
+from numpyro_bnn.runs.folder import raw, restored
+
+AXES = CHAIN, DATA = "chain", "data"
+BY_CHAIN, BY_DRAW, SAME = PartitionSpec(CHAIN), PartitionSpec(None, CHAIN), PartitionSpec()
+_MOVED = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(")
+
+
+class Spread:
+    """Chains along the axis ``"chain"`` of a mesh, rows along its axis ``"data"``; all processes run one program.
+
+    What the program needs beyond the chains and rows of its own device it gets by the collective operations of XLA.
+    Only the first process writes to the disk; the others learn from it what was there.
+
+    :param mesh: ``None`` for one device.
+    """
+
+    def __init__(self, call: str, mesh: Mesh | None) -> None:
+        self.call = call
+        self.mesh: Any = mesh
+        self.several = jax.process_count() > 1
+        #: Whether this is the process that writes.
+        self.leads = jax.process_index() == 0
+        self.by_chain = mesh is not None and mesh.shape[CHAIN] > 1
+        self.by_rows = mesh is not None and mesh.shape.get(DATA, 1) > 1
+
+    # -- arrays --------------------------------------------------------------------------------------
+
+    def chains(self, state: Any) -> Any:
+        """States of all chains, each on its devices."""
+        return state if self.mesh is None else jax.tree.map(self._chain, state)
+
+    def _chain(self, leaf: jax.Array) -> jax.Array:
+        return self._placed(leaf, BY_CHAIN if self.by_chain else SAME)
+
+    def local(self, shapes: Any) -> Any:
+        """Shapes of what one device has of arrays (C, ...)."""
+        if not self.by_chain:
+            return shapes
+        part = NamedSharding(self.mesh, BY_CHAIN).shard_shape
+        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(part(like.shape), like.dtype), shapes)
+
+    def same(self, value: Any) -> Any:
+        """An array on all devices."""
+        return value if self.mesh is None else self._placed(value, SAME)
+
+    def rows(self, arrays: Mapping[str, Any], split: Collection[str]) -> dict[str, jax.Array]:
+        """Data by place, some of them in parts, of which the last one is filled up with copies of rows."""
+        parts = set(split if self.by_rows else ())
+        return {place: self._parts(a) if place in parts else self.same(a) for place, a in arrays.items()}
+
+    def _parts(self, array: Any) -> jax.Array:
+        missing = -len(array) % self.mesh.shape[DATA]
+        filled = np.resize(array, (len(array) + missing, *np.shape(array)[1:])) if missing else array
+        return self._placed(filled, PartitionSpec(DATA))
+
+    def cut(self, arrays: Mapping[str, jax.Array], lengths: Mapping[str, int]) -> dict[str, jax.Array]:
+        """Inside of the program: rows without the copies."""
+        return {place: array[: lengths[place]] if place in lengths else array for place, array in arrays.items()}
+
+    def _placed(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
+        sharding = NamedSharding(self.mesh, spec)
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            numbers = self._placed(jax.random.key_data(leaf), spec)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+        values = np.asarray(leaf)
+        return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+
+    def whole(self, tree: Any) -> Any:
+        """Arrays on the devices of all processes as arrays of every process."""
+        if not self.several:
+            return tree
+        numbers = multihost_utils.process_allgather(jax.tree.map(key_numbers, tree), tiled=True)
+        return jax.tree.map(restored, numbers, tree)
+
+    # -- programs ------------------------------------------------------------------------------------
+
+    def compiled(self, advance: Callable, *given: Any) -> Callable:
+        """``advance(state, first, count, inputs)`` for the shapes ``given``, every device with its own chains.
+
+        Along the axis of the rows, XLA splits the work where the data are split.
+        """
+        if self.by_chain:
+            specs: dict[str, Any] = {"in_specs": (BY_CHAIN, SAME, SAME, SAME), "out_specs": (BY_CHAIN, BY_DRAW)}
+            advance = jax.shard_map(advance, mesh=self.mesh, axis_names={CHAIN}, check_vma=False, **specs)
+        program = jax.jit(advance).lower(*given).compile()
+        if self.by_rows:
+            self._warn_of_moved_rows(program.as_text() or "", given[-1])
+        return program
+
+    def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, jax.Array]) -> None:
+        """Warn of a program that collects all rows on every device, in each step."""
+        parts = NamedSharding(self.mesh, PartitionSpec(DATA))
+        split = {len(a) for a in inputs.values() if a.sharding.is_equivalent_to(parts, a.ndim)}
+        moved = {int(size) for shapes in _MOVED.findall(text) for size in re.findall(r"\[(\d+)", shapes)}
+        # The copies of the last part may be gone.
+        if any(rows - self.mesh.shape[DATA] < size <= rows for rows in split for size in moved):
+            text = "Take rows in the model by `numpyro.subsample(x, event_dim)`, as XLA cannot split `x[index]`."
+            warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=6)
+
+    # -- agreement -----------------------------------------------------------------------------------
+
+    def from_first(self, find: Callable[[], Any], like: Any = None) -> Any:
+        """What the first process finds, in all of them.
+
+        :param like: a tree of arrays with the shapes and dtypes of what is found; by default nothing is sent.
+        :raises RuntimeError: in the others, if the first one fails.
+        """
+        if not self.several:
+            return find()
+        error, found = None, like
+        if self.leads:
+            try:
+                found = find()
+            except Exception as cause:
+                error = cause
+        if multihost_utils.broadcast_one_to_all(np.int32(error is not None)):
+            raise error or RuntimeError(f"{self.call}: the first process has stopped, and says why.")
+        if like is None:
+            return found
+        # As bytes: JAX would round numbers of 64 bits.
+        numbers = jax.tree.map(raw, found)
+        sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_bytes, numbers))
+        received = jax.tree.map(lambda s, n: np.asarray(s).view(n.dtype).reshape(n.shape), sent, numbers)
+        return jax.tree.map(restored, received, like)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
+    """The mesh of a run, as given or for the chain method; refuse one that cannot be used.
+
+    :param given: arguments of the model.
+    """
+    split = mcmc.chain_method in ("parallel", parallel_vectorized)
+    if mesh is None:
+        mesh = chain_mesh(mcmc.num_chains, jax.devices()) if split else None
+        spread = Spread(call, mesh)
+    else:
+        check_kind(call, "mesh", mesh, Mesh, 'Pass e.g. `jax.make_mesh((2, 4), ("chain", "data"))`.')
+        if not set(AXES) >= set(mesh.axis_names) >= {CHAIN}:
+            instead = 'Name its axes "chain", and "data" for rows.'
+            raise argument_error(call, "mesh", f"axes {mesh.axis_names}", instead)
+        spread = Spread(call, Mesh(mesh.devices, mesh.axis_names))  # XLA finds how values in between are split
+        if mcmc.num_chains > 1 and mcmc.chain_method == "sequential":
+            got = "chain_method='sequential' with a mesh"
+            raise argument_error(call, "mcmc", got, "Use 'vectorized': every device has its own chains.")
+    _check(spread, mcmc.num_chains, given)
+    return spread
+
+
+def _check(spread: Spread, num_chains: int, given: Any) -> None:
+    call, mesh = spread.call, spread.mesh
+    if spread.by_rows:
+        refuse_rows(call, "Rows on disk are not split over devices", given)
+    if mesh is not None and num_chains % mesh.shape[CHAIN]:
+        got = f'{mesh.shape[CHAIN]} devices along "chain" for {num_chains} chains'
+        raise argument_error(call, "mesh", got, "Take a number of chains that they divide.")
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)):
+        instead = "Pass all rows in every process, e.g. as a memory map."
+        raise argument_error(call, "args", "arrays of which this process has a part", instead)
+    used = {device.process_index for device in mesh.devices.flat} if mesh is not None else {0}
+    if len(used) < jax.process_count():
+        got = f"{num_chains} chains for {jax.process_count()} processes, of which {len(used)} would have work"
+        instead = "Use `chain_method='parallel'` with a multiple of the number of devices, or pass `mesh`."
+        raise argument_error(call, "mcmc", got, instead)
