@@ -51,6 +51,9 @@ class Chains:
         self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
         #: Numbers of rows of the data that are split, by place.
         self._rows = {place: len(a) for place, a in self._arrays.items() if np.ndim(a) and len(a) in row_counts}
+        if spread.by_rows and not self._rows:
+            got = f'devices along "data", but no array with as many rows as a plate ({sorted(row_counts)})'
+            raise argument_error(self.call, "mesh", got, "Give the model a `numpyro.plate` of its rows.")
 
     def start(self, rng_key: jax.Array, init_params: Any) -> Any:
         """The states of all chains before the first transition, as ``mcmc.run`` starts them."""

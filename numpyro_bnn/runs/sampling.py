@@ -150,7 +150,7 @@ def start(
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
     complete = loop.draws_done >= loop.draws_wanted
-    return Run(chains, loop.draws, spread.whole(loop.state), loop.draws_done, complete, (args, kwargs))
+    return Run(chains, loop.draws, loop.last, loop.draws_done, complete, (args, kwargs))
 
 
 def _claimed(folder: str | os.PathLike, description: Mapping[str, str]) -> Folder:
@@ -182,6 +182,7 @@ class _Loop:
         self.draws = self.spread.from_first(lambda: Draws(self.folder, self.chains.shapes))
         numbers, self.state = self.spread.from_first(self._saved, (np.zeros(4, np.int64), self.state))
         self.number, self.warmed, self.draws_done, self.diverging = (int(number) for number in numbers)
+        self.last = self.state  # on the host of every process
 
     def _saved(self) -> tuple[np.ndarray, Any]:
         """Of the last state on disk: its number, steps of the warm-up, draws, and divergences; and that state."""
@@ -288,10 +289,11 @@ class _Loop:
         if self.folder:
             self.folder.commit(self.number + 1, whole, notes | {"diverging": self.diverging})
         # An interruption before this line leaves the block before, on disk and here.
-        self.number, self.warmed, self.draws_done, self.state = self.number + 1, warmed, draws, state
+        reached = self.number + 1, warmed, draws, state, whole
+        self.number, self.warmed, self.draws_done, self.state, self.last = reached
 
     def _show(self, bar: tqdm.tqdm, phase: str, steps: int) -> None:
-        size = next((found for name in STEP_SIZES if (found := _value(self.state, name)) is not None), None)
+        size = next((found for name in STEP_SIZES if (found := _value(self.last, name)) is not None), None)
         text = "" if size is None else f"step size {float(np.median(size)):.2e}"
         text += f", {self.diverging} diverging" if self.diverging else ""
         bar.set_description(phase, refresh=False)

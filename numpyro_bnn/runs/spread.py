@@ -20,6 +20,7 @@ from numpyro_bnn.runs.folder import raw, restored
 AXES = CHAIN, DATA = "chain", "data"
 BY_CHAIN, BY_DRAW, SAME = PartitionSpec(CHAIN), PartitionSpec(None, CHAIN), PartitionSpec()
 _MOVED = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(")
+_SHAPE = re.compile(r"\[([\d,]+)\]")
 
 
 class Spread:
@@ -79,8 +80,7 @@ class Spread:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            numbers = self._placed(jax.random.key_data(leaf), spec)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+            return _with_keys(self._placed(jax.random.key_data(leaf), spec), leaf)
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
@@ -89,7 +89,7 @@ class Spread:
         if not self.several:
             return tree
         numbers = multihost_utils.process_allgather(jax.tree.map(key_numbers, tree), tiled=True)
-        return jax.tree.map(restored, numbers, tree)
+        return jax.tree.map(_with_keys, numbers, tree)
 
     # -- programs ------------------------------------------------------------------------------------
 
@@ -109,10 +109,11 @@ class Spread:
     def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, jax.Array]) -> None:
         """Warn of a program that collects all rows on every device, in each step."""
         parts = NamedSharding(self.mesh, PartitionSpec(DATA))
-        split = {len(a) for a in inputs.values() if a.sharding.is_equivalent_to(parts, a.ndim)}
-        moved = {int(size) for shapes in _MOVED.findall(text) for size in re.findall(r"\[(\d+)", shapes)}
-        # The copies of the last part may be gone.
-        if any(rows - self.mesh.shape[DATA] < size <= rows for rows in split for size in moved):
+        largest = max((a for a in inputs.values() if a.sharding.is_equivalent_to(parts, a.ndim)), key=np.size)
+        moved = {tuple(map(int, sizes.split(","))) for sent in _MOVED.findall(text) for sizes in _SHAPE.findall(sent)}
+        rows, *others = largest.shape
+        # Without the copies at the end it may be shorter.
+        if any((length, *others) in moved for length in range(rows - self.mesh.shape[DATA] + 1, rows + 1)):
             text = "Take rows in the model by `numpyro.subsample(x, event_dim)`, as XLA cannot split `x[index]`."
             warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=6)
 
@@ -141,6 +142,12 @@ class Spread:
         sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_bytes, numbers))
         received = jax.tree.map(lambda s, n: np.asarray(s).view(n.dtype).reshape(n.shape), sent, numbers)
         return jax.tree.map(restored, received, like)
+
+
+def _with_keys(numbers: Any, leaf: jax.Array) -> Any:
+    """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
+    typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf)) if typed else numbers
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
