@@ -43,6 +43,7 @@ SHORT = {
     "examples.benchmarks.minibatches": "--rows 40 --gradients 300 --width 2 --batch-size 8 --num-chains 2"
     " --reference-gradients 6000",
     "examples.benchmarks.runs": "--rows 600 --rounds 1 --draws 2",
+    "examples.benchmarks.scale": "--rows 60 --rounds 1 --draws 2",
     "examples.benchmarks.sgld_step": "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20"
     " --sizes 64 640",
     "examples.probabilistic_backpropagation": "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10"
@@ -140,6 +141,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.tabular", ["--splits", "0"]),
         ("examples.minibatch", ["--batch-size", "0"]),
         ("examples.benchmarks.runs", ["--rows", "0"]),
+        ("examples.benchmarks.scale", ["--rounds", "0"]),
         ("examples.benchmarks.sgld_step", ["--rounds", "0"]),
         ("examples.benchmarks.sgld_step", ["--run-steps", "3"]),
         ("examples.benchmarks.sgld_step", ["--sizes", "3"]),
@@ -854,6 +856,14 @@ def test_runs(tmp_path):
     assert report["psgld_same"]
     assert report["mean_field_same"]
     assert json.loads((tmp_path / "runs.json").read_text())["rows"] == 600
+
+
+@pytest.mark.slow
+def test_scale(tmp_path):
+    report = run("examples.benchmarks.scale", "--output", tmp_path / "scale.json")
+    assert report["chains"]["ratio"] > 0
+    assert set(report["rows"]) == {"60"}
+    assert report["exchange_processes"].keys() == report["exchange_devices"].keys()
 
 
 @pytest.mark.slow

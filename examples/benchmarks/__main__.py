@@ -49,6 +49,7 @@ MEASUREMENTS = {
     "compilation": _json("compilation", "--docs docs/speed.md", data=False),
     "first_draw": _json("first_draw", "--docs docs/speed.md", data=False),
     "runs": _json("runs", data=False),
+    "scale": _json("scale", "--docs docs/scale.md", data=False),
     "minibatches": _json("minibatches", "--docs docs/minibatches.md", data=False, continues=True),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
