@@ -13,6 +13,7 @@ from jax import random
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
@@ -75,6 +76,10 @@ class LinearModel:
         rows = jax.eval_shape(self.mean, u).shape[0]
         derivative = jax.jacfwd if u.size <= rows else jax.jacrev
         return derivative(self.mean)(u)
+
+    def blocks(self) -> Blocks:
+        """The linear map as independent blocks."""
+        return jacobian_blocks(self.mean, self.zeros())
 
     def gaussian(self) -> LinearGaussian:
         """Everything except the linear map."""
