@@ -16,6 +16,7 @@ from numpyro.infer.util import log_density
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors
 from numpyro_bnn.infer.collapse import log_marginal, sample
+from numpyro_bnn.infer.linear_blocks import Blocks
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, read
 from numpyro_bnn.program.reading import Reading
 
@@ -99,6 +100,11 @@ def test_sites_are_drawn_from_their_conditional(collapsed):
 SHAPES = [(12, 4), (4, 12)]  # more data than weights, and more weights than data
 
 
+def whole(x):
+    """A linear map as one block."""
+    return Blocks(x, *map(np.arange, x.shape))
+
+
 def make_data(n, p):
     rng = np.random.default_rng(n)
     x = rng.normal(size=(n, p))
@@ -139,12 +145,12 @@ def test_draws_and_marginal_density_are_exact(shape):
     sd = 1.3 * np.linspace(0.5, 2.0, p)
     ones = jnp.ones(n)
     gaussian = LinearGaussian(jnp.asarray(sd, jnp.float32), jnp.ones(p), y, 0.3 * x.sum(1), 0.7 * ones, ones)
-    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    draws = jax.vmap(lambda key: sample(key, gaussian, whole(x)))(random.split(random.key(0), 4000))
     assert_normal(0.3 + draws, *posterior(x, y, 0.7, np.full(p, 0.3), sd))
     scaled = np.asarray(x, float) * sd
     covariance = scaled @ scaled.T + 0.49 * np.eye(n)
     exact = scipy.stats.multivariate_normal(gaussian.mean, covariance).logpdf(np.asarray(y))
-    assert float(log_marginal(gaussian, x)) == pytest.approx(exact, rel=2e-5)
+    assert float(log_marginal(gaussian, whole(x))) == pytest.approx(exact, rel=2e-5)
 
 
 def locations(x, y=None, mask=True, power=1.0):
@@ -171,7 +177,7 @@ def test_draws_of_hierarchies_with_masks_and_scales_are_exact():
     linear = LinearModel(reading, structure, {})
 
     def draw(key):
-        traced = linear.trace(sample(key, linear.gaussian(), linear.jacobian()))
+        traced = linear.trace(sample(key, linear.gaussian(), linear.blocks()))
         return {name: traced[name]["value"] for name in structure.shapes}
 
     draws = jax.jit(jax.vmap(draw))(random.split(random.key(2), 4000))
@@ -202,7 +208,7 @@ def spread_scales(shape, orders):
 def test_draws_under_prior_scales_of_many_orders_of_magnitude(shape, orders):
     """Squares of such a condition number do not fit into single precision."""
     x, gaussian = spread_scales(shape, orders)
-    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    draws = jax.vmap(lambda key: sample(key, gaussian, whole(x)))(random.split(random.key(0), 4000))
     mean, covariance = posterior(x, gaussian.value, 0.5, np.zeros(shape[1]), gaussian.prior_sd)
     # Each weight by itself; together they would be compared through the inverse of a singular matrix.
     scaled = (np.asarray(draws) - mean) / np.sqrt(np.diag(covariance))
@@ -216,7 +222,7 @@ def test_marginal_density_under_prior_scales_of_many_orders_of_magnitude(shape):
     left, singular, _ = np.linalg.svd(np.asarray(x, np.float64) * np.asarray(gaussian.prior_sd, np.float64))
     variance = 0.25 + np.append(singular**2, np.zeros(shape[0] - len(singular)))
     exact = scipy.stats.norm.logpdf(left.T @ np.asarray(gaussian.value, np.float64), 0.0, np.sqrt(variance)).sum()
-    assert float(log_marginal(gaussian, x)) == pytest.approx(exact, rel=1e-4)
+    assert float(log_marginal(gaussian, whole(x))) == pytest.approx(exact, rel=1e-4)
 
 
 def test_marginal_density_of_powers_of_densities():
@@ -232,7 +238,7 @@ def test_marginal_density_of_powers_of_densities():
     arrays = ([sd_prior], [power_prior], value, np.full(3, 0.1), sd, power)
     gaussian = LinearGaussian(*(jnp.asarray(part, jnp.float32) for part in arrays))
     slope = jnp.asarray(slope, jnp.float32)[:, None]
-    assert float(log_marginal(gaussian, slope)) == pytest.approx(exact, rel=1e-5)
+    assert float(log_marginal(gaussian, whole(slope))) == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -242,7 +248,7 @@ def test_draws_of_powers_of_densities(shape):
     weight, gamma = np.linspace(0.0, 1.5, n), np.linspace(0.3, 2.0, p)
     arrays = (np.full(p, 1.2), gamma, y, np.zeros(n), np.full(n, 0.7), weight)
     gaussian = LinearGaussian(*(jnp.asarray(part, jnp.float32) for part in arrays))
-    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    draws = jax.vmap(lambda key: sample(key, gaussian, whole(x)))(random.split(random.key(0), 4000))
     assert_normal(draws, *posterior(x, y, 0.7, np.zeros(p), 1.2 / np.sqrt(gamma), weight))
 
 

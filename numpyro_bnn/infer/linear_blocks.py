@@ -54,7 +54,7 @@ def jacobian_blocks(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> Block
 
 
 def _follow(closed: Any, inputs: list[Any]) -> list[Any]:
-    """Outputs of a linear program: terms, values of what does not depend on u, ``None`` for what is not understood."""
+    """Outputs of a linear program: terms, values that do not depend on u, ``None`` for what is not understood."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
@@ -136,9 +136,7 @@ def _moved(move: Callable, index: np.ndarray) -> np.ndarray:
 
 def _split(terms: _Terms, size: int) -> Blocks | None:
     """Blocks of outputs with the same inputs; ``None`` if inputs are in several blocks, or in none."""
-    _, first, block, count = np.unique(
-        terms.index.min(1), return_index=True, return_inverse=True, return_counts=True
-    )
+    _, first, block, count = np.unique(terms.index.min(1), return_index=True, return_inverse=True, return_counts=True)
     columns = terms.index[first]
     exclusive = np.array_equal(np.sort(columns, axis=None), np.arange(size))
     if not exclusive or np.ptp(count) or not np.array_equal(terms.index, columns[block]):

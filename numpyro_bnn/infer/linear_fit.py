@@ -100,15 +100,24 @@ def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, 
 
 
 def _by_cholesky(matrix: jax.Array, residual: jax.Array, root: jax.Array) -> tuple[jax.Array, ...]:
-    gain = matrix @ (root @ root.mT)
-    weights = gain.mT @ residual
-    return root, weights, residual - matrix @ weights, gain
+    covariance = root @ root.mT
+    weights = covariance @ _dot(matrix, residual)
+    error = residual - matrix @ weights
+    step = covariance @ (_dot(matrix, error) - weights)  # zero but for rounding
+    return root, weights + step, error - matrix @ step, matrix @ covariance
 
 
 def _by_qr(matrix: jax.Array, residual: jax.Array, _: jax.Array) -> tuple[jax.Array, ...]:
     orthonormal, triangle = _decompose(matrix)
-    root, projected = _inverse(triangle), orthonormal.mT @ residual
-    return root, root @ projected, residual - orthonormal @ projected, orthonormal @ root.mT
+    root, projected = _inverse(triangle), _dot(orthonormal, residual)
+    weights, error = root @ projected, residual - orthonormal @ projected
+    step = _dot(orthonormal, error) - root.mT @ weights  # a second pass of Gram and Schmidt
+    return root, weights + root @ step, error - orthonormal @ step, orthonormal @ root.mT
+
+
+def _dot(matrix: jax.Array, column: jax.Array) -> jax.Array:
+    """R'r without a transposed copy of R."""
+    return jnp.sum(matrix * column, -2)[..., None]
 
 
 def _inverse(triangle: jax.Array) -> jax.Array:
@@ -117,7 +126,7 @@ def _inverse(triangle: jax.Array) -> jax.Array:
 
 
 def _decompose(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R, by chunks of rows (Demmel et al. 2012, TSQR)."""
+    """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R, by chunks of rows (Demmel et al. 2012)."""
     *batch, n, p = matrix.shape
     rows = min(n, max(CHUNK, 4 * p))
     padded = jnp.concatenate([matrix, jnp.zeros((*batch, -n % rows, p), matrix.dtype)], -2)
