@@ -110,7 +110,7 @@ MODELS = {
     "flat weights": (written(lambda h, s, w: h @ w.reshape(K, H).T, {"w": (K * H,)}), ["w"], K),
     "outputs first": (written(lambda h, s, w, b: jnp.einsum("nh,hk->kn", h, w) + b[:, None], WK), ["w", "b"], K),
     "weights left": (written(lambda h, s, w, b: w.T @ h.T + b[:, None], WK), ["w", "b"], K),
-    "batched": (written(lambda h, s, w: jnp.einsum("gnh,gh->gn", jnp.stack([h, -s * h]), w), {"w": (K, H)}), ["w"], K),
+    "batched": (written(lambda h, s, w: jnp.einsum("gnh,gh->gn", jnp.stack([h, s * h]), w), {"w": (K, H)}), ["w"], K),
     "two contracted": (written(lambda h, s, w: jnp.einsum("nh,nk,hk->n", h, Y, w), {"w": (H, K)}), ["w"], 1),
     "appended": (written(lambda h, s, w, b: jnp.c_[h, jnp.ones(N)] @ jnp.append(w, b), B), ["w", "b"], 1),
     "summed": (written(lambda h, s, w: (h * w).sum(-1), W), ["w"], 1),

@@ -30,10 +30,10 @@ class Blocks(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """An array each of whose elements is the sum of r terms ``factor * u[index]``: two arrays (*shape, r)."""
+    """An array each of whose elements is the sum of r terms ``factor * u[place]``: two arrays (*shape, r)."""
 
     factor: Any
-    index: np.ndarray
+    place: np.ndarray
 
 
 def jacobian_blocks(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> Blocks:
@@ -86,10 +86,10 @@ def _terms(equation: Any, operands: list[Any]) -> _Terms | None:
         bind = partial(equation.primitive.bind, **params)
         numbers = [terms.factor if i in which else operand for i, operand in enumerate(operands)]
         factor = jax.vmap(bind, [-1 if i in which else None for i in range(len(operands))], -1)(*numbers)
-        return _Terms(factor, _moved(bind, terms.index) if name in MOVES else _wide(terms.index, shape))
+        return _Terms(factor, _moved(bind, terms.place) if name in MOVES else _wide(terms.place, shape))
     if name == "reduce_sum":
-        kept = [axis for axis in range(terms.index.ndim - 1) if axis not in params["axes"]]
-        order = (*kept, *params["axes"], terms.index.ndim - 1)
+        kept = [axis for axis in range(terms.place.ndim - 1) if axis not in params["axes"]]
+        order = (*kept, *params["axes"], terms.place.ndim - 1)
         return _Terms(*(part.transpose(order).reshape(*shape, -1) for part in terms))
     if name == "dot_general":
         return _contracted(params["dimension_numbers"], shape, operands, which[0])
@@ -102,7 +102,7 @@ def _joined(name: str, params: Any, shape: tuple[int, ...], operands: list[_Term
         (a, i), (b, j) = operands
         factors = [jnp.broadcast_to(part, (*shape, part.shape[-1])) for part in (a, -b if name == "sub" else b)]
         return _Terms(jnp.concatenate(factors, -1), np.concatenate([_wide(i, shape), _wide(j, shape)], -1))
-    if name == "concatenate" and len({part.index.shape[-1] for part in operands}) == 1:
+    if name == "concatenate" and len({part.place.shape[-1] for part in operands}) == 1:
         factor, index = zip(*operands, strict=True)
         return _Terms(jnp.concatenate(factor, params["dimension"]), np.concatenate(index, params["dimension"]))
     return None
@@ -136,12 +136,14 @@ def _moved(move: Callable, index: np.ndarray) -> np.ndarray:
 
 def _split(terms: _Terms, size: int) -> Blocks | None:
     """Blocks of outputs with the same inputs; ``None`` if inputs are in several blocks, or in none."""
-    _, first, block, count = np.unique(terms.index.min(1), return_index=True, return_inverse=True, return_counts=True)
-    columns = terms.index[first]
+    _, first, block, count = np.unique(terms.place.min(1), return_index=True, return_inverse=True, return_counts=True)
+    columns = terms.place[first]
     exclusive = np.array_equal(np.sort(columns, axis=None), np.arange(size))
-    if not exclusive or np.ptp(count) or not np.array_equal(terms.index, columns[block]):
+    if not exclusive or np.ptp(count) or not np.array_equal(terms.place, columns[block]):
         return None
     if len(columns) == 1:
         return Blocks(terms.factor, np.arange(len(block)), columns[0])
     rows = np.argsort(block, kind="stable").reshape(len(columns), -1)
+    if np.array_equal(rows.T.ravel(), np.arange(rows.size)):  # a gather would be slow
+        return Blocks(terms.factor.reshape(*rows.T.shape, -1).swapaxes(0, 1), rows, columns)
     return Blocks(terms.factor[rows], rows, columns)

@@ -146,7 +146,7 @@ def _data(call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tupl
             if used[kind, name] and (kind != "value" or name in below):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
-                    "Only means may depend on them: sample these sites with another kernel, e.g. `NUTS(model)`.",
+                    "Only means may depend on them: give the mean weights of its own, or leave these to the sampler.",
                 )
     if not below:
         raise refused(sites, "No observed normal site depends on them: is the data passed to the model?")
