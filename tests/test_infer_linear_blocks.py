@@ -203,3 +203,13 @@ def test_half_precision_of_features_is_kept():
     found = jacobian_blocks(mean, jnp.zeros(D))
     np.testing.assert_allclose(found.matrix, jax.jacfwd(mean)(jnp.zeros(D)), rtol=1e-2)
     assert found.matrix.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda u: 1 / (2 + u), lambda u: u * u, jnp.sin, jnp.cumsum, lambda u: u @ u[:, None]]
+)
+def test_what_is_not_linear_is_not_read(fn):
+    """The reader of linear programs says so instead of a number."""
+    u = jnp.arange(1.0, 4.0)
+    start = linear_blocks._Terms(jnp.ones((3, 1)), np.arange(3)[:, None])
+    assert linear_blocks._follow(jax.make_jaxpr(fn)(u), [start]) == [None]
