@@ -98,6 +98,9 @@ def test_single_precision(inputs, noise, prior):
     inherent = np.sqrt(np.mean([(float(at) - float(value)) ** 2 for at, _ in rounded]))
     digits = EPS**0.5  # what the Cholesky decomposition may lose, per weight in the log determinant
     assert abs(float(found) - float(value)) < 10 * inherent + 10 * EPS * abs(float(value)) + digits
+    if branches(np.asarray(matrix)) == "cholesky":  # the error of the data has all digits, after a second pass
+        error = np.asarray(exact[1])
+        assert np.linalg.norm(np.asarray(slopes[1], float) - error) < 20 * EPS * np.linalg.norm(error)
     # Slopes along changes of the features, as of the first layer: (1 - h^2) times a smooth function.
     with jax.enable_x64(True):
         h = np.asarray(matrix, float) * noise / prior
@@ -121,6 +124,30 @@ def test_chunks_of_rows_change_nothing(shape, monkeypatch):
     inverse = np.linalg.inv(np.asarray(triangle, float))
     stacked = np.concatenate([factor, inverse], -2)  # orthonormal: T'T = I + R'R
     np.testing.assert_allclose(stacked.swapaxes(-1, -2) @ stacked, np.broadcast_to(np.eye(3), (2, 3, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["one layer", "scales of their own"])
+def test_several_outputs_share_what_is_equal(equal, monkeypatch):
+    """Values and gradients are those of each output, also of several chains."""
+    matrix, _ = features(8, 1.0, 0.1, 1.0)
+    scales = jnp.ones(6) if equal else jnp.asarray([1.0, 1.0, 2.0, 1.0, 0.5, 1.0])
+    matrices = scales.reshape(2, 3, 1, 1) * matrix
+    residuals = jnp.asarray(np.random.default_rng(2).normal(size=(2, 3, 1000, 1)), jnp.float32)
+    used = []
+    shared = linear_fit._shared
+    monkeypatch.setattr(
+        linear_fit, "_shared", lambda *given: jax.debug.callback(lambda: used.append(1)) or shared(*given)
+    )
+    mapped = jax.vmap(jax.value_and_grad(lambda a, b: jnp.sum(log_evidence(a, b)), (0, 1)))
+    values, slopes = mapped(matrices, residuals)
+    jax.effects_barrier()
+    assert bool(used) == equal
+    for chain in range(2):
+        found = [jax.value_and_grad(log_evidence, (0, 1))(matrices[chain, k], residuals[chain, k]) for k in range(3)]
+        np.testing.assert_allclose(values[chain], sum(value for value, _ in found), rtol=1e-5)
+        for k, (_, each) in enumerate(found):
+            for a, b in zip(slopes, each, strict=True):
+                np.testing.assert_allclose(a[chain, k], b, atol=1e-4 * np.abs(b).max())
 
 
 def test_one_model_that_needs_more_digits_takes_all_along():

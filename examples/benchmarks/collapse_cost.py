@@ -1,8 +1,8 @@
 """Cost of a gradient with the output layer integrated out, compared with the same model where it is sampled.
 
 Measures, in alternating pairs, the time of a density with its gradient, by the wall clock and of the processor, and
-the floating-point operations that XLA counts for both: of both ways to decompose the features, of which one is run, and
-without those of LAPACK. Writes JSON.
+the floating-point operations that XLA counts for both: of all branches, of which one is run, and without those of
+LAPACK. Writes JSON.
 
     python -m examples.benchmarks.collapse_cost --output output/collapse_cost.json
 """

@@ -43,17 +43,21 @@ def jacobian_blocks(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> Block
     multiplies each by a number that it knows: the features. Where it does anything else, or where outputs share some
     but not all inputs, the Jacobian is one block, which takes min(N, P) directional derivatives or gradients.
     """
-    mean, derivative = jax.linearize(fn, u)
-    closed = jax.make_jaxpr(derivative)(u)
-    start = _Terms(jnp.ones((u.size, 1), u.dtype), np.arange(u.size)[:, None])
-    (terms,) = _follow(closed, [start])
+    closed = jax.make_jaxpr(jax.linearize(fn, u)[1])(u)
+    start = _Terms(jnp.ones((u.size, 1), u.dtype), np.arange(u.size, dtype=np.int32)[:, None])
+    (terms,) = _follow(closed, [start], u.size)
     if isinstance(terms, _Terms) and (blocks := _split(terms, u.size)):
         return blocks
-    jacobian = (jax.jacfwd if u.size <= mean.size else jax.jacrev)(fn)(u)
-    return Blocks(jacobian, np.arange(mean.size), np.arange(u.size))
+    jacobian = jacobian_of(fn, u)
+    return Blocks(jacobian, *map(np.arange, jacobian.shape))
 
 
-def _follow(closed: Any, inputs: list[Any]) -> list[Any]:
+def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
+    """(N, P) the Jacobian by derivatives in the fewer directions."""
+    return (jax.jacfwd if u.size <= jax.eval_shape(fn, u).size else jax.jacrev)(fn)(u)
+
+
+def _follow(closed: Any, inputs: list[Any], most: int) -> list[Any]:
     """Outputs of a linear program: terms, values that do not depend on u, ``None`` for what is not understood."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
@@ -65,9 +69,9 @@ def _follow(closed: Any, inputs: list[Any]) -> list[Any]:
         operands, primitive = [read(atom) for atom in equation.invars], equation.primitive
         unknown = any(operand is None for operand in operands)
         if not unknown and called(equation):
-            found = _follow(equation.params.get("jaxpr", equation.params.get("call_jaxpr")), operands)
+            found = _follow(equation.params.get("jaxpr", equation.params.get("call_jaxpr")), operands, most)
         elif unknown or any(isinstance(operand, _Terms) for operand in operands):
-            found = [None if unknown else _terms(equation, operands)] * len(equation.outvars)
+            found = [None if unknown else _terms(equation, operands, most)] * len(equation.outvars)
         else:
             found = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
             found = found if primitive.multiple_results else [found]
@@ -75,8 +79,8 @@ def _follow(closed: Any, inputs: list[Any]) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _terms(equation: Any, operands: list[Any]) -> _Terms | None:
-    """The output of one operation, on at least one operand with terms; ``None`` if it is not understood."""
+def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
+    """The output of one operation, on some operands with terms; ``None`` for other operations or too many terms."""
     name, params, shape = equation.primitive.name, equation.params, equation.outvars[0].aval.shape
     which = [i for i, operand in enumerate(operands) if isinstance(operand, _Terms)]
     if len(which) > 1:
@@ -87,13 +91,15 @@ def _terms(equation: Any, operands: list[Any]) -> _Terms | None:
         numbers = [terms.factor if i in which else operand for i, operand in enumerate(operands)]
         factor = jax.vmap(bind, [-1 if i in which else None for i in range(len(operands))], -1)(*numbers)
         return _Terms(factor, _moved(bind, terms.place) if name in MOVES else _wide(terms.place, shape))
-    if name == "reduce_sum":
-        kept = [axis for axis in range(terms.place.ndim - 1) if axis not in params["axes"]]
-        order = (*kept, *params["axes"], terms.place.ndim - 1)
-        return _Terms(*(part.transpose(order).reshape(*shape, -1) for part in terms))
+    if name not in ("dot_general", "reduce_sum"):
+        return None
+    summed = params["axes"] if name == "reduce_sum" else params["dimension_numbers"][0][which[0]]
+    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > most:  # some are of the same input
+        return None
     if name == "dot_general":
         return _contracted(params["dimension_numbers"], shape, operands, which[0])
-    return None
+    order = [axis for axis in range(terms.place.ndim - 1) if axis not in summed]
+    return _Terms(*(part.transpose(*order, *summed, part.ndim - 1).reshape(*shape, -1) for part in terms))
 
 
 def _joined(name: str, params: Any, shape: tuple[int, ...], operands: list[_Terms]) -> _Terms | None:

@@ -82,6 +82,27 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
 
 @custom_vmap
 def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
+    if matrix.ndim == 2:
+        return _each(matrix, residual)
+    same = jnp.all(matrix == matrix[..., :1, :, :])  # outputs of one layer, with equal scales of prior and noise
+    return lax.cond(same, _shared, _each, matrix, residual)
+
+
+@_fit.def_vmap
+def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, Any]:
+    """Under ``vmap`` one branch for all models, not both branches for each."""
+    pairs = zip(inputs, batched, strict=True)
+    return _fit(*(x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in pairs)), (True,) * 4
+
+
+def _shared(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
+    """Several columns r for one R."""
+    root, weights, error, gain = _each(matrix[..., 0, :, :], residual[..., 0].mT)
+    root, gain = (jnp.broadcast_to(x[..., None, :, :], (*matrix.shape[:-2], *x.shape[-2:])) for x in (root, gain))
+    return root, weights.mT[..., None], error.mT[..., None], gain
+
+
+def _each(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     gram = matrix.mT @ matrix + eye
     root = _inverse(jnp.linalg.cholesky(gram, symmetrize_input=False).mT)
@@ -91,33 +112,20 @@ def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     return lax.cond(sound, _by_cholesky, _by_qr, matrix, residual, root)
 
 
-@_fit.def_vmap
-def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, Any]:
-    """Under ``vmap`` one branch for all models, not both branches for each."""
-    pairs = zip(inputs, batched, strict=True)
-    inputs = tuple(x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in pairs)
-    return _fit(*inputs), (True,) * 4
-
-
 def _by_cholesky(matrix: jax.Array, residual: jax.Array, root: jax.Array) -> tuple[jax.Array, ...]:
     covariance = root @ root.mT
-    weights = covariance @ _dot(matrix, residual)
+    weights = covariance @ (matrix.mT @ residual)
     error = residual - matrix @ weights
-    step = covariance @ (_dot(matrix, error) - weights)  # zero but for rounding
+    step = covariance @ (matrix.mT @ error - weights)  # zero but for rounding
     return root, weights + step, error - matrix @ step, matrix @ covariance
 
 
 def _by_qr(matrix: jax.Array, residual: jax.Array, _: jax.Array) -> tuple[jax.Array, ...]:
     orthonormal, triangle = _decompose(matrix)
-    root, projected = _inverse(triangle), _dot(orthonormal, residual)
+    root, projected = _inverse(triangle), orthonormal.mT @ residual
     weights, error = root @ projected, residual - orthonormal @ projected
-    step = _dot(orthonormal, error) - root.mT @ weights  # a second pass of Gram and Schmidt
+    step = orthonormal.mT @ error - root.mT @ weights  # a second pass of Gram and Schmidt
     return root, weights + root @ step, error - orthonormal @ step, orthonormal @ root.mT
-
-
-def _dot(matrix: jax.Array, column: jax.Array) -> jax.Array:
-    """R'r without a transposed copy of R."""
-    return jnp.sum(matrix * column, -2)[..., None]
 
 
 def _inverse(triangle: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import random
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence
-from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks
+from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
@@ -70,15 +70,8 @@ class LinearModel:
         """(N,) means of the data."""
         return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in self.trace(u, self.structure.data).values()])
 
-    def jacobian(self) -> jax.Array:
-        """(N, P) the linear map A."""
-        u = self.zeros()
-        rows = jax.eval_shape(self.mean, u).shape[0]
-        derivative = jax.jacfwd if u.size <= rows else jax.jacrev
-        return derivative(self.mean)(u)
-
     def blocks(self) -> Blocks:
-        """The linear map as independent blocks."""
+        """The linear map A."""
         return jacobian_blocks(self.mean, self.zeros())
 
     def gaussian(self) -> LinearGaussian:
@@ -182,7 +175,7 @@ def _errors(structure: LinearStructure, reading: Reading) -> list[tuple[jax.Arra
     drawn = reading.at(only=reading.latent)
     values = {name: site["value"] for name, site in drawn.items() if name not in structure.shapes}
     linear, found = LinearModel(reading, structure, values), []
-    jacobian, start = linear.jacobian(), linear.mean(linear.zeros())
+    jacobian, start = jacobian_of(linear.mean, linear.zeros()), linear.mean(linear.zeros())
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
