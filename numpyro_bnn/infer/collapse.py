@@ -43,10 +43,11 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     sites, so the model stays a function of its latent sites.
 
     The features A of dense layers are read from the program; other linear maps cost min(N, P) directional derivatives
-    (or gradients). With N rows and p features per output, one more gradient costs 4 N p^2 operations per output, and
-    three times as many where the features are so collinear that single precision needs a QR decomposition. Memory is
-    that of a few copies of A. Of heteroscedastic data the weights of the mean can be integrated out if those of the
-    scale are another site. ``examples.benchmarks.collapse_cost`` measures the cost.
+    (or gradients). With N rows and p features of an output, a gradient then costs 4 N p^2 operations more, for all
+    outputs together if their scales of prior and noise are equal, else for each; 2.5 times as many where features are
+    so collinear that the precision needs a QR decomposition. Memory is that of a few copies of A. Of heteroscedastic
+    data the weights of the mean can be integrated out if those of the scale are another site.
+    ``examples.benchmarks.collapse_cost`` measures the cost.
 
     :param model: a NumPyro model.
     :param sites: names of sites with independent normal priors, in which the means of normal data are linear.

@@ -58,7 +58,7 @@ def linear_fit(matrix: jax.Array, residual: jax.Array) -> LinearFit:
     """The posterior of (..., n, p) R and (..., n, 1) r.
 
     By a Cholesky decomposition of C where that loses at most half of the digits, as in most networks; else by a QR
-    decomposition of R stacked on the identity, which costs twice as much: prior scales in one model can differ by
+    decomposition of R stacked on the identity, of 2.5 times the cost: prior scales in one model can differ by
     many orders of magnitude, or features be nearly collinear, and single precision copes with the condition number
     of R, but not with its square. Derivatives of all orders are in closed form.
     """
