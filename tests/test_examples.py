@@ -38,6 +38,7 @@ SHORT = {
     "examples.symmetries": "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples 8"
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
+    "examples.benchmarks.collapse_cost": "--repeats 1 --calls 2 --rows 1000 --hidden 50 --outputs 1 3",
     "examples.benchmarks.compilation": "--kernels NUTS --rows 6 --width 1 --num-chains 1",
     "examples.benchmarks.first_draw": "--ways NUTS AutoMeanField --rows 6 --width 1",
     "examples.benchmarks.minibatches": "--rows 40 --gradients 300 --width 2 --batch-size 8 --num-chains 2"
@@ -353,6 +354,16 @@ def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
     assert same["rms t, mean"] == pytest.approx(same["expected rms t"], rel=0.06)
     assert same["share beyond 95 %, mean"] == pytest.approx(0.05, abs=0.02)
     assert compare(first + 2.0, second)["rms t, mean"] > 3
+
+
+@pytest.mark.slow
+def test_collapse_cost(tmp_path):
+    rows = run("examples.benchmarks.collapse_cost", "--output", tmp_path / "cost.json")
+    assert [(row["hidden"], row["outputs"]) for row in rows] == [(50, 1), (50, 3)]
+    # Counted by the compiler, not timed: without derivatives by directions, and outputs apart from each other.
+    assert all(row["flops_ratio"] < limit for row, limit in zip(rows, (12, 25), strict=True))
+    assert all(row["ratio"] > 0 and row["processor_ratio"] > 0 for row in rows)
+    assert json.loads((tmp_path / "cost.json").read_text())["rows"] == rows
 
 
 @pytest.mark.slow

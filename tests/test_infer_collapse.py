@@ -14,8 +14,9 @@ from numpyro.infer import MCMC, NUTS, Gibbs, Predictive
 from numpyro.infer.util import log_density
 
 import numpyro_bnn as bnn
-from numpyro_bnn import infer, models, nn, priors
+from numpyro_bnn import infer, models, nn, priors, symmetry
 from numpyro_bnn.infer.collapse import log_marginal, sample
+from numpyro_bnn.infer.linear_blocks import Blocks
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, read
 from numpyro_bnn.program.reading import Reading
 
@@ -99,6 +100,11 @@ def test_sites_are_drawn_from_their_conditional(collapsed):
 SHAPES = [(12, 4), (4, 12)]  # more data than weights, and more weights than data
 
 
+def whole(x):
+    """A linear map as one block."""
+    return Blocks(x, *map(np.arange, x.shape))
+
+
 def make_data(n, p):
     rng = np.random.default_rng(n)
     x = rng.normal(size=(n, p))
@@ -139,12 +145,12 @@ def test_draws_and_marginal_density_are_exact(shape):
     sd = 1.3 * np.linspace(0.5, 2.0, p)
     ones = jnp.ones(n)
     gaussian = LinearGaussian(jnp.asarray(sd, jnp.float32), jnp.ones(p), y, 0.3 * x.sum(1), 0.7 * ones, ones)
-    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    draws = jax.vmap(lambda key: sample(key, gaussian, whole(x)))(random.split(random.key(0), 4000))
     assert_normal(0.3 + draws, *posterior(x, y, 0.7, np.full(p, 0.3), sd))
     scaled = np.asarray(x, float) * sd
     covariance = scaled @ scaled.T + 0.49 * np.eye(n)
     exact = scipy.stats.multivariate_normal(gaussian.mean, covariance).logpdf(np.asarray(y))
-    assert float(log_marginal(gaussian, x)) == pytest.approx(exact, rel=2e-5)
+    assert float(log_marginal(gaussian, whole(x))) == pytest.approx(exact, rel=2e-5)
 
 
 def locations(x, y=None, mask=True, power=1.0):
@@ -171,7 +177,7 @@ def test_draws_of_hierarchies_with_masks_and_scales_are_exact():
     linear = LinearModel(reading, structure, {})
 
     def draw(key):
-        traced = linear.trace(sample(key, linear.gaussian(), linear.jacobian()))
+        traced = linear.trace(sample(key, linear.gaussian(), linear.blocks()))
         return {name: traced[name]["value"] for name in structure.shapes}
 
     draws = jax.jit(jax.vmap(draw))(random.split(random.key(2), 4000))
@@ -202,7 +208,7 @@ def spread_scales(shape, orders):
 def test_draws_under_prior_scales_of_many_orders_of_magnitude(shape, orders):
     """Squares of such a condition number do not fit into single precision."""
     x, gaussian = spread_scales(shape, orders)
-    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    draws = jax.vmap(lambda key: sample(key, gaussian, whole(x)))(random.split(random.key(0), 4000))
     mean, covariance = posterior(x, gaussian.value, 0.5, np.zeros(shape[1]), gaussian.prior_sd)
     # Each weight by itself; together they would be compared through the inverse of a singular matrix.
     scaled = (np.asarray(draws) - mean) / np.sqrt(np.diag(covariance))
@@ -216,7 +222,7 @@ def test_marginal_density_under_prior_scales_of_many_orders_of_magnitude(shape):
     left, singular, _ = np.linalg.svd(np.asarray(x, np.float64) * np.asarray(gaussian.prior_sd, np.float64))
     variance = 0.25 + np.append(singular**2, np.zeros(shape[0] - len(singular)))
     exact = scipy.stats.norm.logpdf(left.T @ np.asarray(gaussian.value, np.float64), 0.0, np.sqrt(variance)).sum()
-    assert float(log_marginal(gaussian, x)) == pytest.approx(exact, rel=1e-4)
+    assert float(log_marginal(gaussian, whole(x))) == pytest.approx(exact, rel=1e-4)
 
 
 def test_marginal_density_of_powers_of_densities():
@@ -232,7 +238,7 @@ def test_marginal_density_of_powers_of_densities():
     arrays = ([sd_prior], [power_prior], value, np.full(3, 0.1), sd, power)
     gaussian = LinearGaussian(*(jnp.asarray(part, jnp.float32) for part in arrays))
     slope = jnp.asarray(slope, jnp.float32)[:, None]
-    assert float(log_marginal(gaussian, slope)) == pytest.approx(exact, rel=1e-5)
+    assert float(log_marginal(gaussian, whole(slope))) == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -242,7 +248,7 @@ def test_draws_of_powers_of_densities(shape):
     weight, gamma = np.linspace(0.0, 1.5, n), np.linspace(0.3, 2.0, p)
     arrays = (np.full(p, 1.2), gamma, y, np.zeros(n), np.full(n, 0.7), weight)
     gaussian = LinearGaussian(*(jnp.asarray(part, jnp.float32) for part in arrays))
-    draws = jax.vmap(lambda key: sample(key, gaussian, x))(random.split(random.key(0), 4000))
+    draws = jax.vmap(lambda key: sample(key, gaussian, whole(x)))(random.split(random.key(0), 4000))
     assert_normal(draws, *posterior(x, y, 0.7, np.zeros(p), 1.2 / np.sqrt(gamma), weight))
 
 
@@ -265,6 +271,98 @@ def test_network_runs_in_gibbs_and_exports():
     assert again["y"].shape == (8, 7)
     density = dist.Normal(idata["posterior_predictive"]["y"].values, 1.0).log_prob(Y)
     assert np.isfinite(density).all()
+
+
+LAST = ["net/Dense_1.kernel", "net/Dense_1.bias"]
+TARGETS = jnp.stack([jnp.asarray(Y), jnp.sin(jnp.asarray(X[:, 0]))], 1)
+
+
+def two_outputs(prior=None, **options):
+    """A network of two outputs, with its output layer integrated out, and values of all other sites."""
+    model = models.regression(nn.MLP([3, 2], "tanh"), prior or priors.Normal(1.0, fan_in_scaling=False), **options)
+    hidden = infer.collapse(model, LAST, X, TARGETS)
+    traced = handlers.trace(handlers.seed(hidden, 1)).get_trace(X, TARGETS)
+    values = {n: s["value"] for n, s in traced.items() if s["type"] == "sample" and not s["is_observed"]}
+    return model, hidden, values
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": 0.3}], ids=["learned noise", "fixed noise"])
+def test_several_outputs_have_the_marginal_density_and_draws_of_all(options):
+    model, hidden, values = two_outputs(**options)
+    layer = {name.rpartition(".")[2]: np.asarray(values[f"net/Dense_0.{name}"], float) for name in ("kernel", "bias")}
+    h = np.column_stack([np.tanh(X @ layer["kernel"] + layer["bias"]), np.ones(7)])
+    sigma = float(values.get("sigma", 0.3))
+    covariance = h @ h.T + sigma**2 * np.eye(7)
+    expected = sum(scipy.stats.multivariate_normal(np.zeros(7), covariance).logpdf(y) for y in np.asarray(TARGETS).T)
+    trace = handlers.trace(handlers.substitute(hidden, values)).get_trace(X, TARGETS)
+    np.testing.assert_allclose(trace["_collapsed_log_likelihood"]["fn"].log_factor, expected, rtol=1e-5)
+
+    reading = Reading(model, (jnp.asarray(X), TARGETS))
+    linear = LinearModel(reading, read("test", reading, tuple(LAST)), values)
+    blocks = linear.blocks()
+    assert blocks.matrix.shape == (2, 7, 4)
+    draws = jax.jit(jax.vmap(lambda key: sample(key, linear.gaussian(), blocks)))(random.split(random.key(0), 4000))
+    both = np.kron(h, np.eye(2))  # rows by datum, then output; columns by unit, then output
+    assert_normal(draws, *posterior(both, np.ravel(TARGETS), sigma, np.zeros(8), 1.0))
+
+
+KERNELS = {
+    "NUTS": lambda hidden: NUTS(hidden, max_tree_depth=3),
+    "MCLMC": lambda hidden: infer.MCLMC(hidden, steps_per_draw=3),
+    "warm start": lambda hidden: infer.MCLMC(hidden, steps_per_draw=3, warm_start=infer.WarmStart(0.5, num_steps=40)),
+    "orbit moves": lambda hidden: infer.OrbitMoves(
+        NUTS(hidden, max_tree_depth=3), [symmetry.Permutation([("net/Dense_0.kernel", 1), ("net/Dense_0.bias", 0)])]
+    ),
+    "tempering": lambda hidden: infer.ParallelTempering(NUTS(hidden, max_tree_depth=3), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_and_exports_of_several_outputs(name, method):
+    """Draws of the output layer belong to those of the layer below, also of ensemble members; nothing is lost."""
+    _, hidden, _ = two_outputs(priors.Hierarchical(centered=True))
+    kernel = KERNELS[name](hidden)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=6, num_chains=2, chain_method=method, progress_bar=False)
+    mcmc.run(jax.random.key(0), X, TARGETS)
+    found = mcmc.get_samples(group_by_chain=True)
+    assert found[LAST[0]].shape == (2, 6, 3, 2)
+    assert all(np.isfinite(value).all() for value in found.values())
+    idata = bnn.to_inference_data(
+        mcmc, predictions={"x": X[:2]}, **({"members": True} if name == "warm start" else {})
+    )
+    first, bias, kernel, last = (
+        idata["posterior"][f"net.{name}"].to_numpy()
+        for name in ("Dense_0.kernel", "Dense_0.bias", "Dense_1.kernel", "Dense_1.bias")
+    )
+    mean = np.tanh(X[:2] @ first + bias[..., None, :]) @ kernel + last[..., None, :]
+    np.testing.assert_allclose(idata["predictions"]["y_mean"], mean, rtol=1e-4, atol=1e-5)
+
+
+def heads(x, y, shared=False):
+    """The mean and the log sd have weights of their own, or are two columns of one site."""
+    v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([3, 4]).to_event(2))
+    w = numpyro.sample("w", dist.Normal(0.0, 0.8).expand([4, 1 + shared]).to_event(2))
+    u = w[:, 1] if shared else numpyro.sample("u", dist.Normal(0.0, 0.5).expand([4]).to_event(1))
+    h = jnp.tanh(x @ v)
+    numpyro.sample("y", dist.Normal(h @ w[:, 0], jnp.exp(h @ u)).to_event(1), obs=y)
+
+
+def test_weights_of_the_mean_of_heteroscedastic_data():
+    """They are normal given all else, which stays in the sampler; one site with both heads is refused."""
+    hidden = infer.collapse(heads, ["w"], X, Y)
+    values = {"v": RNG.normal(size=(3, 4)), "u": RNG.normal(size=4)}
+    h = np.tanh(X.astype(float) @ values["v"])
+    covariance = 0.64 * h @ h.T + np.diag(np.exp(2 * h @ values["u"]))
+    expected = scipy.stats.multivariate_normal(np.zeros(7), covariance).logpdf(Y)
+    expected += scipy.stats.norm.logpdf(values["v"]).sum() + scipy.stats.norm.logpdf(values["u"], 0, 0.5).sum()
+    at = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+    np.testing.assert_allclose(log_density(hidden, (X, Y), {}, at)[0], expected, rtol=1e-5)
+    model = models.regression(nn.MLP([3, 2], "tanh"), priors.Normal(1.0), heteroscedastic=True)
+    for refused, sites in ((lambda x, y: heads(x, y, True), ["w"]), (heads, ["w", "u"]), (model, LAST)):
+        with pytest.raises(ValueError, match=r"the scale of 'y' depends.*give the mean weights of its own"):
+            infer.collapse(refused, sites, X, Y)
 
 
 def hierarchy(y=None):

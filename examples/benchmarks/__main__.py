@@ -48,6 +48,7 @@ MEASUREMENTS = {
     "coupling_step": _json("coupling_step", "--docs docs/speed.md", data=False),
     "compilation": _json("compilation", "--docs docs/speed.md", data=False),
     "first_draw": _json("first_draw", "--docs docs/speed.md", data=False),
+    "collapse_cost": _json("collapse_cost", data=False),
     "runs": _json("runs", data=False),
     "scale": _json("scale", "--docs docs/scale.md", data=False),
     "minibatches": _json("minibatches", "--docs docs/minibatches.md", data=False, continues=True),

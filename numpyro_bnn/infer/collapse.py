@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from jax import lax, random
-from jax.scipy.linalg import solve_triangular
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
+from numpyro_bnn.infer.linear_blocks import Blocks
+from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import PARAMETERS, isolated
@@ -40,8 +42,12 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     been sampled: the new model has them as deterministic sites. Their random numbers come from the bits of the other
     sites, so the model stays a function of its latent sites.
 
-    Compared with the original model a gradient costs min(N, P) more directional derivatives (or gradients), and a QR
-    decomposition of a matrix with N + P rows and min(N, P) columns.
+    The features A of dense layers are read from the program; other linear maps cost min(N, P) directional derivatives
+    (or gradients). With N rows and p features of an output, a gradient then costs 4 N p^2 operations more, for all
+    outputs together if their scales of prior and noise are equal, else for each; 2.5 times as many where features are
+    so collinear that the precision needs a QR decomposition. Memory is that of a few copies of A. Of heteroscedastic
+    data the weights of the mean can be integrated out if those of the scale are another site.
+    ``examples.benchmarks.collapse_cost`` measures the cost.
 
     :param model: a NumPyro model.
     :param sites: names of sites with independent normal priors, in which the means of normal data are linear.
@@ -125,78 +131,57 @@ def _integrate(
     """Declare the factor that replaces the data, and the sites that were integrated out."""
     with isolated():
         linear = LinearModel(Reading(model, args, kwargs), structure, values)
-        gaussian, jacobian = linear.gaussian(), linear.jacobian()
-        factor = log_marginal(gaussian, jacobian)
+        gaussian, blocks = linear.gaussian(), linear.blocks()
+        factor = log_marginal(gaussian, blocks)
         at = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
-        traced = linear.trace(sample(key_from(at), *lax.stop_gradient((gaussian, jacobian))))
+        traced = linear.trace(sample(key_from(at), *lax.stop_gradient((gaussian, blocks))))
     numpyro.factor(FACTOR, factor)
     for name, site in traced.items():
         if name in structure.shapes or site["type"] == "deterministic":
             numpyro.deterministic(name, site["value"])
 
 
-def log_marginal(model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
-    r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`, A the (N, P) ``jacobian``."""
+def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
+    r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`, A the ``blocks``."""
 
     def log_norm(sd: jax.Array) -> jax.Array:
         return 0.5 * jnp.log(2 * jnp.pi) + jnp.log(sd)
 
-    log_det, squares = _Fit(model, jacobian).marginal()
     gamma = model.prior_weight
     powered = jnp.sum((1 - gamma) * log_norm(model.prior_sd) - 0.5 * jnp.log(gamma))
     prior = jnp.where(jnp.all(gamma == 1), 0.0, powered)  # sds may be 0
-    return -jnp.sum(model.weight * log_norm(model.sd)) + prior - 0.5 * (log_det + squares)
+    return jnp.sum(log_evidence(*_scaled(model, blocks))) - jnp.sum(model.weight * log_norm(model.sd)) + prior
 
 
-def sample(rng_key: jax.Array, model: LinearGaussian, jacobian: jax.Array) -> jax.Array:
+def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
-    For P <= N directly from their normal distribution in P dimensions; otherwise in N dimensions, by correcting a
-    draw of the prior (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1). That rounds in units of the prior sd:
-    in single precision it should be below 10^6 posterior sds.
+    For p <= n in a block directly from their normal distribution in p dimensions; otherwise in n dimensions, by
+    correcting a draw of the prior (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1). That rounds in units of
+    the prior sd: in single precision it should be below 10^6 posterior sds.
     """
-    return model.prior_sd / jnp.sqrt(model.prior_weight) * _Fit(model, jacobian).sample(rng_key)
+    matrix, residual = _scaled(model, blocks)
+    *batch, n, p = matrix.shape
+    noise = random.normal(rng_key, (*batch, p if p <= n else p + n, 1), matrix.dtype)
+    if p <= n:
+        fit = linear_fit(matrix, residual)
+        drawn = fit.weights + fit.root @ noise
+    else:
+        prior, error = noise[..., :p, :], noise[..., p:, :]
+        fit = linear_fit(matrix.mT, jnp.zeros_like(prior))
+        drawn = prior + matrix.mT @ (fit.root @ (fit.root.mT @ (residual - matrix @ prior - error)))
+    flat = jnp.zeros_like(model.prior_sd).at[blocks.columns].set(drawn[..., 0], unique_indices=True)
+    return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 
-class _Fit:
-    """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): density of r, draws of w given r.
-
-    Both need a triangular T with T'T = I + R'R, or I + R R' where that is smaller. It comes from a QR decomposition
-    of R stacked on the identity, not from a Cholesky decomposition of the sum: prior scales in one model can differ
-    by many orders of magnitude, and single precision copes with the condition number of R, but not with its square.
-    """
-
-    def __init__(self, model: LinearGaussian, jacobian: jax.Array) -> None:
-        root = jnp.sqrt(model.weight) / model.sd
-        # Masked data may be NaN.
-        self.residual = jnp.where(model.weight > 0, root * (model.value - model.mean), 0.0)
-        self.matrix = root[:, None] * jacobian * (model.prior_sd / jnp.sqrt(model.prior_weight))
-        (n, p), dtype = self.matrix.shape, self.matrix.dtype
-        self.tall = p <= n
-        if self.tall:
-            # The last column is the least-squares problem: T times its solution, and the residual.
-            right = jnp.concatenate([self.residual, jnp.zeros(p, dtype)])
-            stacked = jnp.column_stack([jnp.concatenate([self.matrix, jnp.eye(p, dtype=dtype)]), right])
-            whole = jnp.linalg.qr(stacked, mode="r")
-            self.triangle, self.projected, self.rest = whole[:p, :p], whole[:p, p], whole[p, p]
-        else:
-            stacked = jnp.concatenate([self.matrix.T, jnp.eye(n, dtype=dtype)])
-            self.triangle = jnp.linalg.qr(stacked, mode="r")
-
-    def marginal(self) -> tuple[jax.Array, jax.Array]:
-        """Log determinant of I + R R', and r' (I + R R')^-1 r."""
-        log_det = 2 * jnp.sum(jnp.log(jnp.abs(jnp.diagonal(self.triangle))))
-        if self.tall:
-            return log_det, self.rest**2
-        return log_det, jnp.sum(solve_triangular(self.triangle, self.residual, trans=1) ** 2)
-
-    def sample(self, rng_key: jax.Array) -> jax.Array:
-        """(P,) one draw of w given r."""
-        (n, p), dtype = self.matrix.shape, self.matrix.dtype
-        noise = random.normal(rng_key, (p if self.tall else p + n,), dtype)
-        if self.tall:
-            return solve_triangular(self.triangle, self.projected + noise)
-        prior, error = noise[:p], noise[p:]
-        missed = self.residual - self.matrix @ prior - error
-        solved = solve_triangular(self.triangle, solve_triangular(self.triangle, missed, trans=1))
-        return prior + self.matrix.T @ solved
+def _scaled(model: LinearGaussian, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n, p) R and (..., n, 1) r."""
+    root = jnp.sqrt(model.weight) / model.sd
+    # Masked data may be NaN.
+    residual = jnp.where(model.weight > 0, root * (model.value - model.mean), 0.0)
+    prior_sd = model.prior_sd / jnp.sqrt(model.prior_weight)
+    if not np.array_equal(blocks.columns, np.arange(blocks.columns.size)):  # no gather where none is needed
+        prior_sd = prior_sd[blocks.columns]
+    if blocks.rows.ndim > 1:
+        root, residual = root[blocks.rows], residual[blocks.rows]
+    return root[..., None] * blocks.matrix * prior_sd[..., None, :], residual[..., None]

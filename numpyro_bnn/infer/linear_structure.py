@@ -13,6 +13,7 @@ from jax import random
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
@@ -69,12 +70,9 @@ class LinearModel:
         """(N,) means of the data."""
         return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in self.trace(u, self.structure.data).values()])
 
-    def jacobian(self) -> jax.Array:
-        """(N, P) the linear map A."""
-        u = self.zeros()
-        rows = jax.eval_shape(self.mean, u).shape[0]
-        derivative = jax.jacfwd if u.size <= rows else jax.jacrev
-        return derivative(self.mean)(u)
+    def blocks(self) -> Blocks:
+        """The linear map A."""
+        return jacobian_blocks(self.mean, self.zeros())
 
     def gaussian(self) -> LinearGaussian:
         """Everything except the linear map."""
@@ -141,7 +139,7 @@ def _data(call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tupl
             if used[kind, name] and (kind != "value" or name in below):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
-                    "Only means may depend on them: sample these sites with another kernel, e.g. `NUTS(model)`.",
+                    "Only means may depend on them: give the mean weights of its own, or leave these to the sampler.",
                 )
     if not below:
         raise refused(sites, "No observed normal site depends on them: is the data passed to the model?")
@@ -177,7 +175,7 @@ def _errors(structure: LinearStructure, reading: Reading) -> list[tuple[jax.Arra
     drawn = reading.at(only=reading.latent)
     values = {name: site["value"] for name, site in drawn.items() if name not in structure.shapes}
     linear, found = LinearModel(reading, structure, values), []
-    jacobian, start = linear.jacobian(), linear.mean(linear.zeros())
+    jacobian, start = jacobian_of(linear.mean, linear.zeros()), linear.mean(linear.zeros())
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
