@@ -1,7 +1,8 @@
 """Chains and rows over devices and processes: seconds beside one device, and what an exchange costs.
 
-Every case is a process of its own with virtual devices of the CPU, each of one thread; the exchange between processes
-is measured by two processes on this machine. Writes JSON.
+Every case is a process of its own with virtual devices of the CPU. One such device already uses all cores for large
+arrays, so chains are compared with a process on one core as well. The exchange between processes is measured by two
+processes on this machine. Writes JSON.
 
     python -m examples.benchmarks.scale --output output/scale.json --docs docs/scale.md
 """
@@ -30,7 +31,7 @@ from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn.runs.blocks import Chains, Wanted
 from numpyro_bnn.runs.spread import Spread
 
-CASES = ("chains", "rows", "writing", "exchange")
+CASES = ("chains", "one_core", "rows", "writing", "exchange")
 FEATURES, UNITS = 20, 50
 SIZES = (100, 10_000, 1_000_000)  # parameters
 
@@ -68,14 +69,30 @@ def shared_work(args: argparse.Namespace, chains: int, shape: tuple[int, int], n
     return {"ratio": median_ratio(times, "two", "one"), "seconds_per_draw": medians}
 
 
-def chains(args: argparse.Namespace) -> dict[str, Any]:
-    """8 chains on 1,000 rows."""
-    return shared_work(args, 8, (2, 1), 1000, args.draws)
+def chains(args: argparse.Namespace) -> dict[int, Any]:
+    """8 chains, which two devices share, by the number of rows."""
+    return {number: shared_work(args, 8, (2, 1), number, repeats(args, number)) for number in args.rows}
 
 
-def rows(args: argparse.Namespace) -> dict[str, Any]:
-    """2 chains, every one on all rows, by their number."""
-    return {number: shared_work(args, 2, (1, 2), number, max(1, args.draws * 1000 // number)) for number in args.rows}
+def one_core(args: argparse.Namespace) -> dict[int, float]:
+    """Seconds per draw of the same on one core."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    found = {}
+    for number in args.rows:
+        draws = repeats(args, number)
+        times = interleave({"one": (stepper(None, 8, number, draws), draws)}, args.rounds)
+        found[number] = statistics.median(wall_clock(times)["one"]) / 1e6
+    return found
+
+
+def repeats(args: argparse.Namespace, number: int) -> int:
+    return max(1, args.draws * 1000 // number)
+
+
+def rows(args: argparse.Namespace) -> dict[int, Any]:
+    """2 chains, whose rows two devices share, by their number."""
+    return {number: shared_work(args, 2, (1, 2), number, repeats(args, number)) for number in args.rows}
 
 
 def writing(args: argparse.Namespace) -> dict[str, float]:
@@ -126,7 +143,7 @@ def measured(case: str, args: argparse.Namespace, devices: int, processes: int =
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
+    flags = f"--xla_force_host_platform_device_count={devices}"
     options = ["--rounds", str(args.rounds), "--draws", str(args.draws), "--rows", *map(str, args.rows)]
     command = [sys.executable, "-m", "examples.benchmarks.scale", "--case", case, *options]
     joined = [["--join", str(port), str(processes), str(i)] if processes > 1 else [] for i in range(processes)]
@@ -139,20 +156,23 @@ def measured(case: str, args: argparse.Namespace, devices: int, processes: int =
 
 
 def table(report: dict[str, Any]) -> str:
-    kept = [("8 chains, 1,000 rows", report["chains"])]
-    kept += [(f"2 chains, {int(number):,} rows", found) for number, found in report["rows"].items()]
-    lines = [
-        (name, *(f"{1e3 * found['seconds_per_draw'][way]:.3g} ms" for way in ("one", "two")), f"{found['ratio']:.2f}")
-        for name, found in kept
-    ]
-    return markdown(("a draw (10 steps of MCLMC)", "one device", "two", "ratio"), lines)
+    lines = []
+    for name, kept in (("8 chains", report["chains"]), ("2 chains, rows shared", report["rows"])):
+        for number, found in kept.items():
+            one, two = (1e3 * found["seconds_per_draw"][way] for way in ("one", "two"))
+            core = 1e3 * report["one_core"][number] if name == "8 chains" else None
+            alone = ("", "") if core is None else (f"{core:.3g}", f"{two / core:.2f}")
+            lines.append(
+                (f"{name}, {int(number):,} rows", f"{one:.3g}", f"{two:.3g}", f"{found['ratio']:.2f}", *alone)
+            )
+    return markdown(("ms per draw (10 steps)", "one device", "two", "ratio", "one core", "two devices to it"), lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="repetitions of a measurement")
     parser.add_argument("--draws", type=int, default=100, help="draws in one, of chains on 1,000 rows")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 20_000, 200_000])
+    parser.add_argument("--rows", type=int, nargs="+", default=[200, 1000, 20_000, 200_000])
     parser.add_argument("--case", choices=CASES, help="one case, printed as JSON")
     parser.add_argument("--join", type=int, nargs=3, metavar=("PORT", "PROCESSES", "NUMBER"), help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=Path("output/scale.json"))
@@ -168,13 +188,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if args.join:
             port, processes, number = args.join
             jax.distributed.initialize(f"127.0.0.1:{port}", processes, number)
-        found = {"chains": chains, "rows": rows, "writing": writing, "exchange": exchange}[args.case](args)
+        found = {"chains": chains, "one_core": one_core, "rows": rows, "writing": writing, "exchange": exchange}[
+            args.case
+        ](args)
         print(json.dumps(found))
         return found
     output = writable_file(args.output)
     report: dict[str, Any] = {**environment(["zarr"]), "options": {"rounds": args.rounds, "draws": args.draws}}
     for name, case, devices, processes in (
         ("chains", "chains", 2, 1),
+        ("one_core", "one_core", 1, 1),
         ("rows", "rows", 2, 1),
         ("writing", "writing", 1, 1),
         ("exchange_devices", "exchange", 2, 1),
