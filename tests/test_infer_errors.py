@@ -606,7 +606,7 @@ def test_a_diverging_warm_start_is_undone_and_reported():
     mcmc.run(jax.random.key(0), init_params={"w": jnp.ones(2)})
     np.testing.assert_allclose(mcmc.get_samples()["w"][0], 0.95**15, rtol=1e-5)
     idata = numpyro_bnn.to_inference_data(mcmc)
-    assert idata.attrs["restarts"] == "[2]"
+    assert idata.attrs["restarts"] == "[2.0]"
     report = {finding.name: finding for finding in numpyro_bnn.metrics.health(idata).findings}
     assert (report["restarts"].verdict, report["restarts"].value) == ("note", 2)
 

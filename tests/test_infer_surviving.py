@@ -100,13 +100,13 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, method):
     healthy, (calm, refused, sizes) = jax.device_get(run(state, jnp.asarray(False)))
     end, (w, failing, found) = jax.device_get(run(state, jnp.asarray(True)))
     assert not refused.any()
-    np.testing.assert_array_equal(healthy.origin.returns, [0, 0])
+    np.testing.assert_array_equal(healthy.origin.shrinkage, [1, 1])
     np.testing.assert_array_equal(w[:, 1], calm[:, 1])
     np.testing.assert_array_equal(end.num_gradients[1], healthy.num_gradients[1])
     assert np.isfinite(w).all()
     # Chains are looked at every ten transitions: at 80, after fewer than 200 steps that failed, and at 90.
     np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(74, 90))
-    np.testing.assert_array_equal(end.origin.returns, [1, 0])
+    np.testing.assert_array_equal(end.origin.shrinkage, [0.5, 1])
     np.testing.assert_array_equal(end.engine.first_divergence, [-1, -1])
     np.testing.assert_allclose(found[90, 0], 0.5 * end.origin.step_size[0], rtol=1e-6)
     np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)  # the curvature is 1 everywhere
@@ -122,7 +122,7 @@ def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
     assert np.isnan(mcmc.get_samples()["w"]).all()
     with pytest.warns(metrics.HealthWarning, match=r"diverged \(chain 0 at step"):
         idata = bnn.to_inference_data(mcmc)
-    assert idata.attrs["restarts"] == "[2]"  # at transitions 8 and 16, of 4, 8, 12 and 16
+    assert idata.attrs["restarts"] == "[2.0]"  # at transitions 8 and 16, of 4, 8, 12 and 16
     assert idata.attrs["base_step_size"] == "[1000000.0]"
     assert idata.attrs["refused_steps"] == "[1.0]"
     np.testing.assert_array_equal(idata["posterior"]["marked"], [True])

@@ -385,7 +385,7 @@ class SGMCMCKernel(ArgumentKernel):
             "base_step_size": listed(state.base_step_size),
             "first_divergence": listed(state.engine.first_divergence),
             "refused_steps": listed(seen.refused_steps),
-            "restarts": listed(state.origin.returns),
+            "restarts": listed(np.log2(1 / jax.device_get(state.origin.shrinkage))),
             "num_parameters": size,
         }
 

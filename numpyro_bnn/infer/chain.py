@@ -67,16 +67,11 @@ class SGMCMCState(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a chain began to sample: position (P,), step size; how often it, or its optimizer, started again."""
+    """Where a chain began to sample: position (P,), step size; factor of chosen step sizes, 1/2 for each return."""
 
     position: jax.Array
     step_size: jax.Array
-    returns: jax.Array
-
-    @property
-    def shrinkage(self) -> jax.Array:
-        """The factor of chosen step sizes: each return halves them."""
-        return 0.5 ** self.returns.astype(self.step_size.dtype)
+    shrinkage: jax.Array
 
 
 class Tuner:
@@ -178,7 +173,7 @@ class Chain:
             tuning=policy.tuner.start(position, base),
             moment=() if policy.noise is None else policy.noise.start(position),
             coverage=Coverage.empty(engine.statistics),
-            origin=Origin(position, base, jnp.int32(0)),
+            origin=Origin(position, base, jnp.ones_like(base)),
             rng_key=rng_key,
         )
 
@@ -248,15 +243,16 @@ class Chain:
         policy, origin, engine = self.policy, state.origin, state.engine
 
         def again(state: SGMCMCState) -> SGMCMCState:
-            base = origin.step_size * (0.5 * origin.shrinkage if policy.chooses_step_size else 1.0)
-            sampler, position = self._sampler(state.z, base), origin.position
+            shrinkage, position = jnp.maximum(0.5 * origin.shrinkage, 2.0**-100), origin.position
+            base = origin.step_size * (shrinkage if policy.chooses_step_size else 1.0)
+            sampler = self._sampler(state.z, base)
             return state._replace(
                 base_step_size=base,
                 num_gradients=state.num_gradients + sampler.refresh_cost,
                 engine=sampler.restart(engine, position),
                 tuning=policy.tuner.start(position, base),
                 moment=() if policy.noise is None else policy.noise.start(position),
-                origin=origin._replace(returns=origin.returns + 1),
+                origin=origin._replace(shrinkage=shrinkage),
             )
 
         lost = (engine.refused_in_a_row >= policy.tuner.patience) | (engine.first_divergence >= 0)
@@ -287,11 +283,10 @@ class Chain:
         batches = 0 if isinstance(sampler.gradient.stream, FullData) else NOISE_BATCHES
         spent = state.num_gradients + sampler.refresh_cost + batches * sampler.gradient.evaluations
         state = state._replace(engine=engine, gradient_noise=noise.mean, num_gradients=spent)
-        if policy.steers_step_size:
-            state = lax.cond(i <= warm, lambda s: self._choose(s, noise, i), lambda s: s, state)
-        elif policy.chooses_step_size:
-            state = self._choose(state, noise, i)
-        first = Origin(state.engine.position, state.base_step_size, state.origin.returns)
+        if policy.chooses_step_size:
+            needed = i <= warm if policy.steers_step_size else True  # later it is adapted, without the curvature
+            state = lax.cond(needed, lambda s: self._choose(s, noise, i), lambda s: s, state)
+        first = state.origin._replace(position=state.engine.position, step_size=state.base_step_size)
         return state._replace(origin=sgmcmc.interfaces.select(i <= warm, first, state.origin))
 
     def _choose(self, state: SGMCMCState, noise: Noise, i: jax.Array) -> SGMCMCState:
@@ -345,7 +340,7 @@ class Chain:
             engine=engine,
             optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
-            origin=state.origin._replace(returns=state.origin.returns + jnp.where(broken, 1, 0)),
+            origin=state.origin._replace(shrinkage=state.origin.shrinkage * jnp.where(broken, 0.5, 1.0)),
         )
 
     def _better(self, state: SGMCMCState, new: Member) -> Member:
