@@ -157,9 +157,10 @@ class Chain:
         policy, position = self.policy, ravel_pytree(z)[0]
         base = jnp.asarray(policy.step_size, position.dtype)
         sampler = self._sampler(z, base)
-        # The first transition that samples refreshes the engine.
-        sampler = replace(sampler, gradient=sgmcmc.gradients.Unevaluated(sampler.gradient))
-        engine = sampler.init(position, rng_key, policy.engine_warmup)
+        # The first transition that samples refreshes the engine: here nothing is evaluated.
+        blank = replace(sampler, gradient=sgmcmc.Full(lambda position: jnp.zeros((), position.dtype)))
+        engine = blank.init(position, rng_key, policy.engine_warmup)
+        engine = engine._replace(estimator=sampler.gradient.init(position))
         return SGMCMCState(
             z=z,
             step_size=jnp.asarray(base * policy.schedule(engine.step), position.dtype),
@@ -356,14 +357,10 @@ class Chain:
 
 def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
     """Fields of the state that come from the engine."""
-    seen = engine.statistics
-    return {
-        "configurational_temperature": seen.configurational_temperature,
-        "kinetic_temperature": seen.kinetic_temperature,
-        "accept_prob": seen.accept_prob,
-        "energy_variance": seen.energy_variance,
+    same = ("configurational_temperature", "kinetic_temperature", "accept_prob", "energy_variance")
+    return {name: getattr(engine.statistics, name) for name in same} | {
         "decoherence_length": getattr(engine.memory, "length", None),
-        "refused_steps": seen.refused_share,
+        "refused_steps": engine.statistics.refused_share,
         "diverging": engine.first_divergence >= 0,
     }
 
