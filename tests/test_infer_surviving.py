@@ -111,7 +111,7 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, method):
     np.testing.assert_allclose(found[90, 0], 0.5 * end.origin.step_size[0], rtol=1e-6)
     np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)  # the curvature is 1 everywhere
     assert np.abs(w[90:, 0]).max() < 6
-    assert int(end.num_gradients[0] - healthy.num_gradients[0]) == (make is not infer.SGLD)
+    assert int(end.num_gradients[0] - healthy.num_gradients[0]) == 0  # where only a half kick needs it
 
 
 def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():

@@ -17,6 +17,8 @@ from numpyro_bnn.infer.tuning import NOISE_BATCHES, POWER_STEPS, Coverage, Noise
 from numpyro_bnn.infer.warm_start import Member, WarmStart, held_out_score, learning_gradient, optimize
 from numpyro_bnn.sgmcmc.streams import FullData
 
+NOTHING = sgmcmc.Full(lambda position: jnp.zeros((), position.dtype))  # in place of gradients that are not needed
+
 
 class SGMCMCState(NamedTuple):
     """State of the kernels of this package; ``step_size`` to ``diverging`` are statistics of the last draw.
@@ -158,8 +160,7 @@ class Chain:
         base = jnp.asarray(policy.step_size, position.dtype)
         sampler = self._sampler(z, base)
         # The first transition that samples refreshes the engine: here nothing is evaluated.
-        blank = replace(sampler, gradient=sgmcmc.Full(lambda position: jnp.zeros((), position.dtype)))
-        engine = blank.init(position, rng_key, policy.engine_warmup)
+        engine = replace(sampler, gradient=NOTHING).init(position, rng_key, policy.engine_warmup)
         engine = engine._replace(estimator=sampler.gradient.init(position))
         return SGMCMCState(
             z=z,
@@ -246,10 +247,14 @@ class Chain:
         def again(state: SGMCMCState) -> SGMCMCState:
             shrinkage, position = jnp.maximum(0.5 * origin.shrinkage, 2.0**-100), origin.position
             base = origin.step_size * (shrinkage if policy.chooses_step_size else 1.0)
-            sampler = self._sampler(state.z, base)
+            sampler, cost = self._sampler(state.z, base), 0
+            if hasattr(engine.memory, "potential"):  # others only miss their first half kick
+                cost = sampler.refresh_cost
+            else:
+                sampler = replace(sampler, gradient=NOTHING)
             return state._replace(
                 base_step_size=base,
-                num_gradients=state.num_gradients + sampler.refresh_cost,
+                num_gradients=state.num_gradients + cost,
                 engine=sampler.restart(engine, position),
                 tuning=policy.tuner.start(position, base),
                 moment=() if policy.noise is None else policy.noise.start(position),
