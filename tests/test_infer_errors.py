@@ -555,7 +555,7 @@ def quadratic():
 
 def test_divergence_is_reported_with_chain_and_step():
     eps = 2.0 * (1 + 1e6)  # each step multiplies by -1e6
-    kernel = infer.SGLD(quadratic, eps, temperature=0.0, steps_per_draw=2, warm_start=0.0)
+    kernel = infer.SGLD(quadratic, eps, temperature=0.0, steps_per_draw=100, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=4, num_chains=3, chain_method="vectorized", progress_bar=False)
     # |w|^2 leaves float32 (3.4e38) when |w| > 1.8e19: from 1 at the fourth step, from 1e9 at the second.
     begin = {"w": jnp.stack([jnp.array([1.0, 1.0]), jnp.array([1e9, 0.0]), jnp.zeros(2)])}
@@ -563,7 +563,10 @@ def test_divergence_is_reported_with_chain_and_step():
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
     diverged = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
     np.testing.assert_array_equal(mcmc.last_state.engine.first_divergence, [3, 1, -1])
-    np.testing.assert_array_equal(diverged, [[False, True, True, True], [True] * 4, [False] * 4])
+    # After 200 steps that are not taken.
+    np.testing.assert_array_equal(diverged, [[False, False, True, True], [False, False, True, True], [False] * 4])
+    refused = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["refused_steps"])
+    np.testing.assert_allclose(refused, [[0.97, 1, 1, 1], [0.99, 1, 1, 1], [0] * 4])
     np.testing.assert_array_equal(np.isnan(draws).all(-1), diverged)
     np.testing.assert_array_equal(draws[2], 0.0)
     expected = r"SGLD diverged \(chain 0 at step 3, chain 1 at step 1\).*NaN.*smaller `step_size`"
@@ -573,7 +576,7 @@ def test_divergence_is_reported_with_chain_and_step():
     assert idata.attrs["first_divergence"] == "[3, 1, -1]"
     np.testing.assert_array_equal(idata["sample_stats"]["diverging"], diverged)
     single = jax.tree.map(lambda leaf: leaf[0], mcmc.last_state)
-    assert kernel.get_diagnostics_str(single) == "2 steps of size 2.00e+06, DIVERGED at step 3"
+    assert kernel.get_diagnostics_str(single) == "100 steps of size 2.00e+06, DIVERGED at step 3"
 
 
 def test_a_run_whose_first_chain_diverged_is_exported_with_predictions():
@@ -585,7 +588,7 @@ def test_a_run_whose_first_chain_diverged_is_exported_with_predictions():
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
 
-    kernel = infer.SGLD(regression, 1e7, temperature=0.0, steps_per_draw=20, warm_start=0.0)
+    kernel = infer.SGLD(regression, 1e7, temperature=0.0, steps_per_draw=300, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=2, num_chains=2, chain_method="vectorized", progress_bar=False)
     mcmc.run(jax.random.key(0), x, x * 0, init_params={"w": jnp.array([1.0, 0.0])})
     with pytest.warns(UserWarning, match="diverged"):
@@ -593,15 +596,19 @@ def test_a_run_whose_first_chain_diverged_is_exported_with_predictions():
     mean = idata["predictions"]["y_mean"].to_numpy()
     assert np.isnan(mean[0]).all()
     np.testing.assert_array_equal(mean[1], 0.0)
+    np.testing.assert_array_equal(idata["posterior"]["marked"], [True, False])
 
 
-def test_a_diverging_warm_start_is_reported():
-    kernel = infer.SGLD(quadratic, 0.1, steps_per_draw=5, optimizer=_explode())
+def test_a_diverging_warm_start_is_undone_and_reported():
+    """Sampling begins where the optimizer did."""
+    kernel = infer.SGLD(quadratic, 0.1, steps_per_draw=5, temperature=0.0, warm_start=0.5, optimizer=_explode())
     mcmc = MCMC(kernel, num_warmup=4, num_samples=2, progress_bar=False)
-    mcmc.run(jax.random.key(0))
-    assert np.isnan(mcmc.get_samples()["w"]).all()
-    with pytest.warns(UserWarning, match="chain 0 at step 0"):
-        numpyro_bnn.to_inference_data(mcmc)
+    mcmc.run(jax.random.key(0), init_params={"w": jnp.ones(2)})
+    np.testing.assert_allclose(mcmc.get_samples()["w"][0], 0.95**15, rtol=1e-5)
+    idata = numpyro_bnn.to_inference_data(mcmc)
+    assert idata.attrs["restarts"] == "[2.0]"
+    report = {finding.name: finding for finding in numpyro_bnn.metrics.health(idata).findings}
+    assert (report["restarts"].verdict, report["restarts"].value) == ("note", 2)
 
 
 def _explode():

@@ -48,7 +48,7 @@ class Made:
         self.attrs |= {"target_energy_variance": 4.5e-4, "mean_energy_variance": str([4e-4] * chains)}
         self.attrs |= {"implied_bias": 0.05, "max_tree_depth": 10, "pareto_k": 0.3, "elbo_rise": 0.0}
         self.attrs |= {"explained_by_members": json.dumps({"y": [0.95] * chains})}
-        self.attrs |= {"base_step_size": str([0.1] * chains)}
+        self.attrs |= {"base_step_size": str([0.1] * chains), "restarts": str([0.0] * chains)}
         self.attrs |= {"refused_steps": str([0.01] * chains), "max_energy_error": 5.0}
         self.attrs |= {"variance_covered": str([0.9] * chains), "mean_accept_prob": str([0.6] * chains)}
         self.attrs |= {"frozen_chains": "[]", "steps_kept": 20_000, "steps_needed": 10_000.0}
@@ -275,14 +275,17 @@ def test_every_check_fires_on_its_failure(failure):
 
 def test_every_check_has_a_failure():
     fired = {name for _, names, _ in FAILURES.values() for name in names}
-    assert fired | {"few_draws"} == {name for name, *_ in CHECKS}
+    assert fired | {"restarts", "few_draws"} == {name for name, *_ in CHECKS}
 
 
 def test_notes_are_in_the_table_and_do_not_warn():
     made = Made(draws=12)
     many = Made()
     many.attrs["pareto_k"] = 0.9
-    assert {f.name for f in health(many.idata()).findings if f.verdict == "note"} == {"pareto_k"}
+    many.attrs["restarts"] = str([0.0, 2.0, *[0.0] * (C - 2)])
+    notes = {f.name: f.what for f in health(many.idata()).findings if f.verdict == "note"}
+    assert notes.keys() == {"pareto_k", "restarts"}
+    assert notes["restarts"] == "chain 1 started again 2 times in warm-up"
     found = {finding.name: finding for finding in health(made.idata()).findings}
     assert {name for name, finding in found.items() if finding.verdict == "note"} == {"few_draws"}
     assert "rhat" not in found

@@ -24,7 +24,7 @@ from numpyro_bnn.sgmcmc import (
     WithReplacement,
     build,
 )
-from numpyro_bnn.sgmcmc.engine import fresh_seeds, reset_statistics
+from numpyro_bnn.sgmcmc.engine import LOST, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.preconditioners import Blocks
 from numpyro_bnn.sgmcmc.streams import Keys, ProductStream
 
@@ -320,18 +320,24 @@ def test_statistics_are_means_of_what_happened():
     assert int(reset_statistics(state).statistics.num_gradients) == 0
 
 
-def test_divergence_freezes_the_chain_and_names_the_step():
-    sampler = build(Full(stretched), Overdamped(), schedule=lambda t: jnp.where(t < 10, 0.01, 1e3))
+@pytest.mark.parametrize("dynamics", [Overdamped(), BAOAB(1.0)], ids=["SGLD", "BAOAB"])
+def test_a_chain_that_keeps_failing_is_marked_and_the_step_is_named(dynamics):
+    sampler = build(Full(stretched), dynamics, schedule=lambda t: jnp.where(t < 10, 0.01, 1e3))
     state = run(sampler, start(sampler), 10)
-    assert int(state.first_divergence) == -1
-    after = run(sampler, state, 30)
-    first = int(after.first_divergence)
-    assert 10 < first < 40
+    assert (int(state.refused_in_a_row), int(state.statistics.num_refused)) == (0, 0)
+    failing = run(sampler, state, LOST)
+    count = int(failing.refused_in_a_row)
+    assert 0 < count < LOST
+    assert int(failing.first_divergence) == -1
+    after = run(sampler, failing, 30)
+    assert int(after.first_divergence) == 10 + LOST - count
     assert np.isfinite(np.asarray(after.position)).all()
-    assert int(after.step) == 40
-    # It is frozen where it was before the first bad step.
-    np.testing.assert_allclose(after.position, run(sampler, state, first - 10).position, rtol=1e-4)
-    assert int(after.statistics.num_steps) == first
+    assert (int(after.step), int(after.statistics.num_steps)) == (40 + LOST, 40 + LOST)
+    assert int(after.statistics.num_refused) == count + 30
+    # In warm-up it goes on trying, and the first of the steps that failed is named when warm-up is over.
+    longer = run(sampler, state._replace(num_warmup=jnp.int32(40 + LOST)), LOST + 30)
+    assert (int(longer.first_divergence), int(longer.refused_in_a_row)) == (-1, count + 30)
+    assert int(run(sampler, longer, 1).first_divergence) == 10 + LOST - count
 
 
 @pytest.mark.parametrize(
@@ -341,9 +347,32 @@ def test_divergence_freezes_the_chain_and_names_the_step():
 )
 def test_a_gradient_that_is_not_finite_is_seen(dynamics):
     sampler = build(Full(lambda q: jnp.sum(jnp.sqrt(q))), dynamics, schedule=0.01)
-    state = step(sampler, start(sampler, position=jnp.array([1.0, -1.0])))
-    assert int(state.first_divergence) == 0
-    np.testing.assert_array_equal(state.position, [1.0, -1.0])
+    before = start(sampler, position=jnp.array([1.0, -1.0]))
+    state = step(sampler, before)
+    assert (int(state.refused_in_a_row), int(state.statistics.num_refused), int(state.step)) == (1, 1, 1)
+    np.testing.assert_array_equal(state.known_position, [1.0, -1.0])
+    if dynamics.momentum(state.memory) is not None:
+        np.testing.assert_array_equal(state.memory.momentum, -before.memory.momentum)
+
+
+def test_a_chain_that_takes_steps_in_between_is_not_marked():
+    """Half a Gaussian, with steps as long as it is wide."""
+    half = Full(lambda q: 0.5 * jnp.vdot(q, q) + jnp.where(q[0] > 0, 0.0, jnp.nan) * q[0])
+    sampler = build(half, BAOAB(2.0), schedule=1.0)
+    state = run(sampler, sampler.init(jnp.ones(1), jax.random.key(0)), 1500)
+    assert int(state.statistics.num_refused) > LOST
+    assert (int(state.first_divergence), int(state.statistics.num_steps)) == (-1, 1500)
+
+
+def test_a_momentum_that_is_not_finite_is_seen():
+    """A wide preconditioner makes an infinite momentum of a finite gradient: no later step would be finite."""
+    steep = Full(lambda q: 1e30 * jnp.sum(jnp.where(q > 1, q, 0.0)))
+    sampler = build(steep, BAOAB(1.0), Diagonal(1e20), schedule=0.01, temperature=1e-26)
+    before = sampler.init(jnp.array([1.0]), jax.random.key(0))
+    before = before._replace(memory=before.memory._replace(momentum=jnp.array([1e-12])))
+    after = step(sampler, before)
+    assert int(after.statistics.num_refused) == 1
+    np.testing.assert_allclose(after.memory.momentum, [-1e-12])
 
 
 def test_metropolis_rejects_what_is_not_finite():

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import norm
 
 from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, NoseHoover, Overdamped
-from numpyro_bnn.sgmcmc.dynamics import Momentum, Thermostat
+from numpyro_bnn.sgmcmc.dynamics import LastStart, Momentum, Thermostat
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
 from numpyro_bnn.sgmcmc.metropolis import Phase, Trajectory
 
@@ -76,9 +76,27 @@ def _double(x64):
 
 
 def test_overdamped():
-    found = one_step(Overdamped(), (), NOISE[:1], SHIFT[0])
+    elsewhere = LastStart(jnp.zeros(3), jnp.ones(3), jnp.asarray(False))
+    found = one_step(Overdamped(), elsewhere, NOISE[:1], SHIFT[0])
     move = -EPS / 2 * L.T @ slope(POSITION, SHIFT[0]) + math.sqrt(EPS * TEMPERATURE) * NOISE[0]
     same(found.position, POSITION + L @ move)
+    same(found.memory.position, POSITION)
+    same(found.memory.gradient, slope(POSITION, SHIFT[0]))
+    assert not found.memory.refused
+    assert not found.refused
+
+
+def test_overdamped_starts_again_where_the_gradient_was_finite():
+    """The step to where it is not was the proposal of a move that is refused, one step late."""
+    last = LastStart(jnp.asarray(R), jnp.asarray(POSITION), jnp.asarray(False))
+    found = one_step(Overdamped(), last, NOISE[:1], np.array([0.0, np.nan, 0.0]))
+    move = -EPS / 2 * L.T @ POSITION + math.sqrt(EPS * TEMPERATURE) * NOISE[0]
+    same(found.position, R + L @ move)
+    same(found.memory.position, R)
+    same(found.memory.gradient, POSITION)
+    same(found.evaluation.position, R)
+    assert found.memory.refused
+    assert found.refused
 
 
 def test_baoab():

@@ -19,8 +19,9 @@ from numpyro_bnn._checks import argument_error, check_choice, check_count, check
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
+from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import extrapolated
-from numpyro_bnn.metrics.health import FAR, HealthWarning
+from numpyro_bnn.metrics.health import FAR
 from numpyro_bnn.priors.base import as_prior
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter

@@ -179,7 +179,8 @@ class _Run:
                 return self._failure(chunk.losses[len(kept.losses)])
             self._add(chunk)
             if number == pace:
-                pace = _next_pace(pace, time.perf_counter() - started)
+                wanted = pace * CHUNK_SECONDS / max(time.perf_counter() - started, 1e-9)
+                pace = int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))
             self._keep(last=False)
             recent.extend(chunk.losses)
             finite = [loss for loss in recent if np.isfinite(loss)]
@@ -350,9 +351,3 @@ def _block(ahead: Ahead, go_on: Callable, carry: tuple) -> tuple:
         return _step(lambda state, key: ahead.finish(state, key, now), carry)
 
     return lax.while_loop(lambda carry: go_on(carry) & (carry[2] < begin + AHEAD), step, carry)
-
-
-def _next_pace(pace: int, seconds: float) -> int:
-    """Number of steps of the next chunk, so that it takes about ``CHUNK_SECONDS``."""
-    wanted = pace * CHUNK_SECONDS / max(seconds, 1e-9)
-    return int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))

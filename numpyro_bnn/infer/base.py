@@ -241,10 +241,11 @@ class SGMCMCKernel(ArgumentKernel):
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        fields = ["z", "diverging", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"]
+        fields = ["z", "diverging", "refused_steps", "step_size"]
+        fields += ["configurational_temperature", "gradient_noise", "num_gradients"]
         dynamics = self.dynamics(lambda z: z, 1.0)
         if dynamics.reports_energy:
-            fields += ["energy_variance", "refused_steps", "decoherence_length"]
+            fields += ["energy_variance", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
             fields.append("kinetic_temperature")
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
@@ -383,6 +384,8 @@ class SGMCMCKernel(ArgumentKernel):
             "noisy_gradients": self.target.subsampled,
             "base_step_size": listed(state.base_step_size),
             "first_divergence": listed(state.engine.first_divergence),
+            "refused_steps": listed(seen.refused_steps),
+            "restarts": listed(np.log2(1 / jax.device_get(state.origin.shrinkage))),
             "num_parameters": size,
         }
 

@@ -13,8 +13,11 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn import sgmcmc
 from numpyro_bnn.infer.preconditioning import NoisePreconditioner
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Coverage, Noise, gradient_noise, largest_curvature
+from numpyro_bnn.infer.tuning import NOISE_BATCHES, POWER_STEPS, Coverage, Noise, gradient_noise, largest_curvature
 from numpyro_bnn.infer.warm_start import Member, WarmStart, held_out_score, learning_gradient, optimize
+from numpyro_bnn.sgmcmc.streams import FullData
+
+NOTHING = sgmcmc.Full(lambda position: jnp.zeros((), position.dtype))  # in place of gradients that are not needed
 
 
 class SGMCMCState(NamedTuple):
@@ -25,18 +28,21 @@ class SGMCMCState(NamedTuple):
     :param configurational_temperature: mean of theta' grad U / P over the steps of the draw; its expectation is T.
     :param kinetic_temperature: mean of m' M^-1 m / P likewise; ``None`` without momentum.
     :param gradient_noise: variance of a coordinate of the (preconditioned) gradient estimate, mean over coordinates.
-    :param num_gradients: gradient estimates spent by the chain so far, warm-up included.
+    :param num_gradients: gradient estimates spent by the chain so far, with those of warm-up and of measurements; a
+        product with the Hessian counts as two.
     :param accept_prob: mean acceptance probability; ``None`` where nothing is rejected.
     :param energy_variance: mean squared energy error of a step, per parameter; microcanonical kernels only.
-    :param refused_steps: fraction of the steps that these kernels did not take.
     :param decoherence_length: L of these kernels.
-    :param diverging: whether the chain has met a position or gradient that is not finite; ``i``: transitions so far.
+    :param refused_steps: fraction of the steps that were not taken: their end was not finite, or (of microcanonical
+        kernels) their energy error too large.
+    :param diverging: whether the chain is marked, as it took none of 200 steps; ``i``: transitions so far.
     :param base_step_size: the chosen or adapted step size that the schedule multiplies.
     :param engine: state of the engine (position, momentum, preconditioner, step number).
     :param optimizer: state of the warm start; empty without one.
     :param tuning: quantities accumulated in warm-up; empty for most kernels.
     :param moment: gradients collected in warm-up for their preconditioner; empty without it.
     :param coverage: means over the draws since warm-up.
+    :param origin: where sampling began, to which a chain that is lost in warm-up returns.
     :param rng_key: the key from which, with the step number, all random numbers of the chain are made.
     """
 
@@ -48,8 +54,8 @@ class SGMCMCState(NamedTuple):
     num_gradients: jax.Array
     accept_prob: jax.Array | None
     energy_variance: jax.Array | None
-    refused_steps: jax.Array | None
     decoherence_length: jax.Array | None
+    refused_steps: jax.Array
     diverging: jax.Array
     i: jax.Array
     base_step_size: jax.Array
@@ -58,11 +64,22 @@ class SGMCMCState(NamedTuple):
     tuning: Any
     moment: Any
     coverage: Coverage
+    origin: "Origin"
     rng_key: jax.Array
+
+
+class Origin(NamedTuple):
+    """Where a chain began to sample: position (P,), step size; factor of chosen step sizes, 1/2 for each return."""
+
+    position: jax.Array
+    step_size: jax.Array
+    shrinkage: jax.Array
 
 
 class Tuner:
     """Adaptation in warm-up beyond a step size chosen from curvature and noise; this base class adapts nothing."""
+
+    patience = sgmcmc.engine.LOST  # steps refused in a row after which a chain starts again in warm-up
 
     def start(self, position: jax.Array, step_size: jax.Array) -> Any:
         """The tuning state at the start of a chain."""
@@ -142,9 +159,9 @@ class Chain:
         policy, position = self.policy, ravel_pytree(z)[0]
         base = jnp.asarray(policy.step_size, position.dtype)
         sampler = self._sampler(z, base)
-        # The first transition that samples refreshes the engine.
-        sampler = replace(sampler, gradient=sgmcmc.gradients.Unevaluated(sampler.gradient))
-        engine = sampler.init(position, rng_key, policy.engine_warmup)
+        # The first transition that samples refreshes the engine: here nothing is evaluated.
+        engine = replace(sampler, gradient=NOTHING).init(position, rng_key, policy.engine_warmup)
+        engine = engine._replace(estimator=sampler.gradient.init(position))
         return SGMCMCState(
             z=z,
             step_size=jnp.asarray(base * policy.schedule(engine.step), position.dtype),
@@ -158,6 +175,7 @@ class Chain:
             tuning=policy.tuner.start(position, base),
             moment=() if policy.noise is None else policy.noise.start(position),
             coverage=Coverage.empty(engine.statistics),
+            origin=Origin(position, base, jnp.ones_like(base)),
             rng_key=rng_key,
         )
 
@@ -174,13 +192,15 @@ class Chain:
         if noise is not None:
             due = (i >= noise.begin) & (i < noise.end)
             state = lax.cond(due, lambda s: self._collect_gradients(s, noise, i), lambda s: s, state)
-        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
+        position = jnp.where(state.diverging, jnp.nan, state.engine.known_position)
         return state._replace(z=ravel_pytree(state.z)[1](position), i=i + 1)
 
     def refresh(self, state: SGMCMCState) -> SGMCMCState:
         """Adopt ``state.z`` and the arguments: recompute cached potentials and gradients, keep the momentum."""
         engine = state.engine._replace(position=ravel_pytree(state.z)[0], seeds=_seeds(state))
-        return state._replace(engine=self._sampler(state.z, state.base_step_size).refresh(engine))
+        sampler = self._sampler(state.z, state.base_step_size)
+        spent = state.num_gradients + sampler.refresh_cost
+        return state._replace(engine=sampler.refresh(engine), num_gradients=spent)
 
     def _sampler(self, z: Any, base: jax.Array) -> sgmcmc.Sampler:
         return self.policy.sampler(z, base, self._evaluate)
@@ -203,6 +223,10 @@ class Chain:
         warm, total = policy.warm_start_length, policy.num_warmup
         half = warm + self._traveling
         times = {warm, half, total} | {warm + 2**k for k in range(20) if warm + 2**k < half}
+        # Chains return while a quarter of the warm-up is left to forget their origin; later they are marked.
+        every = max(1, sgmcmc.engine.LOST * max(total - warm, 1) // max(policy.engine_warmup, 1))
+        due = (i > warm) & (i < warm + 3 * (total - warm) // 4) & (i % every == 0)
+        state = lax.cond(due, self._returned, lambda s: s, state)
         due = jnp.any(i == jnp.array(sorted(times)))
         state = lax.cond(due, lambda s: self._measure(s, i), lambda s: s, state)
         sampler = self._sampler(state.z, state.base_step_size)
@@ -215,6 +239,30 @@ class Chain:
             **_statistics(engine),
         )
         return policy.tuner.adapt(state, after, sampler, i)
+
+    def _returned(self, state: SGMCMCState) -> SGMCMCState:
+        """Put a chain that takes no steps back to its origin, with half the step size if it was chosen."""
+        policy, origin, engine = self.policy, state.origin, state.engine
+
+        def again(state: SGMCMCState) -> SGMCMCState:
+            shrinkage, position = jnp.maximum(0.5 * origin.shrinkage, 2.0**-100), origin.position
+            base = origin.step_size * (shrinkage if policy.chooses_step_size else 1.0)
+            sampler, cost = self._sampler(state.z, base), 0
+            if hasattr(engine.memory, "potential"):  # others only miss their first half kick
+                cost = sampler.refresh_cost
+            else:
+                sampler = replace(sampler, gradient=NOTHING)
+            return state._replace(
+                base_step_size=base,
+                num_gradients=state.num_gradients + cost,
+                engine=sampler.restart(engine, position),
+                tuning=policy.tuner.start(position, base),
+                moment=() if policy.noise is None else policy.noise.start(position),
+                origin=origin._replace(shrinkage=shrinkage),
+            )
+
+        lost = (engine.refused_in_a_row >= policy.tuner.patience) | (engine.first_divergence >= 0)
+        return lax.cond(lost, again, lambda s: s, state)
 
     def _collect_gradients(self, state: SGMCMCState, noise: NoisePreconditioner, i: jax.Array) -> SGMCMCState:
         sampler = self._sampler(state.z, state.base_step_size)
@@ -235,25 +283,35 @@ class Chain:
             adaptation = policy.noise.adapted(state.moment)
             adaptation = jnp.where(i <= policy.num_warmup, adaptation, state.engine.adaptation)
             state = state._replace(engine=state.engine._replace(adaptation=adaptation))
-        engine = sampler.refresh(state.engine, recenter=i <= warm)
+        known = state.engine._replace(position=state.engine.known_position)
+        engine = sampler.refresh(known, recenter=i <= warm)
         noise = gradient_noise(sampler, engine)
-        state = state._replace(engine=engine, gradient_noise=noise.mean)
-        if not policy.chooses_step_size:
-            return state
+        batches = 0 if isinstance(sampler.gradient.stream, FullData) else NOISE_BATCHES
+        spent = state.num_gradients + sampler.refresh_cost + batches * sampler.gradient.evaluations
+        state = state._replace(engine=engine, gradient_noise=noise.mean, num_gradients=spent)
+        if policy.chooses_step_size:
+            needed = i <= warm if policy.steers_step_size else True  # later it is adapted, without the curvature
+            state = lax.cond(needed, lambda s: self._choose(s, noise, i), lambda s: s, state)
+        first = state.origin._replace(position=state.engine.position, step_size=state.base_step_size)
+        return state._replace(origin=sgmcmc.interfaces.select(i <= warm, first, state.origin))
+
+    def _choose(self, state: SGMCMCState, noise: Noise, i: jax.Array) -> SGMCMCState:
+        """Choose the step size from curvature and noise."""
+        policy, sampler, engine = self.policy, self._sampler(state.z, state.base_step_size), state.engine
         curvature, size = largest_curvature(sampler, engine), engine.position.size
         plain = isinstance(sampler.gradient, sgmcmc.Minibatch)  # noise of others grows off their center
         average = policy.noise.averaged(state.moment, noise) if policy.noise and plain else noise
         chosen = policy.choose_step_size(curvature, average, size)
-        if policy.steers_step_size:
-            chosen = jnp.where(i <= warm, chosen, state.base_step_size)
-        elif policy.num_warmup:
+        if policy.num_warmup and not policy.steers_step_size:
             stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative, size))
-            chosen = jnp.where(i < warm + self._traveling, stable, chosen)
-        chosen = chosen.astype(state.base_step_size.dtype)
+            chosen = jnp.where(i < policy.warm_start_length + self._traveling, stable, chosen)
+        chosen = (chosen * state.origin.shrinkage).astype(state.base_step_size.dtype)
         memory = engine.memory
         if isinstance(memory, sgmcmc.dynamics.Thermostat):  # its friction is per unit of time: keep that of a step
             memory = memory._replace(friction=memory.friction * jnp.sqrt(state.base_step_size / chosen))
-        return state._replace(base_step_size=chosen, engine=engine._replace(memory=memory))
+        spent = state.num_gradients + 2 * POWER_STEPS * sampler.gradient.evaluations
+        engine = engine._replace(memory=memory)
+        return state._replace(base_step_size=chosen, engine=engine, num_gradients=spent)
 
     # -- the warm start ----------------------------------------------------------------------------------
 
@@ -274,18 +332,21 @@ class Chain:
             values = 1 / (1e-5 + jnp.sqrt(squares) / target.num_data)
             # Only the shape of G comes from the gradients; its scale is absorbed by the step size.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
-        member = Member(memory, engine.position, old.score)
+        # Steps that end where nothing is finite are not taken; the optimizer starts again.
+        broken, begin = ~jnp.all(jnp.isfinite(engine.position)), state.engine.position
+        restarted = begin, warm.transformation.init(begin)
+        position, memory = sgmcmc.interfaces.select(broken, restarted, (engine.position, memory))
+        engine = engine._replace(position=position)
+        member = Member(memory, position, old.score)
         if warm.held_out:
             member = self._better(state, member)
             last = state.i == policy.warm_start_length - 1
             engine = engine._replace(position=jnp.where(last, member.position, engine.position))
-        broken = ~jnp.all(jnp.isfinite(engine.position))
-        engine = engine._replace(first_divergence=jnp.where(broken, 0, engine.first_divergence))
         return state._replace(
             engine=engine,
             optimizer=member,
             num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
-            diverging=engine.first_divergence >= 0,
+            origin=state.origin._replace(shrinkage=state.origin.shrinkage * jnp.where(broken, 0.5, 1.0)),
         )
 
     def _better(self, state: SGMCMCState, new: Member) -> Member:
@@ -301,15 +362,10 @@ class Chain:
 
 def _statistics(engine: sgmcmc.State) -> dict[str, Any]:
     """Fields of the state that come from the engine."""
-    seen, dtype = engine.statistics, engine.position.dtype
-    refused = None if seen.num_refused is None else (seen.num_refused / jnp.maximum(seen.num_steps, 1)).astype(dtype)
-    return {
-        "configurational_temperature": seen.configurational_temperature,
-        "kinetic_temperature": seen.kinetic_temperature,
-        "accept_prob": seen.accept_prob,
-        "energy_variance": seen.energy_variance,
-        "refused_steps": refused,
+    same = ("configurational_temperature", "kinetic_temperature", "accept_prob", "energy_variance")
+    return {name: getattr(engine.statistics, name) for name in same} | {
         "decoherence_length": getattr(engine.memory, "length", None),
+        "refused_steps": engine.statistics.refused_share,
         "diverging": engine.first_divergence >= 0,
     }
 

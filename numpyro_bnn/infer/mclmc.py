@@ -25,7 +25,7 @@ LEAST_LARGEST = 15.0  # lower limit of it, in nats
 EARLY_LARGEST = 12.0  # lower limit of it, in standard deviations of the first target
 COUNTED = 8.0  # largest energy error that adaptation counts, in standard deviations of the target
 GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the steps
-FROZEN = 200  # refused steps in a row after which a chain counts as frozen
+PATIENCE = 2000  # refused steps in a row after which a chain starts again in warm-up, where its steps get shorter
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
 LEAST_MEASURED = 10  # steps per draw that report their energy error, or a tenth of them if that is more
@@ -46,7 +46,7 @@ class MCLMC(SGMCMCKernel):
     for a leapfrog step of time h. There is no Metropolis test: the bias is of order step_size^2. It is controlled by
     the energy error of the steps, whose variance per parameter (``energy_variance``) implies it
     (:func:`implied_bias`). A step whose error is not finite or far outside of its distribution (above
-    :meth:`max_energy_error` nats) is refused, and the chain turns back; a chain that takes no step any more diverges.
+    :meth:`max_energy_error` nats) is refused, and the chain turns back; one that takes no step any more is marked.
 
     Warm-up, after the warm start: while the chain travels, the step size is adapted to an energy variance that falls
     from at most a hundred times the target; then variances of the draws set preconditioner and decoherence length,
@@ -185,9 +185,11 @@ class MCLMC(SGMCMCKernel):
         For the worst chain: its mean over directions, and a bound, as if one direction had all the error.
         """
         lengths, tuning, frozen = jax.device_get((state.engine.memory.length, state.tuning, state.diverging))
-        size, none = int(state.engine.position.shape[-1]), (tuning.draws > 0) & (tuning.taken == 0)
+        size, none = (
+            int(state.engine.position.shape[-1]),
+            (np.asarray(state.coverage.draws) > 0) & (tuning.taken == 0),
+        )
         energies = np.where(none, np.nan, tuning.energy)  # NaN if no step was taken
-        refused = 1 - (tuning.taken + (tuning.draws == 0)) / np.maximum(tuning.draws, 1)
         alive = np.ravel(energies)[np.isfinite(np.ravel(energies))]
         bias, bound = (implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size))
         return {
@@ -197,7 +199,6 @@ class MCLMC(SGMCMCKernel):
             "mean_energy_variance": listed(energies),
             "target_energy_variance": self.energy_targets[1],
             "max_energy_error": self.max_energy_error(size),
-            "refused_steps": listed(refused),
             "frozen": listed(frozen),
             "implied_bias": float(bias),
             "implied_bias_bound": float(bound),
@@ -221,9 +222,10 @@ def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.
     unseen = jnp.abs(potential - end.memory.potential) / sampler.temperature(end.step)
     descends = (begin.step < begin.num_warmup) & (potential < begin.memory.potential)
     taken = descends | (unseen <= dynamics.max_energy_error * rest**0.5)
-    moved = ("position", "memory", "adaptation", "statistics")
+    moved = ("position", "memory", "adaptation", "statistics", "refused_in_a_row")
     old, new = ({name: getattr(state, name) for name in moved} for state in (begin, end))
-    seen, refused = end.statistics, jnp.asarray(begin.statistics.num_refused) + rest
+    seen, refused = end.statistics, begin.statistics.num_refused + rest
+    old["refused_in_a_row"] = begin.refused_in_a_row + rest
     counts = {"num_steps": seen.num_steps, "num_gradients": seen.num_gradients, "num_refused": refused}
     old["statistics"] = begin.statistics._replace(**counts)
     old["memory"] = begin.memory._replace(direction=-begin.memory.direction)
@@ -238,8 +240,7 @@ class Tuning(NamedTuple):
     :param age: number of transitions in it; ``spread``: running variances of whitened positions.
     :param record: positions (M, K), for the autocorrelation time.
     :param energy: mean energy variance of the steps taken since warm-up.
-    :param taken: fraction of the steps that were taken, summed over these draws; ``draws``: number of them.
-    :param stuck: number of steps refused in a row, in whole transitions.
+    :param taken: fraction of the steps that were taken, summed over these draws.
     """
 
     excess: jax.Array
@@ -248,8 +249,6 @@ class Tuning(NamedTuple):
     record: jax.Array
     energy: jax.Array
     taken: jax.Array
-    draws: jax.Array
-    stuck: jax.Array
 
 
 @dataclass(frozen=True)
@@ -272,15 +271,16 @@ class EnergyTuner(Tuner):
     sets_scales: bool
     fixes_refreshes: bool = False
 
+    patience = PATIENCE
+
     def start(self, position: jax.Array, step_size: jax.Array) -> Tuning:
         zeros, zero = jnp.zeros_like(position), jnp.zeros((), position.dtype)
         record = jnp.zeros((max(self.stages.records, 1), min(position.size, RECORDED)), position.dtype)
-        return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero, zero, jnp.int32(0))
+        return Tuning(zero, zero, Spread(zeros, zeros, zero), record, zero, zero)
 
     def adapt(self, before: SGMCMCState, after: SGMCMCState, sampler: sgmcmc.Sampler, i: jax.Array) -> SGMCMCState:
         """Adapt the step size after every transition of the warm-up, length and preconditioner after some."""
-        refused = jnp.where(after.diverging, 1.0, jnp.asarray(after.refused_steps)).astype(after.step_size.dtype)
-        state, warming = after._replace(refused_steps=refused), i < self.stages.end
+        state, refused, warming = after, after.refused_steps, i < self.stages.end
         if self.stages.end > self.stages.begin:
             state = lax.cond(warming, lambda: self._adapted(state, sampler, i), lambda: state)
         if self.fixes_refreshes:
@@ -290,18 +290,15 @@ class EnergyTuner(Tuner):
         tuning, now = state.tuning, jnp.where(warming, 0.0, 1 - refused)
         taken = tuning.taken + now
         energy = tuning.energy + now / jnp.maximum(taken, 1e-6) * (state.energy_variance - tuning.energy)
-        stuck = jnp.where(refused == 1, tuning.stuck + self.steps_per_draw, 0)
-        draws = tuning.draws + jnp.where(warming, 0, 1)
-        state = state._replace(tuning=tuning._replace(energy=energy, taken=taken, draws=draws, stuck=stuck))
-        return self._marked(state, sampler, (stuck >= FROZEN) & ~(warming & self.steers_step_size))
+        return self._marked(state._replace(tuning=tuning._replace(energy=energy, taken=taken)), sampler)
 
-    def _marked(self, state: SGMCMCState, sampler: sgmcmc.Sampler, stuck: jax.Array) -> SGMCMCState:
-        """Mark a chain as diverging that is stuck, or whose steps are lost in the rounding of its position."""
+    def _marked(self, state: SGMCMCState, sampler: sgmcmc.Sampler) -> SGMCMCState:
+        """Mark a chain as diverging whose steps are lost in the rounding of its position."""
         engine = state.engine
         white = sampler.preconditioner.whiten(engine.adaptation, engine.position)
         typical = jnp.exp(jnp.mean(jnp.log(jnp.abs(white)))) * white.size**0.5
-        frozen = stuck | (state.base_step_size < jnp.finfo(white.dtype).eps * typical)
-        since = engine.step - jnp.maximum(state.tuning.stuck, 1)
+        frozen = state.base_step_size < jnp.finfo(white.dtype).eps * typical
+        since = engine.step - jnp.maximum(engine.refused_in_a_row, 1)
         first = jnp.where(frozen & (engine.first_divergence < 0), since, engine.first_divergence)
         return state._replace(engine=engine._replace(first_divergence=first), diverging=first >= 0)
 
@@ -324,7 +321,7 @@ class EnergyTuner(Tuner):
         steps count as well: a mean at the target leaves at most one step in 64 refused.
         """
         stages, tuning, energy = self.stages, state.tuning, jnp.asarray(state.energy_variance)
-        refused, dtype, size = jnp.asarray(state.refused_steps), energy.dtype, tuning.spread.mean.size
+        refused, dtype, size = state.refused_steps, energy.dtype, tuning.spread.mean.size
         first, last = self.energy_targets
         early = max(last, min(first, (self.max_energy_error(size) / EARLY_LARGEST) ** 2 / size))
         share = jnp.clip((i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0)

@@ -69,12 +69,6 @@ class ArgumentKernel(MCMCKernel):
 
         return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
 
-    def _renew_inputs(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
-        """A new run reads its data again: ``MCMC`` keeps programs by the identity of data; values may change."""
-        for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
-            if id(leaf) in (self._inputs or ()):
-                self._inputs[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
-
     def _remember(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
         plain = plain_values(args, kwargs)
         if self._traced and plain != self._plain:
@@ -102,7 +96,10 @@ def _with_arrays(method: Callable) -> Callable:
             check_key(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])
             parallel = _is_tracer(bound.arguments["rng_key"])  # `pmap` takes no references
             self._inputs = None if parallel else self._inputs or {}
-            self._renew_inputs(args, kwargs)
+            # A new run reads its data again: `MCMC` keeps programs by the identity of data; values may change.
+            for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
+                if id(leaf) in (self._inputs or ()):
+                    self._inputs[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
         compiled = name == "sample" and any(map(_is_tracer, jax.tree.leaves(bound.arguments["state"])))
         if compiled and self._inputs is not None:
             try:

@@ -169,6 +169,7 @@ class Coverage(NamedTuple):
     :param draws: number of them.
     :param virial: theta' grad U / P, ``position``: theta (P,), ``gradient``: grad U (P,), means over their steps.
     :param accept_prob: acceptance probability; ``None`` where nothing is rejected.
+    :param refused_steps: fraction of the steps that were not taken.
     """
 
     draws: jax.Array
@@ -176,18 +177,19 @@ class Coverage(NamedTuple):
     position: jax.Array
     gradient: jax.Array
     accept_prob: jax.Array | None
+    refused_steps: jax.Array
 
     @classmethod
     def empty(cls, blank: Statistics) -> "Coverage":
         """No draws; ``blank`` are the statistics at the start of a chain."""
         temperature, position, gradient = blank.configurational_temperature, blank.position, blank.gradient
-        return cls(jnp.int32(0), temperature, position, gradient, blank.accept_prob)
+        return cls(jnp.int32(0), temperature, position, gradient, blank.accept_prob, blank.refused_share)
 
     def add(self, seen: Statistics, kept: jax.Array) -> "Coverage":
         """Add the means of a draw, if it is kept."""
         draws = self.draws + jnp.where(kept, 1, 0)
         weight = jnp.where(kept, 1 / jnp.maximum(draws, 1), 0).astype(self.virial.dtype)
-        means = (seen.configurational_temperature, seen.position, seen.gradient, seen.accept_prob)
+        means = (seen.configurational_temperature, seen.position, seen.gradient, seen.accept_prob, seen.refused_share)
         return Coverage(draws, *jax.tree.map(lambda a, b: a + weight * (b - a), self[1:], means))
 
     def known(self, temperature: float) -> bool:

@@ -4,7 +4,7 @@ Draws are shaped (S, N) or by chain (C, S, N); every score is computed in float6
 every data point and a standard error over data points.
 """
 
-from numpyro_bnn.metrics._inputs import Score
+from numpyro_bnn.metrics._inputs import HealthWarning, Score
 from numpyro_bnn.metrics.classification import (
     accuracy,
     auroc,
@@ -15,7 +15,7 @@ from numpyro_bnn.metrics.classification import (
     uncertainty,
 )
 from numpyro_bnn.metrics.draws import crps, function_space, interval_coverage, lppd, pit, rmse
-from numpyro_bnn.metrics.health import HealthWarning, health
+from numpyro_bnn.metrics.health import health
 
 __all__ = [
     "lppd",

@@ -1,7 +1,8 @@
 """Argument checks and shapes of the metrics, and scores with standard errors."""
 
+import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +14,14 @@ Floats = NDArray[np.float64]
 # Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a forgotten softmax is larger.
 _SUM_TOLERANCE = 1e-2
 INPUT_ROWS = 10_000  # of inputs that are read for their standard deviations
+
+
+class HealthWarning(UserWarning):
+    """What :func:`health` finds wrong in a result that is exported, and chains that scores and figures leave out.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", HealthWarning)
+    """
 
 
 class Score(NamedTuple):
@@ -51,6 +60,28 @@ def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     return array
 
 
+def sound_chains(call: str, argument: str, *draws: Any) -> np.ndarray:
+    """Which chains of draws (C, S, ...) to use: those not at fault; a warning names the others.
+
+    At fault are chains that the export has marked, by the coordinate ``marked``, and those with values that are NaN
+    or infinite where other chains have none.
+    """
+    coords = getattr(draws[0], "coords", {})
+    labels = np.asarray(coords["chain"] if "chain" in coords else range(len(draws[0])))
+    marked = np.array(coords["marked"] if "marked" in coords else np.zeros(len(labels)), bool)
+    finite = np.all([(np.asarray(each) < np.inf).reshape(len(labels), -1).all(axis=1) for each in draws], axis=0)
+    sound = finite & ~marked
+    if sound.all() or not (sound.any() or marked.any()):
+        return np.ones(len(labels), bool)  # without marks the error is about the values
+    named = ", ".join(map(str, labels[~sound]))
+    if not sound.any():
+        instead = "They diverged or froze: see `metrics.health(idata)`, and run again with smaller steps."
+        raise argument_error(call, argument, f"no chain to use (at fault: {named})", instead)
+    message = f"{call}: left out chains {named}, which diverged, froze or hold NaN: see `metrics.health`."
+    warnings.warn(message, HealthWarning, stacklevel=4)
+    return sound
+
+
 def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
     """Draws (S, N) or (C, S, N), as (S, N) or (C S, N)."""
     array = as_floats(call, argument, value)
@@ -59,6 +90,7 @@ def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
         raise argument_error(call, argument, f"shape {array.shape}", instead)
     if 0 in array.shape:
         raise argument_error(call, argument, f"empty data of shape {array.shape}", "Pass at least one draw and row.")
+    array = array[sound_chains(call, argument, value)] if array.ndim == 3 else array
     return array.reshape(-1, array.shape[-1])
 
 
@@ -76,6 +108,7 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
     if array.ndim not in ranks:
         instead = f"Pass probabilities shaped {' or '.join(ranks.values())}."
         raise argument_error(call, "probs", f"shape {array.shape}", instead)
+    array = array[sound_chains(call, "probs", probs)] if array.ndim == 4 else array
     check_finite(call, "probs", array)
     if array.min() < 0:
         got = f"a negative value ({array.min():.3g})"

@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, check_finite, check_number, check_same_length
+from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, stacked, standard_error, vector
 
 
@@ -216,5 +217,6 @@ def function_space(draws: ArrayLike) -> FunctionSpace:
     if array.ndim < 3:
         instead = "Pass predictions shaped (C, S, N, ...), chains first."
         raise argument_error("function_space", "draws", f"shape {array.shape}", instead)
+    array = array[_inputs.sound_chains("function_space", "draws", draws)]
     check_finite("function_space", "draws", array)
     return FunctionSpace(_arviz.rhat(array), _arviz.ess(array, "bulk"), _arviz.ess(array, "tail"))

@@ -22,14 +22,6 @@ COLUMNS, PARAMETERS, ROWS, DRAWS = 16, 256, 500, 100
 Measured = tuple[Any, ...] | None
 
 
-class HealthWarning(UserWarning):
-    """What :func:`health` finds wrong in a result that is exported.
-
-    >>> import warnings
-    >>> warnings.simplefilter("ignore", HealthWarning)
-    """
-
-
 class Finding(NamedTuple):
     """One check of a result.
 
@@ -50,9 +42,13 @@ class Finding(NamedTuple):
 
 
 class Health(NamedTuple):
-    """The checks that could be made of a result, ``findings``; prints as a table."""
+    """The checks that could be made of a result, ``findings``; prints as a table.
+
+    :param marked: labels of the chains that diverged or froze, which scores and figures leave out.
+    """
 
     findings: tuple[Finding, ...]
+    marked: tuple[int, ...] = ()
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
@@ -82,19 +78,20 @@ def health(idata: Any) -> Health:
     >>> health(idata).warnings[0].what
     'R-hat of the function is 1.82 (at most 1 within a chain)'
     """
-    checks, found = _Checks(_arviz.opened("metrics.health", idata)), []
+    checks, found, marked = _Checks(_arviz.opened("metrics.health", idata)), [], set[int]()
     for name, least, advice in CHECKS:
         if least and (checks.independent or checks.draws < least):
             continue
         with np.errstate(all="ignore"):
             measured = checks.attribute(*ATTRIBUTES[name]) if name in ATTRIBUTES else getattr(checks, name)()
+        marked |= checks.faulty if name in MARKING else set()
         if measured:
             value, limit, what, *rest = measured
             off = rest[0] if rest else not value <= limit  # NaN is off
             verdict = off if isinstance(off, str) else "warning" if off else "ok"
             exact = "" if checks.about.get("noisy_gradients") else ", or `ParallelTempering`"
             found.append(Finding(name, verdict, float(value), float(limit), what, advice.format(exact)))
-    return Health(tuple(found))
+    return Health(tuple(found), tuple(checks.chains[c] for c in sorted(marked)))
 
 
 class _Checks:
@@ -230,6 +227,10 @@ class _Checks:
         self.faulty |= set(still)
         what = f"chains {[self.chains[c] for c in still]} accept below 1 %, or cover below 2 % of the variance"
         return len(still), 0, what if still else "all chains moved"
+
+    def restarts(self) -> Measured:
+        found = self.attribute("restarts", 0, "chain {1} started again {0:.0f} times in warm-up")
+        return found and (*found[:3], found[3] and "note")
 
     def divergences(self) -> Measured:
         if (diverging := self.statistic("diverging")) is None or "first_divergence" in self.about:
@@ -367,9 +368,10 @@ MORE = "leave out `step_size` and `preconditioner`, take more steps or larger mi
 # Check -> attribute, limit, words, and whether the limit is one from below.
 ATTRIBUTES: dict[str, Any] = {
     "acceptance": ("mean_accept_prob", 0.1, "chain {1} accepts {0:.1%} of its proposals", True),
-    "refused_steps": ("refused_steps", 0.1, "chain {1} refused {0:.0%} of its steps, for their energy errors"),
+    "refused_steps": ("refused_steps", 0.1, "chain {1} refused {0:.0%} of its steps"),
     "covered": ("variance_covered", 0.25, "chain {1} covers {0:.0%} of the posterior variance", True),
 }
+MARKING = ("diverged", "frozen", "moved")  # checks that mark chains
 CHECKS = (  # name, draws that each chain needs (0: also for independent draws), and what to do
     ("diverged", 0, LEAVE_OUT),
     ("frozen", LEAST_REPEATS, LEAVE_OUT),
@@ -377,7 +379,8 @@ CHECKS = (  # name, draws that each chain needs (0: also for independent draws),
     ("acceptance", LEAST_REPEATS, LEAVE_OUT),
     ("divergences", LEAST_DRAWS, "Raise `target_accept_prob`, or make scales non-centered."),
     ("energy_variance", LEAST_DRAWS, f"{SMALLER} by more warm-up. Non-centered scales need less."),
-    ("refused_steps", LEAST_REPEATS, f"{SMALLER} by more warm-up. Non-centered scales need less."),
+    ("restarts", 1, f"It took none of many steps. {SMALLER} by more warm-up."),
+    ("refused_steps", 1, f"{SMALLER} by more warm-up. Non-centered scales need less."),
     ("temperature", LEAST_DRAWS, f"{SMALLER}; take larger batches, and more warm-up."),
     ("fit", 0, "It is trapped: start elsewhere, or run longer."),
     ("covered", LEAST_DRAWS, f"Too few steps, or too small ones: {MORE}"),

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_choice, unknown_name
+from numpyro_bnn.metrics._inputs import sound_chains
 
 # Groups of draws, each with the group that holds its inputs.
 INPUTS = {"predictions": "predictions_constant_data", "posterior_predictive": "constant_data"}
@@ -62,7 +63,8 @@ def predicted(
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
     kept = {key: data[key].transpose("chain", "draw", ...) for key in (name, function) if key in data}
-    y, mean = (np.asarray(kept[key], dtype=np.float64) if key in kept else None for key in (name, function))
+    sound = sound_chains(call, "idata", *kept.values()) if kept else None
+    y, mean = (np.asarray(kept[key], dtype=np.float64)[sound] if key in kept else None for key in (name, function))
     return Drawn(name, chosen, y, mean, classes, held[chosen])
 
 

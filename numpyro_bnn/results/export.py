@@ -17,7 +17,8 @@ from numpyro.infer import MCMC
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_count, check_flag, unknown_name
 from numpyro_bnn.infinite import GPRegression
-from numpyro_bnn.metrics.health import LEAST_DRAWS, HealthWarning, explained, health
+from numpyro_bnn.metrics import HealthWarning
+from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
 from numpyro_bnn.networks import record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.reading import Reading
@@ -163,9 +164,12 @@ def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
 
 
 def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
-    """The result with its health report, and a warning of what is off."""
+    """The result with its health report, chains at fault marked by a coordinate, and a warning of what is off."""
+    report = health(_arviz.inference_data(groups, about))
+    for name, data in groups.items() if report.marked else ():
+        if "chain" in data.dims:
+            groups = {**groups, name: data.assign_coords(marked=data["chain"].isin(report.marked))}
     idata = _arviz.inference_data(groups, about)
-    report = health(idata)
     idata.attrs["health"] = json.dumps([finding._asdict() for finding in report.findings])
     if off := report.warnings:
         listed = "".join(f"\n- {finding}" for finding in off)

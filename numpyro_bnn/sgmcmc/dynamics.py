@@ -21,6 +21,14 @@ from numpyro_bnn.sgmcmc.interfaces import (
 SHORT = 0.1  # probability of a shorter step of dynamics that refuse steps
 
 
+class LastStart(NamedTuple):
+    """Start (P,) of the last step and the gradient (P,) there; whether a step of the chain was ever refused."""
+
+    position: Array
+    gradient: Array
+    refused: Array
+
+
 @dataclass(frozen=True)
 class Overdamped(Dynamics):
     r"""Overdamped Langevin dynamics by Euler-Maruyama steps, as in SGLD and its preconditioned form.
@@ -32,17 +40,28 @@ class Overdamped(Dynamics):
     On N(0, 1 / lam) with gradient noise of variance V the stationary variance at constant step size is
     (2 eta T + eta^2 V) / (1 - (1 - eta lam)^2), eta = eps / 2.
 
+    A step ends where no gradient is known yet. If it is not finite there, the next step starts again where the last
+    one did, with new noise: the move was refused, one step late.
+
     Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
 
     >>> Overdamped().rows
     1
     """
 
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> LastStart:
+        return LastStart(position, jnp.zeros_like(position), jnp.asarray(False))
+
     def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
         seen = context.evaluate(position, draw.batch)
+        refused = ~jnp.isfinite(jnp.vdot(position, seen.gradient))
+        back = seen._replace(position=memory.position, gradient=memory.gradient, adaptation=context.adaptation)
+        seen = select(refused, back, seen)
         drift = (-0.5 * context.step_size) * context.transpose(seen.adaptation, seen.gradient)
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
-        return StepResult(position + context.root(seen.adaptation, drift + noise), memory, seen)
+        start = LastStart(seen.position, seen.gradient, memory.refused | refused)
+        position = seen.position + context.root(seen.adaptation, drift + noise)
+        return StepResult(position, start, seen, refused=refused)
 
 
 class Momentum(NamedTuple):
@@ -61,6 +80,8 @@ def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) ->
 @dataclass(frozen=True)
 class _Underdamped(Dynamics):
     friction: float
+
+    cached = 1
 
     def __post_init__(self) -> None:
         check_number(f"sgmcmc.{type(self).__name__}", "friction", self.friction, infinite=True)
@@ -263,7 +284,7 @@ class Microcanonical(Dynamics):
         third cheaper if the network is small. Refusals are then decided by an estimate, of which the trapezoidal rule
         along the drifts gives the change of the potential: exact for Gaussians, and free. The potential in the memory
         is the one that is estimated so.
-    :param max_energy_error: in nats; ``None`` refuses nothing, and a step that is not finite freezes the chain.
+    :param max_energy_error: in nats; ``None`` refuses only steps whose error is not finite.
     :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
 
     Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak (2024), equations 4 to 6.
@@ -278,6 +299,8 @@ class Microcanonical(Dynamics):
     energy: bool = True
     max_energy_error: float | None = None
 
+    cached = 1
+
     def __post_init__(self) -> None:
         call = "sgmcmc.Microcanonical"
         if self.max_energy_error is not None:
@@ -291,10 +314,6 @@ class Microcanonical(Dynamics):
     @property
     def reports_energy(self) -> bool:
         return self.energy
-
-    @property
-    def refuses(self) -> bool:
-        return self.max_energy_error is not None
 
     @property
     def evaluations(self) -> int:
@@ -313,7 +332,7 @@ class Microcanonical(Dynamics):
         return Direction(normalized(draw.noise[0]), seen.potential, seen.gradient, length)
 
     def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
-        if self.refuses:
+        if self.max_energy_error is not None:
             shorter = 4.0 ** -jnp.ceil(3 * draw.uniform / SHORT)
             share = jnp.where(draw.uniform <= SHORT, shorter, 1.0).astype(position.dtype)
             context = context._replace(step_size=share * context.step_size)
@@ -325,16 +344,15 @@ class Microcanonical(Dynamics):
         if self.fresh:
             here = context.evaluate(position, draw.batch)
         seen, end, error = self._integrate(context, here, direction, draw.batch)
-        refused = None
+        taken = jnp.isfinite(error)
         if self.max_energy_error is not None:
             descends = context.warming & (seen.potential < here.potential)
-            taken = jnp.isfinite(error) & (descends | (jnp.abs(error) <= self.max_energy_error))
-            seen, end = select(taken, (seen, end), (here, -direction))
-            refused = ~taken
+            taken &= descends | (jnp.abs(error) <= self.max_energy_error)
+        seen, end = select(taken, (seen, end), (here, -direction))
         after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)
         error = error if self.energy else None
         shown = here if self.fresh else seen  # the end of a step depends on the noise of its minibatch
-        return StepResult(seen.position, after, shown, energy_error=error, refused=refused)
+        return StepResult(seen.position, after, shown, energy_error=error, refused=~taken)
 
     def _integrate(self, context: StepContext, here: Evaluation, direction: Array, batch: Any) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and energy error."""

@@ -30,6 +30,7 @@ from numpyro_bnn.sgmcmc.schedules import Schedule, as_schedule
 _BLOCK_NORMALS, _BLOCK_STEPS = 2**15, 64
 # Maximum memory for the data rows of a block.
 _BLOCK_BYTES = 2**21
+LOST = 200  # steps refused in a row after which a chain is marked as diverged
 
 
 class Seeds(NamedTuple):
@@ -46,14 +47,14 @@ class Seeds(NamedTuple):
 class Statistics(NamedTuple):
     """Means over the steps since the last reset.
 
-    :param num_steps: number of steps that did not diverge.
+    :param num_steps: number of steps.
     :param kinetic_temperature: mean of r'r / P, r the whitened momentum after a step; None without momentum.
     :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
     :param accept_prob: mean acceptance probability; None without a Metropolis test.
     :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
     :param energy_variance: mean of the squared energy error of a step that was taken, divided by P; None if not
         reported.
-    :param num_refused: number of steps that were refused; None if none can be. They do not enter the means.
+    :param num_refused: number of steps that were not taken. They do not enter the means.
     :param position: mean position (P,), and ``gradient``: mean gradient (P,), where the temperature is taken.
     """
 
@@ -63,9 +64,14 @@ class Statistics(NamedTuple):
     accept_prob: Array | None
     num_gradients: Array
     energy_variance: Array | None
-    num_refused: Array | None
+    num_refused: Array
     position: Array
     gradient: Array
+
+    @property
+    def refused_share(self) -> Array:
+        """Fraction of the steps that were not taken."""
+        return (self.num_refused / jnp.maximum(self.num_steps, 1)).astype(self.position.dtype)
 
 
 class State(NamedTuple):
@@ -77,7 +83,8 @@ class State(NamedTuple):
     :param memory: state of the dynamics; ``estimator``: state of the gradient estimator.
     :param adaptation: state of the preconditioner.
     :param statistics: means over the steps: temperatures, acceptance, number of gradients, energy variance.
-    :param first_divergence: number of the first step that was not finite, else -1. The chain is frozen from there on.
+    :param refused_in_a_row: number of steps, up to the last one, that were not taken.
+    :param first_divergence: first of 200 steps in a row that were not taken, the last of them after warm-up; or -1.
     """
 
     position: Array
@@ -88,7 +95,14 @@ class State(NamedTuple):
     estimator: Any
     adaptation: Any
     statistics: Statistics
+    refused_in_a_row: Array
     first_divergence: Array
+
+    @property
+    def known_position(self) -> Array:
+        """The position; of a chain that was refused one step late, the last one where the gradient is known."""
+        refused = getattr(self.memory, "refused", None)
+        return self.position if refused is None else jnp.where(refused, self.memory.position, self.position)
 
 
 def fresh_seeds(rng_key: Array) -> Seeds:
@@ -140,12 +154,12 @@ class Sampler:
             accept_prob=zero if self.dynamics.exact else None,
             num_gradients=jnp.int32(0),
             energy_variance=zero if self.dynamics.reports_energy else None,
-            num_refused=jnp.int32(0) if self.dynamics.refuses else None,
+            num_refused=jnp.int32(0),
             position=jnp.zeros_like(position),
             gradient=jnp.zeros_like(position),
         )
-        warmup = jnp.asarray(num_warmup, jnp.int32)
-        return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, jnp.int32(-1))
+        warmup, marks = jnp.asarray(num_warmup, jnp.int32), (jnp.int32(0), jnp.int32(-1))
+        return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, *marks)
 
     def refresh(self, state: State, recenter: bool | Array = False) -> State:
         """Recompute what the state caches of the target, after its position or the target has changed.
@@ -159,6 +173,19 @@ class Sampler:
         memory, fields = state.memory, self.dynamics.persistent_fields
         kept = {name: getattr(memory, name) for name in fields if hasattr(memory, name)}
         return state._replace(estimator=estimator, memory=fresh._replace(**kept) if kept else fresh)
+
+    @property
+    def refresh_cost(self) -> int:
+        """Gradients that :meth:`refresh` evaluates: those that the dynamics caches, and one at a center."""
+        return self.dynamics.cached * self.gradient.evaluations + hasattr(self.gradient, "center")
+
+    def restart(self, state: State, position: Array) -> State:
+        """Start a chain again at a position, with new momenta and an unlearned preconditioner that adapts."""
+        learns = self.preconditioner.adapts
+        adaptation = self.preconditioner.init(position) if learns else state.adaptation
+        memory = self._start_memory(position, state.step, state.seeds, state.estimator, adaptation)
+        marks = {"refused_in_a_row": jnp.int32(0), "first_divergence": jnp.int32(-1)}
+        return state._replace(position=position, adaptation=adaptation, memory=memory, **marks)
 
     def step(self, state: State) -> State:
         """Make one step; ``run(state, n)`` equals n of them."""
@@ -251,34 +278,35 @@ class Sampler:
         return StepContext(evaluate, root, transpose, adaptation, eps, temperature, warming)
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
-        """Make one step with given random numbers; a step that is not finite freezes the chain."""
+        """Make one step with given random numbers; it is taken if position, momentum and gradient are finite."""
         step, dtype = state.step, state.position.dtype
-        estimator, renewals = self.gradient.refresh(state.estimator, state.position, step)
+        estimator, renewals = self.gradient.refresh(state.estimator, state.known_position, step)
         context = self._context(estimator, state.adaptation, step, step < state.num_warmup, dtype)
         move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
-        # Both sums are finite only if all their terms are: cheaper than testing each.
-        finite = jnp.isfinite(squared_norm(move.position) + virial)
-        finite = (finite if move.refused is None else finite | move.refused) & (state.first_divergence < 0)
-        spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
+        momentum = self.dynamics.momentum(move.memory)
+        # The sum is finite only if all terms are: cheaper than testing each.
+        total = squared_norm(move.position) + virial + (0.0 if momentum is None else squared_norm(momentum))
+        finite = jnp.isfinite(total) & (state.first_divergence < 0)  # a chain that is marked stays where it is
+        refused = ~finite if move.refused is None else ~finite | move.refused
         new = {"position": move.position, "memory": move.memory, "adaptation": move.evaluation.adaptation}
-        new |= {"estimator": estimator, "statistics": self._count(state.statistics, move, virial, spent)}
-        old = {name: getattr(state, name) for name in new}
-        newly = ~finite & (state.first_divergence < 0)
-        first_divergence = jnp.where(newly, step, state.first_divergence)
-        return state._replace(step=step + 1, first_divergence=first_divergence, **select(finite, new, old))
+        old = {"position": state.position, "memory": self.dynamics.turned_back(state.memory, context.temperature)}
+        old |= {"adaptation": state.adaptation, "estimator": state.estimator}
+        spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
+        statistics = self._count(state.statistics, move._replace(refused=refused), virial, spent)
+        in_a_row = jnp.where(refused, state.refused_in_a_row + 1, 0)
+        lost = (in_a_row >= LOST) & (step >= state.num_warmup) & (state.first_divergence < 0)
+        first_divergence = jnp.where(lost, step + 1 - in_a_row, state.first_divergence)
+        state = state._replace(step=step + 1, refused_in_a_row=in_a_row, first_divergence=first_divergence)
+        return state._replace(statistics=statistics, **select(finite, new | {"estimator": estimator}, old))
 
     def _count(self, statistics: Statistics, move: StepResult, virial: Array, spent: Array) -> Statistics:
         steps, size = statistics.num_steps + 1, move.position.shape[0]
-        refused, num_refused, count = move.refused, statistics.num_refused, steps
-        if refused is not None and num_refused is not None:
-            num_refused = num_refused + refused
-            count = jnp.maximum(steps - num_refused, 1)
-        weight = 1.0 / count.astype(virial.dtype)
+        num_refused = statistics.num_refused + jnp.where(jnp.asarray(move.refused), 1, 0)
+        weight = 1.0 / jnp.maximum(steps - num_refused, 1).astype(virial.dtype)
 
         def mean(old: Array, value: Array) -> Array:
-            new = old + weight * (value - old)
-            return new if refused is None else jnp.where(refused, old, new)
+            return jnp.where(jnp.asarray(move.refused), old, old + weight * (value - old))
 
         momentum, energy = self.dynamics.momentum(move.memory), statistics.energy_variance
         kinetic = None if momentum is None else squared_norm(momentum) / size

@@ -41,16 +41,6 @@ class Full(Gradient):
         return jax.value_and_grad(self.potential_fn)(position)
 
 
-class Unevaluated(Gradient):
-    """Zeros in place of the estimates of a gradient, for a chain that is refreshed before its first step."""
-
-    def __init__(self, gradient: Gradient) -> None:
-        self.stream, self.init = gradient.stream, gradient.init  # type: ignore[method-assign]
-
-    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
-        return jnp.zeros((), position.dtype), jnp.zeros_like(position)
-
-
 @dataclass(frozen=True)
 class Minibatch(Gradient):
     """The plain minibatch gradient: grad prior + (N / B) sum over the batch of grad l_i.

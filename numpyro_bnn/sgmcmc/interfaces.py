@@ -64,7 +64,7 @@ class StepResult(NamedTuple):
     :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
     :param accept_prob: Metropolis acceptance probability, or None without a Metropolis test.
     :param energy_error: change of an energy that an exact step would conserve, or None if not computed.
-    :param refused: whether the step was not taken, or None if none is refused.
+    :param refused: whether the step was not taken, or None if the dynamics leaves that to the engine.
     """
 
     position: Array
@@ -148,6 +148,8 @@ class Dynamics:
 
     #: Whether a Metropolis test removes the discretization error.
     exact: bool = False
+    #: Gradient estimates that `init` evaluates.
+    cached: int = 0
 
     @property
     def rows(self) -> int:
@@ -170,14 +172,9 @@ class Dynamics:
         return False
 
     @property
-    def refuses(self) -> bool:
-        """Whether it may refuse a step."""
-        return False
-
-    @property
     def persistent_fields(self) -> tuple[str, ...]:
         """Fields of the memory that stay when the target changes."""
-        return ("momentum", "friction")
+        return ("momentum", "friction", "refused")
 
     def check(self, gradient: Gradient) -> None:
         """Refuse gradient estimators for which the dynamics would be wrong; by default none."""
@@ -193,6 +190,18 @@ class Dynamics:
     def momentum(self, memory: Any) -> Array | None:
         """Return the whitened momentum (P,), or None."""
         return None
+
+    def turned_back(self, memory: Any, temperature: Array) -> Any:
+        """Return the memory of a chain that stays because its step was not finite: its momentum is reversed.
+
+        At a border of the support that is a Metropolis rejection with the flip that persistent momentum needs: the
+        density up to there stays invariant, which with a new momentum has too much mass within a step of the border.
+        What a chain that explodes has for a momentum is set to 0.
+        """
+        if (momentum := self.momentum(memory)) is None:
+            return memory
+        back = jnp.where(jnp.abs(momentum) < 100 * jnp.sqrt(temperature), -momentum, 0.0)
+        return memory._replace(momentum=back)
 
 
 def squared_norm(v: Array) -> Array:

@@ -59,6 +59,7 @@ class MALA(Dynamics):
     """
 
     exact = True
+    cached = 1
 
     def check(self, gradient: Gradient) -> None:
         _check_all_data("sgmcmc.MALA", gradient)

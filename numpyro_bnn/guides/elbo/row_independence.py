@@ -121,7 +121,7 @@ class _Search:
             use = self.uses.get(site)
             if use is None:
                 plain[site] = "no likelihood depends on it"
-            elif not use.rowwise:
+            elif not any(piece.fresh and piece.size > 1 for pieces in use.rows.values() for piece in pieces):
                 plain[site] = self.reasons.get(site, f"it meets a single row at {use.where}")
         return WeightUses({site: use for site, use in self.uses.items() if site not in plain}, plain)
 

@@ -48,11 +48,6 @@ class Use:
         alone = all(piece.fresh or piece.size == 1 for pieces in self.rows.values() for piece in pieces)
         return self.kind == "broadcast" or (self.kind != "conv_general_dilated" and alone)
 
-    @property
-    def rowwise(self) -> bool:
-        """Whether any two rows have different random numbers."""
-        return any(piece.fresh and piece.size > 1 for pieces in self.rows.values() for piece in pieces)
-
 
 def enters_as(equation: Equation, operand: int) -> Use | None:
     """The use of a weight that is an operand of a product or is indexed; ``None`` for any other equation."""
