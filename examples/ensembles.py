@@ -75,27 +75,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def load_data(name: str, args: argparse.Namespace) -> Any:
     """A UCI set if its files exist, otherwise a similar simulated set; standardized by the training rows."""
-    from numpyro_bnn import datasets
-
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     if folder:
         data = loaders.load_uci(name, args.split, folder)
     else:
         print(f"no data folder (--data, NUMPYRO_BNN_DATA): 120 rows made in the place of {name}")
         data = made_data(name)
-    return datasets.standardize(data)
+    return loaders.standardize(data)
 
 
 def made_data(name: str) -> Any:
     """A few simulated rows: a smooth response for energy, a noisier one with interactions for concrete."""
-    from numpyro_bnn import datasets
-
     rng = np.random.default_rng(SETS.index(name))
     x = rng.uniform(-1, 1, size=(160, 4))
     y = np.sin(3 * x[:, 0]) + x[:, 1] ** 2 + (name == "concrete") * x[:, 1] * x[:, 2]
     y = 10 + 5 * (y + {"energy": 0.05, "concrete": 0.3}[name] * rng.normal(size=160))
     columns = tuple(f"x{i}" for i in range(4))
-    return datasets.Dataset(x[:120], y[:120], x[120:], y[120:], f"{name} (made)", columns)
+    return loaders.Dataset(x[:120], y[:120], x[120:], y[120:], f"{name} (made)", columns)
 
 
 # --------------------------------------------------------------------------------------------------- sampling

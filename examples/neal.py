@@ -59,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def made_up(name: str, seed: int) -> Any:
     """A set of the same kind and size of inputs as Neal's, with 200 training and 400 test points."""
-    from numpyro_bnn.datasets import Dataset
+    from examples.loaders import Dataset
 
     rng = np.random.default_rng(seed)
     size, cut = 600, 200

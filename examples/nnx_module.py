@@ -26,7 +26,6 @@ from scipy.stats import norm
 import numpyro_bnn as bnn
 from examples import loaders
 from examples.shared import at_least, early_stopped, markdown, writable_folder
-from numpyro_bnn.datasets import standardize
 
 # ------------------------------------------------------------------------------------------ somebody's module
 
@@ -157,7 +156,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
     folder = writable_folder(args.output)
     found: dict[str, dict[str, list[float]]] = {way: {"rmse": [], "log_likelihood": []} for way in WAYS}
     for split in range(args.splits):
-        data = standardize(loaders.load_sklearn("diabetes", seed=args.seed + split))
+        data = loaders.standardize(loaders.load_sklearn("diabetes", seed=args.seed + split))
         for way, predict in WAYS.items():
             for name, value in scores(*predict(data, args), data.y_test).items():
                 found[way][name].append(value)

@@ -69,15 +69,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def load_data(args: argparse.Namespace) -> Any:
     """California housing if its file exists, otherwise a smaller set; standardized by the 90 % training rows."""
-    from numpyro_bnn import datasets
-
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     if args.data or (folder and (Path(folder) / "california_housing.npz").is_file()):
         data = loaders.load_california(folder, test_fraction=0.1, seed=args.seed)  # a wrong --data is an error
     else:
         print("no folder with california_housing.npz (--data, NUMPYRO_BNN_DATA): diabetes data instead")
         data = loaders.load_sklearn("diabetes", test_fraction=0.1, seed=args.seed)
-    return datasets.standardize(data)
+    return loaders.standardize(data)
 
 
 def score(method: str, mean: Any, variance: Any, log_density: Any, data: Any, seconds: float) -> Scores:

@@ -89,13 +89,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> Any:
-    from numpyro_bnn import datasets
-
     if args.set == "diabetes":
         data = loaders.load_sklearn("diabetes", seed=0)
     else:
         data = loaders.load_uci(args.set, folder=args.data)
-    return datasets.standardize(data)
+    return loaders.standardize(data)
 
 
 # --------------------------------------------------------------------------------------------------- sampling

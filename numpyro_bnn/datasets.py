@@ -1,14 +1,13 @@
-"""A data set with training and test rows, and its standardization by the statistics of the training rows."""
+"""Standardization of data by the statistics of the training rows."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_bnn._checks import argument_error, check_finite, check_kind
+from numpyro_bnn._checks import argument_error, check_finite
 
-__all__ = ["Dataset", "Scaler", "standardize"]
+__all__ = ["Scaler"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,76 +79,6 @@ class Scaler:
             instead = f"Pass an array whose shape ends in {columns}."
             raise argument_error(f"Scaler.{method}", argument, f"shape {values.shape}", instead)
         return _floating(values)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Dataset:
-    """A data set, split into training and test rows.
-
-    :param x_train: inputs, (N, D), or (N, H, W, channel) for images.
-    :param y_train: float targets (N,), or int32 class labels 0..K-1 (N,).
-    :param x_test: inputs of the test rows, shaped like ``x_train`` except for their number.
-    :param y_test: targets of the test rows.
-    :param name: its name.
-    :param feature_names: one name per input column; empty for images.
-    :param x_scaler: set by :func:`standardize`; converts inputs back to their units.
-    :param y_scaler: set by :func:`standardize` if the targets were scaled too.
-
-    >>> Dataset(np.ones((4, 2)), np.ones(4), np.ones((1, 2)), np.ones(1), "mine")
-    Dataset('mine', x_train=(4, 2), y_train=(4,) float64, x_test=(1, 2), y_test=(1,) float64)
-    """
-
-    x_train: np.ndarray
-    y_train: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
-    name: str
-    feature_names: tuple[str, ...] = ()
-    x_scaler: Scaler | None = None
-    y_scaler: Scaler | None = None
-
-    def __repr__(self) -> str:
-        y_type = self.y_train.dtype
-        return (
-            f"Dataset({self.name!r}, x_train={self.x_train.shape}, y_train={self.y_train.shape} {y_type}, "
-            f"x_test={self.x_test.shape}, y_test={self.y_test.shape} {y_type})"
-        )
-
-
-def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
-    """Scale inputs, and targets too, to mean 0 and standard deviation 1 over the training rows.
-
-    The test rows are scaled by the same numbers; the result keeps the scalers as ``x_scaler`` and ``y_scaler``.
-
-    :param dataset: a :class:`Dataset` not yet standardized.
-    :param targets: whether to scale the targets too; pass ``False`` for class labels.
-    :return: a new :class:`Dataset`.
-    :raises ValueError: for class labels with ``targets=True``, a set without training rows, or one that is already
-        standardized.
-
-    >>> x, y = np.array([[1.0], [3.0]]), np.array([10.0, 50.0])
-    >>> data = standardize(Dataset(x, y, x[:1], y[:1], "mine"))
-    >>> data.x_test.tolist(), data.y_scaler.scale_factor     # one standardized unit, in units of the data
-    ([[-1.0]], 20.0)
-    """
-    check_kind("standardize", "dataset", dataset, Dataset, "Pass a `datasets.Dataset`.")
-    if dataset.x_scaler is not None:
-        raise argument_error("standardize", "dataset", "a standardized data set", "Pass it as it was loaded.")
-    if len(dataset.x_train) == 0:
-        got = f"{dataset.name!r} without training rows"
-        raise argument_error("standardize", "dataset", got, "Scale it with the Scaler of another set.")
-    if targets and not np.issubdtype(dataset.y_train.dtype, np.floating):
-        got = f"True for class labels ({dataset.y_train.dtype})"
-        raise argument_error("standardize", "targets", got, "Pass `targets=False`.")
-    scalers = {"x": Scaler.fit(dataset.x_train)}
-    if targets:
-        scalers["y"] = Scaler.fit(dataset.y_train)
-    changes: dict[str, Any] = {}
-    for axis, scaler in scalers.items():
-        changes[f"{axis}_scaler"] = scaler
-        for part in ("train", "test"):
-            changes[f"{axis}_{part}"] = scaler.transform(getattr(dataset, f"{axis}_{part}"))
-    return replace(dataset, **changes)
 
 
 def _floating(values: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from scipy.special import expit
 import numpyro_bnn as bnn
 from examples import loaders
 from examples.benchmarks import adf_speed, adf_uci, shared
-from numpyro_bnn import datasets, guides, nn, priors
+from numpyro_bnn import guides, nn, priors
 from numpyro_bnn.guides.adf.likelihoods import softmax_log_mean
 from numpyro_bnn.moments import Gaussian
 
@@ -99,7 +99,7 @@ def compare_with_published(x, y, sizes, num_epochs):
 @pytest.mark.data
 def test_agrees_with_the_published_equations_on_boston(data_folder):
     """Step for step: means, variances, both Gammas and the evidence after three epochs, float64 with x64 off."""
-    data = datasets.standardize(loaders.load_uci("boston", 0, data_folder))
+    data = loaders.standardize(loaders.load_uci("boston", 0, data_folder))
     compare_with_published(data.x_train, data.y_train, SIZES, num_epochs=3)
 
 

@@ -1471,8 +1471,6 @@ ROWS = {
         ("metrics.health(None)", "idata", TypeError, "Pass the result of `to_inference_data`"),
     ],
     "datasets": [
-        ("datasets.standardize(X)", "dataset", TypeError, "Pass a `datasets.Dataset`."),
-        ('datasets.standardize("boston")', "dataset", TypeError, "Pass a `datasets.Dataset`."),
         ('datasets.Scaler.fit("x")', "train", ValueError, "Pass an array with one row per data point."),
         ("datasets.Scaler.fit(X).transform(X[:, :1])", "x", ValueError, "Pass an array whose shape ends in (2,)."),
     ],

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 from sklearn.preprocessing import StandardScaler
 
-from examples.loaders import load_california, load_images, load_neal, load_sklearn, load_uci
-from numpyro_bnn.datasets import Dataset, Scaler, standardize
+from examples.loaders import Dataset, load_california, load_images, load_neal, load_sklearn, load_uci, standardize
+from numpyro_bnn.datasets import Scaler
 
 pytestmark = pytest.mark.core
 

@@ -533,7 +533,16 @@ def test_addresses_are_seen(parts):
 FILE_LINES, FUNCTION_LINES = 400, 60
 BUDGET = {"lines": 24_000, "files": 130}
 # Rooms that came after the budget was set: the package with them has a limit of its own.
-LATER_ROOMS = ("estimators", "guides/laplace", "priors/pretrained", "program/rows", "results/folder", "runs")
+LATER_ROOMS = (
+    "estimators",
+    "guides/laplace",
+    "infer/linear_blocks",
+    "infer/linear_fit",
+    "priors/pretrained",
+    "program/rows",
+    "results/folder",
+    "runs",
+)
 BUDGET_WITH_LATER_ROOMS = {"lines": 30_000, "files": 160, "public names": 200}
 # Longer files that are one thing.
 ONE_THING: set[str] = set()

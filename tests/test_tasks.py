@@ -61,7 +61,7 @@ def smooth(key, rows, noise=0.1):
 @pytest.mark.data
 def test_tabular_with_intervals():
     """Concrete: better than linear regression by far, intervals that hold what they promise."""
-    data = bnn.datasets.standardize(loaders.load_uci("concrete", 0))
+    data = loaders.standardize(loaders.load_uci("concrete", 0))
     model = bnn.models.regression(nn.MLP([50, 1], "relu"), priors.Hierarchical())
     kernel = infer.MCLMC(model, steps_per_draw=200, warm_start=infer.WarmStart(0.25, num_steps=2000))
     mcmc = sampled(kernel, data.x_train, data.y_train, warmup=800, draws=400)

@@ -43,11 +43,9 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[np.ndarray, np.ndarra
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     draws = np.random.default_rng(0)
     if folder:
-        from numpyro_bnn import datasets
-
-        splits = [datasets.standardize(loaders.load_uci("boston", k, folder)) for k in range(args.splits)]
+        splits = [loaders.standardize(loaders.load_uci("boston", k, folder)) for k in range(args.splits)]
         boston = np.stack([d.x_train for d in splits]), np.stack([d.y_train for d in splits])
-        housing = datasets.standardize(loaders.load_california(folder, test_fraction=0.1))
+        housing = loaders.standardize(loaders.load_california(folder, test_fraction=0.1))
         california = housing.x_train[None], housing.y_train[None]
     else:
         print("no data folder (--data, NUMPYRO_BNN_DATA): random numbers of the same shapes")

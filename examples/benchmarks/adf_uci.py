@@ -23,9 +23,7 @@ from examples.shared import at_least, markdown, writable_file
 
 def load_splits(name: str, num_splits: int, folder: Path | None) -> dict[str, np.ndarray]:
     """Standardized training and test rows of the splits, stacked, and the scale of each split's targets."""
-    from numpyro_bnn import datasets
-
-    splits = [datasets.standardize(loaders.load_uci(name, s, folder)) for s in range(num_splits)]
+    splits = [loaders.standardize(loaders.load_uci(name, s, folder)) for s in range(num_splits)]
     parts = {
         part: np.stack([getattr(d, part) for d in splits]) for part in ("x_train", "y_train", "x_test", "y_test")
     }

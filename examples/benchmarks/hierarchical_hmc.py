@@ -112,15 +112,13 @@ def keep(state: Any, draw: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, 
 
 def load(name: str, args: argparse.Namespace) -> tuple[jax.Array, jax.Array]:
     """Training rows, in float32: precisions may span ten orders of magnitude, the data do not."""
-    from numpyro_bnn import datasets
-
     if name == "rdata":
         data = load_data("rdata", args)
     elif args.data is None and not os.environ.get("NUMPYRO_BNN_DATA"):
         print("no data folder: the diabetes set of scikit-learn instead of boston")
-        data = datasets.standardize(loaders.load_sklearn("diabetes"))
+        data = loaders.standardize(loaders.load_sklearn("diabetes"))
     else:
-        data = datasets.standardize(loaders.load_uci(name, 0, args.data))
+        data = loaders.standardize(loaders.load_uci(name, 0, args.data))
     return jnp.asarray(data.x_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
 
 

@@ -43,14 +43,14 @@ VARIANTS = {"relu": ("relu", False), "erf": ("erf", False), "erf-ard": ("erf", T
 
 def learn_set(name: str, variant: str, args: argparse.Namespace) -> dict[str, Any]:
     """Fit and score every split of one set, in the units of the data."""
-    from numpyro_bnn import datasets, infinite, nn
+    from numpyro_bnn import infinite, nn
 
     activation, ard = VARIANTS[variant]
     net = nn.MLP([50] * args.depth + [1], activation)
     start = time.perf_counter()
     by_split: dict[str, list[float]] = {"rmse": [], "log_likelihood": [], "noise_sd": [], "jitter": []}
     for split in range(args.splits):
-        data = datasets.standardize(loaders.load_uci(name, split, args.data))
+        data = loaders.standardize(loaders.load_uci(name, split, args.data))
         found = infinite.prior_fit(net, data.x_train, data.y_train, ard=ard, max_steps=args.max_steps)
         gp = infinite.gp_regression(net, data.x_train, data.y_train, noise_sd=found.noise_sd, prior=found.prior)
         scale = float(data.y_scaler.scale_factor)

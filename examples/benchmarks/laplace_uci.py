@@ -38,9 +38,9 @@ def model(x, y=None, width=50):
 
 def learn_split(name: str, split: int, args: argparse.Namespace) -> dict[str, float]:
     """Fit one split from several starts, and score it in the units of the data."""
-    from numpyro_bnn import datasets, guides
+    from numpyro_bnn import guides
 
-    data = datasets.standardize(loaders.load_uci(name, split, args.data))
+    data = loaders.standardize(loaders.load_uci(name, split, args.data))
     x, y, x_test, y_test = (
         jnp.asarray(part, float) for part in (data.x_train, data.y_train, data.x_test, data.y_test)
     )

@@ -42,7 +42,7 @@ from examples.benchmarks.shared import (
 )
 from examples.ensembles import made_data
 from examples.shared import at_least, markdown, writable_file
-from numpyro_bnn import datasets, infer, metrics, models, nn, priors, sgmcmc, to_inference_data
+from numpyro_bnn import infer, metrics, models, nn, priors, sgmcmc, to_inference_data
 
 NETS = {"1x20": [20, 1], "2x16": [16, 16, 1]}
 SETS = ("boston", "energy", "concrete")
@@ -82,8 +82,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def load(name: str, folder: Path | None) -> Any:
     folder = folder or os.environ.get("NUMPYRO_BNN_DATA")
     if not folder:
-        return datasets.standardize(made_data("energy"))
-    return datasets.standardize(loaders.load_uci(name, 0, folder))
+        return loaders.standardize(made_data("energy"))
+    return loaders.standardize(loaders.load_uci(name, 0, folder))
 
 
 def model_of(net: str, centered: bool = False) -> Callable:

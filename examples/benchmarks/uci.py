@@ -222,9 +222,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """One line for each method of a job."""
-    from numpyro_bnn import datasets
-
-    data = datasets.standardize(loaders.load_uci(job["set"], job["split"], args.data))
+    data = loaders.standardize(loaders.load_uci(job["set"], job["split"], args.data))
     start = time.perf_counter()
     found = METHODS[job["run"]][0](data, job["head"], args)
     about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}

@@ -150,11 +150,9 @@ def distance(found: Predicted, reference: Predicted) -> tuple[float, float]:
 
 def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All methods on all splits of a set."""
-    from numpyro_bnn import datasets
-
     by_method: dict[str, list[tuple]] = {method: [] for method in METHODS}
     for split in range(args.splits):
-        data = datasets.standardize(loaders.load_uci(name, split, args.data))
+        data = loaders.standardize(loaders.load_uci(name, split, args.data))
         found = {METHODS[0]: learn(METHODS[0], data, None, args)}
         for method in METHODS[1:]:
             found[method] = learn(method, data, found[METHODS[0]].median, args)
