@@ -154,9 +154,6 @@ _SHORT: dict[str, Any] = {"steps_per_draw": 3, "warm_start": 0.5}
 
 KERNELS: dict[str, KernelRow] = {
     "SGLD": KernelRow(partial(infer.SGLD, **_SHORT)),
-    "SGLD with SVRG": KernelRow(
-        partial(infer.SGLD, step_size=1e-3, gradient="svrg", minibatches="epochs", steps_per_draw=3)
-    ),
     "PSGLD": KernelRow(partial(infer.PSGLD, step_size=1e-3, **_SHORT)),
     "PSGLD of the warm start": KernelRow(
         partial(infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_SHORT)

@@ -625,8 +625,6 @@ ROWS = {
         ("sgmcmc.Full(3)", "potential_fn", TypeError, "Pass a function."),
         ("sgmcmc.Minibatch(3, STREAM)", "potential_fn", TypeError, "Pass a function."),
         ("sgmcmc.ControlVariates(U, 3, STREAM)", "full_potential_fn", TypeError, "Pass a function."),
-        ("sgmcmc.SVRG(U, U, STREAM, period=0)", "period", ValueError, "Pass an integer of at least 1."),
-        ("sgmcmc.SVRG(U, 3, STREAM)", "full_potential_fn", TypeError, "Pass a function."),
         ("sgmcmc.BAOAB(-1)", "friction", ValueError, "Pass a finite number at least 0."),
         ('sgmcmc.BAOAB("1")', "friction", TypeError, "Pass a finite number at least 0."),
         ("sgmcmc.NoseHoover(-1.0)", "friction", ValueError, "Pass a finite number at least 0."),
@@ -1146,7 +1144,7 @@ ROWS = {
         ("infer.SGLD(plain, steps_per_draw=0)", "steps_per_draw", ValueError, "Pass an integer of at least 1."),
         ("infer.SGLD(plain, temperature=-1)", "temperature", ValueError, "Pass a finite number at least 0."),
         ("infer.SGLD(plain, temperature=True)", "temperature", TypeError, "Pass a finite number at least 0."),
-        ('infer.SGLD(plain, gradient="full")', "gradient", ValueError, "Known: minibatch, control_variates, svrg."),
+        ('infer.SGLD(plain, gradient="full")', "gradient", ValueError, "Known: minibatch, control_variates."),
         ('infer.SGLD(plain, minibatches="epoch")', "minibatches", ValueError, "Known: with_replacement, epochs."),
         (
             'infer.SGLD(plain, preconditioner="rms")',
@@ -1249,7 +1247,7 @@ ROWS = {
         ),
         ("infer.MALA(plain, steps_per_draw=0)", "steps_per_draw", ValueError, "Pass an integer of at least 1."),
         (
-            'infer.MALA(plain, gradient="svrg")',
+            'infer.MALA(plain, gradient="control_variates")',
             "gradient",
             ValueError,
             "Leave it out: this kernel uses the gradient of",

@@ -189,7 +189,6 @@ def test_gradients_of_all_minibatches_average_to_that_of_the_data():
 KERNELS = {
     "SGLD": infer.SGLD,
     "SGNHT, control variates": lambda model, **options: infer.SGNHT(model, gradient="control_variates", **options),
-    "SGHMC, SVRG": lambda model, **options: infer.SGHMC(model, gradient="svrg", **options),
     "MCLMC": infer.MCLMC,
     "GGMC": infer.GGMC,
 }

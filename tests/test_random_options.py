@@ -41,7 +41,7 @@ VALID = {
     "step_size": st.floats(1e-6, 1e-3) | st.just(sgmcmc.schedules.constant(1e-4)) | st.none(),
     "alpha": number(0.3, 3.0),  # precisions of a smaller shape underflow
     "temperature": st.floats(0.5, 2.0),
-    "gradient": st.sampled_from(["minibatch", "control_variates", "svrg"]),
+    "gradient": st.sampled_from(["minibatch", "control_variates"]),
     "minibatches": st.sampled_from(["with_replacement", "epochs"]),
     "preconditioner": st.none() | POSITIVE,
     "warm_start": st.sampled_from([0, 0.25, 0.5]),

@@ -10,7 +10,6 @@ from numpyro_bnn.sgmcmc import (
     GGMC,
     HMC,
     MALA,
-    SVRG,
     ControlVariates,
     Dense,
     Diagonal,
@@ -55,9 +54,6 @@ SAMPLERS = {
     "BAOAB": build(PLAIN, BAOAB(1.0), SCALES, schedule=0.01),
     "BAOAB on epochs": build(Minibatch(minibatch_potential, Epochs(N, 3)), BAOAB(1.0), schedule=0.01),
     "thermostat": build(VARIATES, NoseHoover(1.0), schedule=0.01),
-    "SVRG": build(
-        SVRG(minibatch_potential, full_potential, WithReplacement(N, 4), period=7), Overdamped(), schedule=0.01
-    ),
     "MALA": build(Full(full_potential), MALA(), schedule=0.05),
     "HMC": build(Full(full_potential), HMC(4, momentum_decay=0.5), SCALES, schedule=0.05),
     "GGMC": build(PLAIN, GGMC(full_potential, 3, friction=1.0), schedule=0.01),
@@ -66,15 +62,7 @@ SAMPLERS = {
     "GGMC1": build(VARIATES, GGMC(full_potential, 1, friction=1.0), schedule=0.01),
 }
 # Where it is not one.
-GRADIENTS_PER_STEP = {
-    "thermostat": 2,
-    "SVRG": 2,
-    "HMC": 5,
-    "GGMC": 6,
-    "GGMC1": 4,
-    "MCLMC": 2,
-    "MCLMC on minibatches": 2,
-}
+GRADIENTS_PER_STEP = {"thermostat": 2, "HMC": 5, "GGMC": 6, "GGMC1": 4, "MCLMC": 2, "MCLMC on minibatches": 2}
 EXACT = ("MALA", "HMC", "GGMC", "GGMC1")
 LINE = build(Full(full_potential), Microcanonical(), schedule=0.1)
 VARIANTS = {"BAOAB on epochs", "pSGLD", "MCLMC on minibatches", "GGMC1"}
@@ -138,8 +126,7 @@ def test_run_equals_single_steps_and_resumes(name, sampler):
     statistics = resumed.statistics
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(statistics))
     assert (statistics.accept_prob is not None) == (name in EXACT)
-    renewals = 159 // 7 if name == "SVRG" else 0
-    assert int(statistics.num_gradients) == 160 * GRADIENTS_PER_STEP.get(name, 1) + renewals
+    assert int(statistics.num_gradients) == 160 * GRADIENTS_PER_STEP.get(name, 1)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +195,7 @@ def test_keys_of_the_potential_are_never_reused(dynamics):
         assert np.isfinite(np.asarray(state.position)).all()
 
 
-@pytest.mark.parametrize("name", rows({"pSGLD", "SVRG", "GGMC", "MCLMC"}))
+@pytest.mark.parametrize("name", rows({"pSGLD", "thermostat", "GGMC", "MCLMC"}))
 def test_float64(sampler, x64):
     state = start(sampler, position=jnp.array([0.5, -0.5, 1.0], jnp.float64))
     after = jax.eval_shape(sampler.step, state)
@@ -392,7 +379,6 @@ def test_metropolis_rejects_what_is_not_finite():
         (lambda: build(PLAIN, Overdamped(), schedule=0.1, temperature=-1.0), "temperature"),
         (lambda: build(Full(full_potential), MALA(), schedule=0.1, temperature=0.0), "temperature"),
         (lambda: build(PLAIN, MALA(), schedule=0.1), "gradient"),
-        (lambda: build(SAMPLERS["SVRG"].gradient, GGMC(full_potential, 2, 1.0), schedule=0.1), "SVRG"),
         (lambda: build(SAMPLERS["BAOAB on epochs"].gradient, GGMC(full_potential, 2, 1.0), schedule=0.1), "Epochs"),
         (lambda: build(PLAIN, HMC(2), schedule=0.1), "gradient"),
         (lambda: HMC(0), "num_steps"),

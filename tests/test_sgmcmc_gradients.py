@@ -10,7 +10,6 @@ import pytest
 
 from numpyro_bnn.infer.tuning import gradient_noise
 from numpyro_bnn.sgmcmc import (
-    SVRG,
     ControlVariates,
     Dense,
     Diagonal,
@@ -54,7 +53,6 @@ def mode():
 ESTIMATORS = {
     "minibatch": lambda stream: Minibatch(minibatch_potential, stream),
     "control variates": lambda stream: ControlVariates(minibatch_potential, full_potential, stream, mode()),
-    "SVRG": lambda stream: SVRG(minibatch_potential, full_potential, stream, period=10),
 }
 
 
@@ -75,9 +73,8 @@ def test_average_over_an_epoch_is_the_full_gradient(name, batch_size):
     assert gradients.std(0).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["control variates", pytest.param("SVRG", marks=pytest.mark.slow)])
-def test_variance_falls_towards_the_center(name):
-    sampler = build(ESTIMATORS[name](WithReplacement(N, B)), Overdamped(), schedule=0.1)
+def test_variance_falls_towards_the_center():
+    sampler = build(ESTIMATORS["control variates"](WithReplacement(N, B)), Overdamped(), schedule=0.1)
     plain = build(ESTIMATORS["minibatch"](WithReplacement(N, B)), Overdamped(), schedule=0.1)
     center = mode()
 
@@ -91,31 +88,10 @@ def test_variance_falls_towards_the_center(name):
     assert total(sampler, 0.1) < 0.05 * total(plain, 0.1)
 
 
-def test_svrg_renews_its_center_on_time():
-    estimator = SVRG(minibatch_potential, full_potential, WithReplacement(N, B), period=4)
-    sampler = build(estimator, Overdamped(), schedule=1e-3)
-    state, centers = sampler.init(jnp.ones(D), jax.random.key(0)), []
-    step = jax.jit(sampler.step)
-    for number in range(9):
-        before = state.position
-        state = step(state)
-        centers.append(state.estimator.position)
-        if number in (4, 8):
-            np.testing.assert_array_equal(state.estimator.position, before)
-            np.testing.assert_allclose(
-                state.estimator.gradient, jax.grad(full_potential)(before), rtol=1e-5, atol=1e-5
-            )
-    for number in (1, 2, 3, 5, 6, 7):
-        np.testing.assert_array_equal(centers[number], centers[number - 1])
-    assert int(state.statistics.num_gradients) == 9 * 2 + 2
-
-
 def test_bad_centers_are_refused():
     estimator = ControlVariates(minibatch_potential, full_potential, WithReplacement(N, B), jnp.zeros(2))
     with pytest.raises(ValueError, match="center"):
         estimator.init(jnp.zeros(D))
-    with pytest.raises(ValueError, match="period"):
-        SVRG(minibatch_potential, full_potential, WithReplacement(N, B), period=0)
 
 
 def random_covariance(size):

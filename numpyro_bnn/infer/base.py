@@ -28,7 +28,7 @@ from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 from numpyro_bnn.sgmcmc.interfaces import Gradient
 
-GRADIENTS = ("minibatch", "control_variates", "svrg")
+GRADIENTS = ("minibatch", "control_variates")
 
 
 class SGMCMCKernel(ArgumentKernel):
@@ -45,7 +45,7 @@ class SGMCMCKernel(ArgumentKernel):
         noise.
     :param steps_per_draw: steps per transition of ``MCMC``.
     :param temperature: T of the density :math:`p(\\theta, D)^{1/T}` of constrained values; 1 is the Bayes posterior.
-    :param gradient: ``"minibatch"``, ``"control_variates"`` (center at the end of the warm start) or ``"svrg"``.
+    :param gradient: ``"minibatch"`` or ``"control_variates"`` (center at the end of the warm start).
     :param minibatches: ``"with_replacement"`` or ``"epochs"`` (shuffled, without replacement).
     :param preconditioner: ``"gradient_noise"`` (learned in warm-up, so that the noise of minibatches has one size in
         all directions; the default with minibatches if the step size is chosen), ``"identity"`` (the default
@@ -144,9 +144,6 @@ class SGMCMCKernel(ArgumentKernel):
             return sgmcmc.Full(full)
         if self._gradient == "control_variates":
             return sgmcmc.ControlVariates(potential, full, stream)
-        if self._gradient == "svrg":
-            plate = max(target.plates.values())
-            return sgmcmc.SVRG(potential, full, stream, period=max(1, plate.size // plate.batch_size))
         return sgmcmc.Minibatch(potential, stream)
 
     def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
@@ -275,13 +272,12 @@ class SGMCMCKernel(ArgumentKernel):
         spread = self._warm_start.spread if init_params is None else 1.0
         if init_params is not None:
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
-        on_batches = target.subsampled and self.uses_minibatches and self._gradient == "minibatch"
-        if not on_batches or self.exact or self._warm_start.held_out:
+        noisy = target.subsampled and self.uses_minibatches
+        if not noisy or self._gradient != "minibatch" or self.exact or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)
         policy = self.make_policy(target, num_warmup)
-        noisy = target.subsampled and self.uses_minibatches
         if learns_from_noise(self._call, self._preconditioner, noisy, self._step_size, self._gradient):
             size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
             noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw)

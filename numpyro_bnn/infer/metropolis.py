@@ -151,10 +151,9 @@ class GGMC(SGMCMCKernel):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        if self._minibatches != "with_replacement" or self._gradient == "svrg":
-            came = (self._minibatches, self._gradient)
-            instead = "It is exact with independent minibatches only: draw them with replacement, and not by SVRG."
-            raise argument_error(self._call, "minibatches or gradient", came, instead)
+        if self._minibatches != "with_replacement":
+            instead = "It is exact with independent minibatches only: draw them with replacement."
+            raise argument_error(self._call, "minibatches", self._minibatches, instead)
         check_number(self._call, "momentum_decay", self._momentum_decay, most=1)
         self.dynamics(lambda z: z, 1.0)  # checks the number of steps
 

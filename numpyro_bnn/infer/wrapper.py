@@ -224,18 +224,14 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
 def refreshed(kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
     """Return ``state``, of one chain or of vectorized chains, with energies and gradients recomputed."""
     if isinstance(kernel, Gibbs):
-        return _refreshed_blocks(kernel, state, args, kwargs)
+        # In a sweep, a block is refreshed only if an earlier one has moved; here any of them may have moved.
+        values = kernel.get_constrain_fn(args, kwargs)(state.z)
+        blocks = []
+        for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True):
+            siblings = {name: value for name, value in values.items() if name not in names}
+            blocks.append(block.refresh(block_state, args, with_conditioning(kwargs, siblings)))
+        return state._replace(block_states=tuple(blocks))
     # NumPyro's own kernels refresh one chain at a time.
     if isinstance(kernel, HMC) and not is_prng_key(state.rng_key):
         return jax.vmap(lambda one: kernel.refresh(one, args, kwargs))(state)
     return kernel.refresh(state, args, kwargs)
-
-
-def _refreshed_blocks(kernel: Gibbs, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
-    # In a sweep, a block is refreshed only if an earlier one has moved; here any of them may have moved.
-    values = kernel.get_constrain_fn(args, kwargs)(state.z)
-    blocks = []
-    for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True):
-        siblings = {name: value for name, value in values.items() if name not in names}
-        blocks.append(block.refresh(block_state, args, with_conditioning(kwargs, siblings)))
-    return state._replace(block_states=tuple(blocks))

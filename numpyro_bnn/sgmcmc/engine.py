@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
     :param kinetic_temperature: mean of r'r / P, r the whitened momentum after a step; None without momentum.
     :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
     :param accept_prob: mean acceptance probability; None without a Metropolis test.
-    :param num_gradients: gradients of the minibatch potential, plus full ones of SVRG, evaluated so far.
+    :param num_gradients: gradients of the minibatch potential evaluated so far.
     :param energy_variance: mean of the squared energy error of a step that was taken, divided by P; None if not
         reported.
     :param num_refused: number of steps that were not taken. They do not enter the means.
@@ -280,8 +280,7 @@ class Sampler:
     def _advance(self, state: State, draw: StepRandomness) -> State:
         """Make one step with given random numbers; it is taken if position, momentum and gradient are finite."""
         step, dtype = state.step, state.position.dtype
-        estimator, renewals = self.gradient.refresh(state.estimator, state.known_position, step)
-        context = self._context(estimator, state.adaptation, step, step < state.num_warmup, dtype)
+        context = self._context(state.estimator, state.adaptation, step, step < state.num_warmup, dtype)
         move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
         momentum = self.dynamics.momentum(move.memory)
@@ -290,17 +289,16 @@ class Sampler:
         finite = jnp.isfinite(total) & (state.first_divergence < 0)  # a chain that is marked stays where it is
         refused = ~finite if move.refused is None else ~finite | move.refused
         new = {"position": move.position, "memory": move.memory, "adaptation": move.evaluation.adaptation}
-        old = {"position": state.position, "memory": self.dynamics.turned_back(state.memory, context.temperature)}
-        old |= {"adaptation": state.adaptation, "estimator": state.estimator}
-        spent = renewals + self.dynamics.evaluations * self.gradient.evaluations
-        statistics = self._count(state.statistics, move._replace(refused=refused), virial, spent)
+        back = self.dynamics.turned_back(state.memory, context.temperature)
+        old = {"position": state.position, "memory": back, "adaptation": state.adaptation}
+        statistics = self._count(state.statistics, move._replace(refused=refused), virial)
         in_a_row = jnp.where(refused, state.refused_in_a_row + 1, 0)
         lost = (in_a_row >= LOST) & (step >= state.num_warmup) & (state.first_divergence < 0)
         first_divergence = jnp.where(lost, step + 1 - in_a_row, state.first_divergence)
         state = state._replace(step=step + 1, refused_in_a_row=in_a_row, first_divergence=first_divergence)
-        return state._replace(statistics=statistics, **select(finite, new | {"estimator": estimator}, old))
+        return state._replace(statistics=statistics, **select(finite, new, old))
 
-    def _count(self, statistics: Statistics, move: StepResult, virial: Array, spent: Array) -> Statistics:
+    def _count(self, statistics: Statistics, move: StepResult, virial: Array) -> Statistics:
         steps, size = statistics.num_steps + 1, move.position.shape[0]
         num_refused = statistics.num_refused + jnp.where(jnp.asarray(move.refused), 1, 0)
         weight = 1.0 / jnp.maximum(steps - num_refused, 1).astype(virial.dtype)
@@ -315,7 +313,7 @@ class Sampler:
         kinetic, virial, accept, *means = jax.tree.map(mean, old, seen)
         if move.energy_error is not None and energy is not None:
             energy = mean(energy, jnp.square(move.energy_error) / size)
-        spent = statistics.num_gradients + spent
+        spent = statistics.num_gradients + self.dynamics.evaluations * self.gradient.evaluations
         return Statistics(steps, kinetic, virial, accept, spent, energy, num_refused, *means)
 
 

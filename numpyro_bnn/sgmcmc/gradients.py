@@ -1,4 +1,4 @@
-"""Gradient estimators: full data, minibatch, control variates around a mode, SVRG.
+"""Gradient estimators: full data, minibatch, control variates around a mode.
 
 Potentials are functions of the flat position (P,). The minibatch potential is scaled to the full data: the prior is
 unscaled, the likelihood times N / B, so that its mean over minibatches is the full potential U.
@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Literal
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
@@ -115,7 +114,7 @@ class ControlVariates(Gradient):
         if center.shape != position.shape:
             instead = f"Pass a flat vector like the position, {position.shape}."
             raise argument_error("sgmcmc.ControlVariates", "center", f"shape {center.shape}", instead)
-        return self._center_at(center)
+        return Center(center, *jax.value_and_grad(self.full_potential_fn)(center))
 
     def __call__(self, state: Center, position: Array, batch: Any) -> tuple[Array, Array]:
         here = _value_and_grad(self.potential_fn, position, batch)
@@ -123,42 +122,6 @@ class ControlVariates(Gradient):
         return state.potential + (here[0] - there[0]), state.gradient + (here[1] - there[1])
 
     separate = Minibatch.separate
-
-    def _center_at(self, position: Array) -> Center:
-        return Center(position, *jax.value_and_grad(self.full_potential_fn)(position))
-
-
-@dataclass(frozen=True, eq=False)
-class SVRG(ControlVariates):
-    """Control variates whose center is renewed, with one full gradient, every ``period`` steps.
-
-    The estimate depends on the history of the chain, so the exact minibatch samplers refuse it. Under ``jax.vmap``
-    the full gradient is paid at every step; run such chains one after the other.
-
-    :param period: m, a positive integer; about N / B makes the full gradients half the work.
-
-    Other parameters as for :class:`ControlVariates`.
-    Reference: Dubey et al. (2016), algorithm 2.
-
-    >>> import jax.numpy as jnp
-    >>> from numpyro_bnn.sgmcmc import WithReplacement
-    >>> estimate = SVRG(lambda q, batch: q @ q, lambda q: q @ q, WithReplacement(10, 2), period=2)
-    >>> state, count = estimate.refresh(estimate.init(jnp.zeros(1)), jnp.ones(1), jnp.int32(2))
-    >>> state.gradient.tolist(), int(count)
-    ([2.0], 1)
-    """
-
-    period: int = 100
-
-    markov = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("sgmcmc.SVRG", "period", self.period)
-
-    def refresh(self, state: Center, position: Array, step: Array) -> tuple[Center, Array]:
-        due = (step > 0) & (step % self.period == 0)
-        return lax.cond(due, lambda: self._center_at(position), lambda: state), due.astype(jnp.int32)
 
 
 def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tuple[Array, Array]:

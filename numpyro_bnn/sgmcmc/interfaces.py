@@ -82,8 +82,6 @@ class Gradient:
     stream: Any
     #: Gradients of the minibatch potential per estimate.
     evaluations: int = 1
-    #: Whether an estimate depends only on the position of the chain, not on its history.
-    markov: bool = True
 
     def __post_init__(self) -> None:
         for name in vars(self).keys() & {"potential_fn", "full_potential_fn"}:
@@ -95,10 +93,6 @@ class Gradient:
     def init(self, position: Array) -> Any:
         """Return the state of the estimator; by default there is none."""
         return ()
-
-    def refresh(self, state: Any, position: Array, step: Array) -> tuple[Any, Array]:
-        """Update the state before a step; return it with the number of full gradients computed."""
-        return state, jnp.int32(0)
 
     def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], "Gradient"]:
         """Return ``prepare``, which can run for many steps at once, and an estimator on ``prepare(batch)``."""

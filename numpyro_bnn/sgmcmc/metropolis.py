@@ -220,9 +220,9 @@ class GGMC(Dynamics):
         return self.num_steps
 
     def check(self, gradient: Gradient) -> None:
-        if not (gradient.markov and gradient.stream.independent):
+        if not gradient.stream.independent:
             got = f"{type(gradient).__name__} on {type(gradient.stream).__name__}"
-            instead = "Its minibatches depend on the chain's past: sample with replacement, without SVRG."
+            instead = "Its minibatches depend on the chain's past: sample with replacement."
             raise argument_error("sgmcmc.GGMC", "gradient", got, instead)
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
