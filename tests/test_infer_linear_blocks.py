@@ -134,7 +134,7 @@ MODELS = {
     "unused": (written(lambda h, s, w: h[:, :2] @ w[:2], W), ["w"], 0),
     "overlap": (written(lambda h, s, w: jnp.c_[h[:, :2] @ w[:2], h[:, :2] @ w[1:]], W), ["w"], 0),
     "unequal": (written(lambda h, s, w: jnp.append(h @ w[:2].repeat(2)[:H], h[:4, 0] * w[2]), W), ["w"], 0),
-    "one of others": (written(lambda h, s, w: other_inputs, {"w": (4,)}), ["w"], 0),
+    "one of others": (written(other_inputs, {"w": (4,)}), ["w"], 0),
     "used many times": (written(lambda h, s, w: (h[..., None] * w[:, None] * jnp.ones(5)).sum((1, 2)), W), ["w"], 0),
     "cumulative": (written(lambda h, s, w: jnp.cumsum(h @ w), W), ["w"], 0),
     "measured": (written(lambda h, s, w: jnp.where(w > 0, 1.0, 1.0) * w * h[:, 0], {"w": ()}), ["w"], 1),

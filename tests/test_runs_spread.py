@@ -174,7 +174,7 @@ def mesh_of(*shape, names=("chain", "data")):
         ({"mesh": lambda: mesh_of(2, 1), "chains": 3}, ValueError, '2 devices along "chain" for 3 chains'),
         ({"mesh": lambda: mesh_of(1, 2), "method": "sequential"}, ValueError, "sequential"),
         ({"mesh": lambda: mesh_of(1, 2), "x": runs.Rows(X)}, ValueError, "not split over devices"),
-        ({"mesh": lambda: mesh_of(1, 2), "x": X[:, 0] * 0, "model": shaped}, ValueError, "shaped by the values"),
+        ({"mesh": lambda: mesh_of(1, 2), "x": X[:, 0] * 0, "model": shaped}, ValueError, "with which the model fails"),
         ({"mesh": lambda: mesh_of(1, 2), "model": lambda x, y: indexed(x[:9], y[:9])}, ValueError, "as many rows"),
     ],
 )
