@@ -24,7 +24,7 @@ from numpyro_bnn import guides, infer, models, nn, priors, runs, symmetry
 from numpyro_bnn.runs import folder
 from numpyro_bnn.runs.draws import Draws
 from numpyro_bnn.runs.folder import Folder
-from numpyro_bnn.runs.identity import described_model, described_options
+from numpyro_bnn.runs.identity import described_model, described_options, read_model
 
 pytestmark = pytest.mark.core
 KEY = jax.random.key(1)
@@ -495,7 +495,7 @@ def test_options_of_kernels_are_described(option):
 def descriptions():
     """Of every kernel in ``OPTIONS``, and of a model."""
     return [described_options("kernel", make(one)) for make, one, _ in OPTIONS.values()] + [
-        described_model("f", network, (X, Y), {})
+        described_model(read_model("f", network, (X, Y), {}), (X, Y), {})
     ]
 
 

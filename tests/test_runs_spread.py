@@ -142,8 +142,9 @@ def test_rows_that_must_be_sent_around_are_noticed(tmp_path):
         mesh = jax.make_mesh((1, 2), ("chain", "data"))
         return runs.start(path, mcmc, KEY, X, Y, mesh=mesh, progress_bar=False)
 
-    with pytest.warns(UserWarning, match="every step sends all rows.*numpyro.subsample"):
+    with pytest.warns(UserWarning, match="every step sends all rows.*numpyro.subsample") as seen:
         run(tmp_path / "indexed", indexed)
+    assert seen[0].filename == __file__
 
 
 def test_a_run_goes_on_with_other_devices(tmp_path):
@@ -156,7 +157,7 @@ def test_a_run_goes_on_with_other_devices(tmp_path):
 
 def shaped(x, y=None):
     """The number of clusters is a value of the data."""
-    with numpyro.plate("clusters", int(x[0]) + 2):
+    with numpyro.plate("clusters", len(np.unique(x)) + 1):
         numpyro.sample("w", dist.Normal())
     with numpyro.plate("data", len(x)):
         numpyro.sample("y", dist.Normal(), obs=y)
@@ -174,7 +175,7 @@ def mesh_of(*shape, names=("chain", "data")):
         ({"mesh": lambda: mesh_of(2, 1), "chains": 3}, ValueError, '2 devices along "chain" for 3 chains'),
         ({"mesh": lambda: mesh_of(1, 2), "method": "sequential"}, ValueError, "sequential"),
         ({"mesh": lambda: mesh_of(1, 2), "x": runs.Rows(X)}, ValueError, "not split over devices"),
-        ({"mesh": lambda: mesh_of(1, 2), "x": X[:, 0] * 0, "model": shaped}, ValueError, "with which the model fails"),
+        ({"mesh": lambda: mesh_of(1, 2), "x": X[:, 0] * 0, "model": shaped}, ValueError, "shaped by the values"),
         ({"mesh": lambda: mesh_of(1, 2), "model": lambda x, y: indexed(x[:9], y[:9])}, ValueError, "as many rows"),
     ],
 )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
@@ -29,7 +30,7 @@ import numpyro_bnn as bnn
 from examples.benchmarks.shared import environment, interleave, median_ratio, put_table, wall_clock, write_report
 from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn.runs.blocks import Chains, Wanted
-from numpyro_bnn.runs.spread import Spread
+from numpyro_bnn.runs.spread import spread_of
 
 CASES = ("chains", "one_core", "rows", "writing", "exchange")
 FEATURES, UNITS = 20, 50
@@ -47,8 +48,8 @@ def stepper(shape: tuple[int, int] | None, chains: int, number: int, draws: int)
     kernel = bnn.infer.MCLMC(model, 0.1, steps_per_draw=10, decoherence_length=5.0, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=1, num_chains=chains, chain_method="vectorized")
     mesh = None if shape is None else jax.make_mesh(shape, ("chain", "data"))
-    mesh = None if mesh is None else jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    run = Chains(mcmc, data(number), {}, Wanted(("sigma",), None, ()), Spread("scale", mesh), {number})
+    given = tuple(map(jnp.asarray, data(number)))
+    run = Chains(mcmc, given, {}, Wanted(("sigma",), None, ()), spread_of("scale", mesh, mcmc, given), {number})
     state = run.start(jax.random.key(0), None)
 
     def step() -> Any:

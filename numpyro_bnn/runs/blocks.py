@@ -16,7 +16,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import SITES, STATISTICS
 from numpyro_bnn.runs.spread import Spread
@@ -37,7 +37,7 @@ class Chains:
     """The chains of an ``MCMC``, advanced in blocks; the draws are those of ``mcmc.run``.
 
     :param mcmc: settings; neither it nor its kernel is changed.
-    :param args: positional and keyword arguments of the model.
+    :param args: positional and keyword arguments of the model, data as arrays.
     :param row_counts: sizes of plates, along which data are split.
     """
 
@@ -46,7 +46,7 @@ class Chains:
     ) -> None:
         self.call, self.mcmc, self.wanted, self.spread = spread.call, mcmc, wanted, spread
         self.kernel = fresh(mcmc.sampler)
-        self.args, self.kwargs = as_arrays(args, kwargs, self.call)
+        self.args, self.kwargs = args, kwargs
         self.in_turn = mcmc.num_chains > 1 and mcmc.chain_method == "sequential"
         self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
         #: Numbers of rows of the data that are split, by place.
@@ -80,11 +80,8 @@ class Chains:
         try:
             shapes = jax.eval_shape(lambda s, a: self._kept(s, *self._fixed.call(a)), one, self._arrays)
             self._inputs = self.spread.rows(self._arrays, self._rows)
-        except NEEDS_VALUES as cause:  # data that shape the model are a part of it
-            if self.spread.by_rows:
-                got = 'devices along "data" for a model that is shaped by the values of its data'
-                raise argument_error(self.call, "mesh", got, 'Leave out its axis "data".') from cause
-            self._inputs = {}
+        except NEEDS_VALUES as cause:
+            self._fix_inputs(cause)
             shapes = jax.eval_shape(lambda s: self._kept(s, self.args, self.kwargs), one)
         lead = 1 if self.batched else 0
         #: Shape and dtype of one draw of one chain, by group and name.
@@ -96,6 +93,13 @@ class Chains:
         self.capacity = int(np.clip(BLOCK_BYTES // max(1, size), 1, MOST_DRAWS))
         self._buffer = shapes
         self._program = self._compiled(state)
+
+    def _fix_inputs(self, cause: Exception) -> None:
+        """Make data that shape the model a part of it."""
+        if self.spread.by_rows:
+            got = 'devices along "data" for a model that is shaped by the values of its data'
+            raise argument_error(self.call, "mesh", got, 'Leave out its axis "data".') from cause
+        self._inputs = {}
 
     @property
     def batched(self) -> bool:
@@ -164,7 +168,12 @@ class Chains:
         if self.spread.mesh is None:
             return shared(advance)
         zero = self.spread.same(np.int32(0))
-        return self.spread.compiled(advance, self.spread.chains(state), zero, zero, self._inputs)
+        given = self.spread.chains(state), zero, zero
+        try:
+            return self.spread.compiled(advance, *given, self._inputs)
+        except NEEDS_VALUES as cause:
+            self._fix_inputs(cause)
+            return self.spread.compiled(advance, *given, self._inputs)
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for them.

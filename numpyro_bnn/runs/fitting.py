@@ -14,9 +14,16 @@ from numpyro_bnn import guides
 from numpyro_bnn._checks import argument_error, check_count, check_flag, check_key, check_number
 from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.folder import Folder, digest
-from numpyro_bnn.runs.identity import described_model, described_options, described_value, described_versions
+from numpyro_bnn.runs.identity import (
+    described_model,
+    described_options,
+    described_value,
+    described_versions,
+    read_model,
+)
 
 CALL = "runs.fit"
 
@@ -78,12 +85,13 @@ def fit(
     for name, flag in (("stable_update", stable_update), ("progress_bar", progress_bar)):
         check_flag(CALL, name, flag)
     refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", rng_key, args, kwargs)
+    given = as_arrays(args, kwargs, CALL)
     description = {
         "rng_key": digest(rng_key)[:16],
         "init_params": digest(init_params)[:16],
         "stable_update": str(stable_update),
         **_described_method(method),
-        **described_model(CALL, method.model, args, kwargs),
+        **described_model(read_model(CALL, method.model, *given), *given),
         **described_versions(),
     }
     with Folder(CALL, folder) as held:

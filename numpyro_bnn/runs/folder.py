@@ -69,10 +69,6 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Let other processes write."""
         self._lock.release()
 
     def error(self, got: str, instead: str, kind: type[Exception] = ValueError) -> Exception:
@@ -254,6 +250,12 @@ def restored(array: np.ndarray, leaf: Any) -> jax.Array:
     if array.shape != raw(leaf).shape or array.dtype != raw(leaf).dtype:
         raise ValueError("a leaf of another shape or dtype")
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+        return with_keys(jnp.asarray(array), leaf)
     # A copy: on the CPU, JAX might otherwise keep working in memory that NumPy owns.
     return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
+
+
+def with_keys(numbers: Any, leaf: jax.Array) -> Any:
+    """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
+    typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf)) if typed else numbers

@@ -14,7 +14,6 @@ import numpy as np
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.runs.folder import DENSITY, digest
 
@@ -24,10 +23,17 @@ DEEPEST = 12  # levels of values in values that are described
 LONGEST = 60  # characters of a value in a description
 
 
-def described_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
+def read_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
+    """The model on its data; an error about arguments that it does not take."""
+    try:
+        return Reading(model, args, kwargs, full=False)
+    except (TypeError, NotImplementedError, AttributeError) as cause:
+        got = f"arguments with which the model fails ({cause})"
+        raise argument_error(call, "args", got, "Pass those that the model takes.") from cause
+
+
+def described_model(reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Sites by name with shape and support, data by place, and the log density at three draws from the prior."""
-    args, kwargs = as_arrays(args, kwargs, call)
-    reading = _reading(call, model, args, kwargs)
     found = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
@@ -44,20 +50,6 @@ def described_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str
         else:
             found[f"argument {place}"] = described_value(leaf)
     return found | {DENSITY: _density(reading)}
-
-
-def plate_sizes(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> set[int]:
-    """Numbers of rows of the plates of a model."""
-    sites = _reading(call, model, *as_arrays(args, kwargs, call)).sites.values()
-    return {site["args"][0] for site in sites if site["type"] == "plate"}
-
-
-def _reading(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
-    try:
-        return Reading(model, args, kwargs, full=False)
-    except (TypeError, NotImplementedError, AttributeError) as cause:
-        got = f"arguments with which the model fails ({cause})"
-        raise argument_error(call, "args", got, "Pass those that the model takes.") from cause
 
 
 def _density(reading: Reading) -> str:

@@ -15,11 +15,12 @@ from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_key, check_kind, check_number
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Wanted
 from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, Layout
 from numpyro_bnn.runs.folder import Folder, Saved, digest, import_extra
-from numpyro_bnn.runs.identity import described_model, described_options, described_versions, plate_sizes
+from numpyro_bnn.runs.identity import described_model, described_options, described_versions, read_model
 from numpyro_bnn.runs.spread import spread_of
 
 CALL = "runs.start"
@@ -129,8 +130,10 @@ def start(
     fields = tuple(dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field))
     wanted = Wanted(sites, dtype, fields)
     spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
-    row_counts = plate_sizes(CALL, mcmc.sampler.model, args, kwargs) if spread.by_rows else ()
-    chains = Chains(mcmc, args, kwargs, wanted, spread, row_counts)
+    given = as_arrays(args, kwargs, CALL)
+    reading = read_model(CALL, mcmc.sampler.model, *given)
+    sizes = {site["args"][0] for site in reading.sites.values() if site["type"] == "plate"}
+    chains = Chains(mcmc, *given, wanted, spread, sizes if spread.by_rows else ())
     description = {
         **{name: str(getattr(mcmc, name)) for name in ("num_chains", "num_warmup", "thinning")},
         "rng_key": digest(rng_key)[:16],
@@ -139,11 +142,17 @@ def start(
         "dtype": str(dtype),
         "extra_fields": ", ".join(extra_fields),
         **described_options("kernel", mcmc.sampler),
-        **described_model(CALL, mcmc.sampler.model, args, kwargs),
+        **described_model(reading, *given),
         **described_versions(),
     }
     with ExitStack() as stack:
-        held = spread.from_first(lambda: stack.enter_context(_claimed(folder, description)))
+
+        def claimed() -> Folder:
+            held = stack.enter_context(Folder(CALL, folder))
+            held.claim(description)
+            return held
+
+        held = spread.from_first(claimed)
         loop = _Loop(chains, held, block_seconds)
         loop.begin(rng_key, init_params)
         message = loop.go(progress_bar and spread.leads)
@@ -151,16 +160,6 @@ def start(
         warnings.warn(f"{CALL}: {message}", stacklevel=2)
     complete = loop.draws_done >= loop.draws_wanted
     return Run(chains, loop.draws, loop.last, loop.draws_done, complete, (args, kwargs))
-
-
-def _claimed(folder: str | os.PathLike, description: Mapping[str, str]) -> Folder:
-    held = Folder(CALL, folder)
-    try:
-        held.claim(description)
-    except Exception:
-        held.release()
-        raise
-    return held
 
 
 class _Loop:

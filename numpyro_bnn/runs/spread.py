@@ -15,7 +15,7 @@ from numpyro_bnn._checks import argument_error, check_kind
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
 from numpyro_bnn.program.rows import refuse_rows
-from numpyro_bnn.runs.folder import raw, restored
+from numpyro_bnn.runs.folder import raw, restored, with_keys
 
 AXES = CHAIN, DATA = "chain", "data"
 BY_CHAIN, BY_DRAW, SAME = PartitionSpec(CHAIN), PartitionSpec(None, CHAIN), PartitionSpec()
@@ -80,7 +80,7 @@ class Spread:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return _with_keys(self._placed(jax.random.key_data(leaf), spec), leaf)
+            return with_keys(self._placed(jax.random.key_data(leaf), spec), leaf)
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
@@ -89,7 +89,7 @@ class Spread:
         if not self.several:
             return tree
         numbers = multihost_utils.process_allgather(jax.tree.map(key_numbers, tree), tiled=True)
-        return jax.tree.map(_with_keys, numbers, tree)
+        return jax.tree.map(with_keys, numbers, tree)
 
     # -- programs ------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Spread:
         # Without the copies at the end it may be shorter.
         if any((length, *others) in moved for length in range(rows - self.mesh.shape[DATA] + 1, rows + 1)):
             text = "Take rows in the model by `numpyro.subsample(x, event_dim)`, as XLA cannot split `x[index]`."
-            warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=6)
+            warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=8)
 
     # -- agreement -----------------------------------------------------------------------------------
 
@@ -142,12 +142,6 @@ class Spread:
         sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_bytes, numbers))
         received = jax.tree.map(lambda s, n: np.asarray(s).view(n.dtype).reshape(n.shape), sent, numbers)
         return jax.tree.map(restored, received, like)
-
-
-def _with_keys(numbers: Any, leaf: jax.Array) -> Any:
-    """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
-    typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf)) if typed else numbers
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
