@@ -112,7 +112,7 @@ def start(
     :raises ValueError: for a folder of another run (the error names what differs), or one that another process
         writes; OSError: for a folder that cannot be written; ImportError: without zarr.
 
-    >>> import tempfile, numpyro, numpyro.distributions as dist
+    >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
     >>> def model(y):
     ...     mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
