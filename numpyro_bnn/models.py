@@ -26,9 +26,13 @@ _LEAST_SD = 1e-6
 
 
 def regression(
-    net: Layer, prior: Any = None, noise: dist.Distribution | float | None = None, heteroscedastic: bool = False
+    net: Layer,
+    prior: Any = None,
+    noise: dist.Distribution | float | None = None,
+    heteroscedastic: bool = False,
+    heavy_tails: bool = False,
 ) -> Model:
-    """Regression with normal noise: y_n ~ N(f(x_n), sigma^2), f a random network.
+    """Regression with normal or Student's t noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
     (N, K) for a network with K > 1 outputs; integer targets are treated as numbers. Standardize both first.
@@ -38,6 +42,8 @@ def regression(
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
     :param heteroscedastic: let the network predict the noise of each data point; there is then no ``sigma``.
+    :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d), d ~ Gamma(2, 0.1), site
+        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d).
     :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, or a network
         with the wrong number of outputs.
 
@@ -51,6 +57,7 @@ def regression(
     """
     call = "models.regression"
     _checks.check_flag(call, "heteroscedastic", heteroscedastic)
+    _checks.check_flag(call, "heavy_tails", heavy_tails)
     if heteroscedastic and noise is not None:
         instead = "With `heteroscedastic=True` the network predicts the noise: leave it out."
         raise argument_error(call, "noise", noise, instead)
@@ -58,10 +65,11 @@ def regression(
     _check_noise(call, noise)
     _checks.check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
     as_prior(prior or {}, call)
-    return partial(_regression, net=net, prior=prior, noise=noise, heteroscedastic=heteroscedastic)
+    options = {"noise": noise, "heteroscedastic": heteroscedastic, "heavy_tails": heavy_tails}
+    return partial(_regression, net=net, prior=prior, **options)
 
 
-def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedastic):
+def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedastic, heavy_tails):
     call = "models.regression"
     _check_inputs(call, x, batch_size)
     outputs = _outputs(call, net, x, 2 if heteroscedastic else 1)
@@ -72,13 +80,16 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     sigma: Any = 1.0
     if not heteroscedastic:
         sigma = numpyro.sample("sigma", noise) if isinstance(noise, dist.Distribution) else noise
+    family: Any = dist.Normal
+    if heavy_tails:  # above 2 degrees of freedom, so that the variance exists
+        family = partial(dist.StudentT, 2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1)))
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(_rows(jnp.asarray(x), index))
         mean, sd = out[..., :targets], sigma
         if heteroscedastic:
             sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
         sd = jnp.broadcast_to(sd, mean.shape)
-        likelihood = dist.Normal(mean[..., 0], sd[..., 0]) if targets == 1 else dist.Normal(mean, sd).to_event(1)
+        likelihood = family(mean[..., 0], sd[..., 0]) if targets == 1 else family(mean, sd).to_event(1)
         numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index))
 
 

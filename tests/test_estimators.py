@@ -129,33 +129,66 @@ def test_density_integrates_to_one_and_has_the_reported_moments(data, fitted):
         np.testing.assert_allclose([first, second**0.5], [mean[row], sd[row]], rtol=1e-3)
 
 
-def mixture(means, sds):
-    """A predictive distribution whose components are given, at two equal rows."""
+def mixture(means, scales, df):
+    """A predictive distribution whose components are given, at two equal rows; without ``df`` they are normal."""
 
     def model(x, y=None):
         loc = numpyro.sample("loc", dist.Normal(0.0, 1.0))
         scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        fn = dist.Normal(loc, scale)
+        if df is not None:
+            fn = dist.StudentT(numpyro.sample("df", dist.Gamma(2.0, 0.1)), loc, scale)
         with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(loc, scale).expand([x.shape[0]]), obs=y)
+            numpyro.sample("y", fn.expand([x.shape[0]]), obs=y)
 
-    return Predictive(model, {"loc": means[None], "scale": sds[None]})
+    draws = {"loc": means, "scale": scales} | ({} if df is None else {"df": df})
+    return Predictive(model, {name: value[None] for name, value in draws.items()})
 
 
-def test_few_draws_have_the_exact_mixture():
+@pytest.mark.parametrize("df", [None, np.array([2.05, 4.0, 100.0])])
+def test_few_draws_have_the_exact_mixture(df):
     """Three components far apart: neither the variance nor the quantiles are those of one Gaussian."""
-    means, sds = np.array([-10.0, 0.0, 30.0]), np.array([0.5, 2.0, 1.0])
-    found = mixture(means, sds)
+    means, scales = np.array([-10.0, 0.0, 30.0]), np.array([0.5, 2.0, 1.0])
+    exact = stats.norm(means, scales) if df is None else stats.t(df, means, scales)
+    found = mixture(means, scales, df)
     rows = np.zeros((2, 1))
     mean, noise, spread = found("moments", rows)
     np.testing.assert_allclose(mean, means.mean(), rtol=1e-5)
-    np.testing.assert_allclose(noise, (sds**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(noise, exact.var().mean(), rtol=1e-4)
     np.testing.assert_allclose(spread, means.var(), rtol=1e-5)
-    levels = np.array([0.05, 0.5, 0.95])
+    levels = np.array([0.001, 0.05, 0.5, 0.95])
     for level, value in zip(levels, found("quantiles", rows, options=(levels,)), strict=True):
-        np.testing.assert_allclose(stats.norm.cdf(value[:, None], means, sds).mean(1), level, atol=1e-5)
-    at = np.array([-9.0, 31.0])
-    expected = np.log(stats.norm.pdf(at[:, None], means, sds).mean(1))
-    np.testing.assert_allclose(found("log_density", rows, at)[0], expected, rtol=1e-5)
+        np.testing.assert_allclose(exact.cdf(value[:, None]).mean(1), level, atol=3e-5)
+    at = np.array([-9.0, 60.0])
+    expected = logsumexp(exact.logpdf(at[:, None]), axis=1) - np.log(3)
+    np.testing.assert_allclose(found("log_density", rows, at)[0], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_heavy_tails(data, targets):
+    """Outliers: the noise of the others stays small, and draws, intervals and densities are of one distribution."""
+    X, y = data[0], data[0][:, 0] + np.random.default_rng(0).normal(0, 0.1, 160)
+    y[::16] += 20.0
+    y = y if targets == 1 else np.stack([y, 3 - y], 1)
+    robust, normal = (
+        Regressor("mean_field", heavy_tails=tails, effort=0.1, **FAST).fit(X, y) for tails in (True, False)
+    )
+    good = np.arange(160) % 16 > 0
+    low, high = robust.predict_interval(X, level=0.5)
+    wide = np.diff(normal.predict_interval(X, level=0.5), axis=0)
+    assert np.median(high - low) < 0.5 * np.median(wide)
+    densities = [model.log_predictive_density(X, y)[good].mean() for model in (robust, normal)]
+    assert densities[0] > densities[1] + 0.5
+    draws = robust.sample(X, 2000, random_state=0)
+    inside = ((low < draws) & (draws < high)).mean(0)
+    np.testing.assert_allclose(inside, 0.5, atol=5 * 0.5 / 2000**0.5)  # five standard errors of independent draws
+
+
+def test_heavy_tails_of_methods_without_them_are_refused(data):
+    with pytest.raises(ValueError, match=r"argument `heavy_tails` got True.*ensemble, nuts, mean_field"):
+        Regressor("laplace", heavy_tails=True).fit(*data[:2])
+    with pytest.raises(TypeError, match="argument `heavy_tails` got 'yes'"):
+        Regressor(heavy_tails="yes").fit(*data[:2])
 
 
 def test_rows_in_chunks_give_the_same(data, fitted, monkeypatch):
@@ -464,7 +497,7 @@ def test_padding_changes_nothing(data):
         methods.network_model,
         net=bnn.nn.MLP([3, 2]),
         prior=bnn.priors.Normal(),
-        likelihood=partial(methods.normal_likelihood, 1, True),
+        likelihood=partial(methods.noise_likelihood, 1, True, False),
     )
     rows, targets, known = methods.padded(X[:101], y[:101])
     assert rows.shape[0] == 112

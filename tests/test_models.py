@@ -8,6 +8,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import log_density
+from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import _jaxprs
@@ -28,6 +29,18 @@ def test_regression_density_is_the_one_it_states():
     prior = sum(dist.Normal(0, sds.get(k, 1.0)).log_prob(v).sum() for k, v in values.items() if k != "sigma")
     prior += dist.HalfNormal(1).log_prob(values["sigma"])
     np.testing.assert_allclose(density, prior + dist.Normal(f, values["sigma"]).log_prob(Y).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_heavy_tails_are_those_of_a_t(targets):
+    net, y = bnn.nn.MLP([4, targets], "tanh"), Y if targets == 1 else jnp.stack([Y, -Y], 1)
+    model = bnn.models.regression(net, heavy_tails=True)
+    site = handlers.trace(handlers.substitute(handlers.seed(model, 0), {"excess_df": 1.5, "sigma": 0.3}))
+    trace = site.get_trace(X, y)
+    f = net.apply({k.removeprefix("net/"): v["value"] for k, v in trace.items() if k.startswith("net/")}, X)
+    expected = stats.t(3.5, np.asarray(f), 0.3).logpdf(np.asarray(y).reshape(12, targets)).sum(1)
+    np.testing.assert_allclose(trace["y"]["fn"].log_prob(y), expected, rtol=1e-4)
+    assert trace["excess_df"]["fn"].log_prob(7.0) == dist.Gamma(2.0, 0.1).log_prob(7.0)
 
 
 def test_minibatch_of_a_ready_made_model_is_scaled_to_the_data():

@@ -536,6 +536,7 @@ BUDGET = {"lines": 24_000, "files": 130}
 LATER_ROOMS = (
     "estimators",
     "guides/laplace",
+    "infer/ensemble",
     "infer/linear_blocks",
     "infer/linear_fit",
     "priors/pretrained",

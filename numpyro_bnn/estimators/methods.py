@@ -99,20 +99,23 @@ def network_model(
         numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
-def normal_likelihood(targets: int, heteroscedastic: bool, least_sd: float = 0.0) -> Callable:
-    """Normal noise: one scale for all rows, with prior HalfNormal(1), or outputs of the network."""
+def noise_likelihood(targets: int, heteroscedastic: bool, heavy_tails: bool, least_sd: float = 0.0) -> Callable:
+    """Normal or Student's t noise: one scale for all rows, with prior HalfNormal(1), or outputs of the network."""
     shape = () if targets == 1 else (targets,)
     sigma: Any = 0.0
     if not heteroscedastic:
         prior = dist.HalfNormal(1.0)
         sigma = least_sd + numpyro.sample("sigma", prior.expand(shape).to_event(1) if shape else prior)
+    family: Any = dist.Normal
+    if heavy_tails:  # as in models.regression
+        family = partial(dist.StudentT, 2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1)))
 
     def of_output(out: jax.Array) -> dist.Distribution:
         mean, sd = out[..., :targets], sigma
         if heteroscedastic:
             sd = max(LEAST_SD, least_sd) + jax.nn.softplus(out[..., targets:])
             sd = sd if shape else sd[..., 0]
-        return dist.Normal(mean, sd).to_event(1) if shape else dist.Normal(mean[..., 0], sd)
+        return family(mean, sd).to_event(1) if shape else family(mean[..., 0], sd)
 
     return of_output
 
@@ -127,28 +130,24 @@ def categorical_likelihood() -> Callable:
 
 def ensemble(task: Task) -> Draws:
     """Microcanonical chains around the members of a deep ensemble."""
-    import optax
-
-    many = task.num_rows > MANY_ROWS
-    steps, each, warmup, draws, chains = (3000, 20, 100, 150, 4) if many else (4000, 50, 400, 250, 8)
-    steps = task.steps(steps, 20)
-    adam = optax.adam(optax.cosine_decay_schedule(0.02, steps))
+    gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (40_000, 8)
     held_out = HELD_OUT if task.num_rows >= ENOUGH_ROWS else 0.0
-    warm = infer.WarmStart(0.3, num_steps=steps, optimizer=adam, held_out=held_out, spread=0.5)
-    kernel = infer.MCLMC(task.model, steps_per_draw=each, warm_start=warm)
-    return _chains(task, kernel, chains, task.steps(warmup, 10), draws)
+    mcmc = infer.ensemble(
+        task.model, task.steps(gradients, 100), num_samples=task.num_samples or 250, held_out=held_out
+    )
+    return _chains(task, mcmc.sampler, chains, mcmc.num_warmup, mcmc.num_samples)
 
 
 def nuts(task: Task) -> Draws:
     """NUTS, with moves along the symmetries of the network after each transition."""
     found = symmetry.find(task.model, *task.data)
     kernel = infer.OrbitMoves(NUTS(task.model, max_tree_depth=8), found)
-    return _chains(task, kernel, 4, task.steps(400, 10), 400)
+    return _chains(task, kernel, 4, task.steps(400, 10), task.steps(400, 4))
 
 
 def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int) -> Draws:
     """Run a kernel by one compiled program whose inputs are the data; leave out chains at fault, with a warning."""
-    count, length = task.num_chains or num_chains, task.num_samples or task.steps(num_samples, 4)
+    count, length = task.num_chains or num_chains, task.num_samples or num_samples
     args = task.data
     state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
     one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
@@ -269,7 +268,8 @@ def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
 METHODS: dict[str, Callable] = {
     "ensemble": ensemble, "nuts": nuts, "laplace": laplace, "mean_field": mean_field, "adf": adf
 }  # fmt: skip
-HETEROSCEDASTIC = {"ensemble"}  # methods whose noise depends on the inputs unless the user says otherwise
+# Methods whose noise may have heavy tails -> whether it has if the user does not say, nor lets it depend on inputs.
+HEAVY_TAILS = {"ensemble": True, "nuts": False, "mean_field": False}
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could choose to have no noise;
 # learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}

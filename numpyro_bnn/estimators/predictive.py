@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.scipy.special import entr, logsumexp, ndtr, ndtri
+from jax.scipy.special import entr, logsumexp, ndtr
 from scipy.stats import norm, qmc
 
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.laplace.likelihoods import natural
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs, outputs_by_name
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
@@ -20,6 +21,7 @@ from numpyro_bnn.results.replay import sites_at
 
 LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
 HALVINGS = 40  # of the bracket of a quantile
+FARTHEST, GRID = 20.0, 2049  # of the table of a Student's t: largest asinh of a value, and number of nodes
 NODES = 64  # of an integral over the log scale
 
 
@@ -83,7 +85,7 @@ class Predictive:
 
             def components(draw: Mapping[str, jax.Array]) -> Any:
                 fn = sites_at(model, draw, jax.random.key(0), ((rows[0],), {}))["y"]["fn"]
-                return (fn.probs,) if hasattr(fn, "logits") else (fn.mean, jnp.sqrt(fn.variance))
+                return _parts(fn)
 
             size = draws_per_chunk(components, jax.tree.map(lambda value: value[0], draws))
             number = len(next(iter(draws.values())))
@@ -177,39 +179,72 @@ def linearized_model(x: jax.Array, y: Any = None, known: Any = None, *, guide: A
         numpyro.sample("y", fn if known is None else fn.mask(known), obs=y)
 
 
-# -- components: means and standard deviations (M, R) or (M, R, K); of classes, probabilities (M, R, K) -----
+# -- components: means, standard deviations and, of a Student's t, degrees of freedom, (M, R) or (M, R, K); of
+# classes, probabilities (M, R, K) -----------------------------------------------------------------------------
+
+
+def _parts(fn: Any) -> tuple:
+    """The arrays that a component of the mixture consists of."""
+    if hasattr(fn, "logits"):
+        return (fn.probs,)
+    kind = unwrapped(fn)
+    df = [jnp.broadcast_to(kind.df, fn.mean.shape)] if isinstance(kind, dist.StudentT) else []
+    return fn.mean, jnp.sqrt(fn.variance), *df
 
 
 def _moments(parts: tuple, weights: jax.Array) -> tuple:
     """Mean of an observation, mean variance of the noise, and variance of the function, which add up."""
-    means, sds = parts
+    means, sds = parts[:2]
     mean = jnp.tensordot(weights, means, 1)
     return mean, jnp.tensordot(weights, sds**2, 1), jnp.tensordot(weights, (means - mean) ** 2, 1)
 
 
 def _quantiles(parts: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
-    """Quantiles of the mixture at each level, by bisection between the extreme quantiles of its components."""
-    means, sds = parts
+    """Quantiles of the mixture at each level, by bisection between bounds of those of its components (Cantelli)."""
+    (means, sds), cdf = parts[:2], _cdf(parts)
 
     def at(level: jax.Array) -> jax.Array:
-        each = means + ndtri(level) * sds
-
         def halve(_: Any, bracket: tuple) -> tuple:
             low, high = bracket
             middle = (low + high) / 2
-            below = jnp.tensordot(weights, ndtr((middle - means) / sds), 1) < level
+            below = jnp.tensordot(weights, cdf((middle - means) / sds), 1) < level
             return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
-        low, high = jax.lax.fori_loop(0, HALVINGS, halve, (each.min(0), each.max(0)))
+        odds = jnp.sqrt(level / (1 - level))
+        bracket = (means - sds / odds).min(0), (means + odds * sds).max(0)
+        low, high = jax.lax.fori_loop(0, HALVINGS, halve, bracket)
         return (low + high) / 2
 
     return tuple(jax.lax.map(at, levels))
 
 
-def _normal_log_density(parts: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _cdf(parts: tuple) -> Callable:
+    """Distribution functions of the standardized components, at values (M, R) or (M, R, K).
+
+    That of a Student's t, whose degrees of freedom are the same for all rows of a draw, is read from a table: linear
+    in asinh(z), so its error is below 2e-5.
+    """
+    if len(parts) == 2:
+        return ndtr
+    df = parts[2].reshape((len(parts[2]), -1))[:, :1]
+    table = dist.StudentT(df).cdf(jnp.sinh(jnp.linspace(-FARTHEST, FARTHEST, GRID)))
+    draw = jnp.arange(len(df)).reshape((-1, *[1] * (parts[2].ndim - 1)))
+
+    def cdf(z: jax.Array) -> jax.Array:
+        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / parts[2])) / FARTHEST
+        place = (jnp.clip(place, -1, 1) + 1) * (GRID - 1) / 2
+        below = jnp.clip(place.astype(int), 0, GRID - 2)
+        low, high = table[draw, below], table[draw, below + 1]
+        return low + (place - below) * (high - low)
+
+    return cdf
+
+
+def _log_density(parts: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     """Log density of the mixture at y; all outputs of a row together."""
-    means, sds = parts
-    each = -0.5 * ((y - means) / sds) ** 2 - jnp.log(sds) - 0.5 * jnp.log(2 * jnp.pi)
+    means, sds = parts[:2]
+    tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in parts[2:]]
+    each = (*tails, dist.Normal(means, sds))[0].log_prob(y)
     each = each.sum(-1) if each.ndim == 3 else each
     return (logsumexp(each, axis=0, b=weights[:, None]),)
 
@@ -224,7 +259,7 @@ def _entropies(parts: tuple, weights: jax.Array) -> tuple:
 SUMMARIES: dict[str, tuple[int, Callable]] = {
     "moments": (0, _moments),
     "quantiles": (0, _quantiles),
-    "log_density": (0, _normal_log_density),
+    "log_density": (0, _log_density),
     "components": (1, lambda parts, _: parts),
     "probabilities": (0, lambda parts, weights: (jnp.tensordot(weights, parts[0], 1),)),
     "entropies": (0, _entropies),

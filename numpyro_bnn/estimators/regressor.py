@@ -18,11 +18,11 @@ from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
 class Regressor(RegressorMixin, Network):
     r"""A Bayesian neural network for regression, with scikit-learn's ``fit`` and ``predict``.
 
-    y_n ~ N(f(x_n), s(x_n)^2): mean f and noise s are outputs of one random network, or s is the same for all rows.
-    Inputs and targets are standardized inside; every answer is in the units of the data. With M draws of the network
-    the predictive distribution of a new row is the mixture
+    y_n has the mean f(x_n), a random network, and normal or Student's t noise around it, whose scale is the same for
+    all rows or an output of the network. Inputs and targets are standardized inside; every answer is in the units of
+    the data. With M draws of the network the predictive distribution of a new row is the mixture
 
-    .. math:: p(y | x, D) = \frac{1}{M} \sum_m N(y; f_m(x), s_m(x)^2).
+    .. math:: p(y | x, D) = \frac{1}{M} \sum_m p(y | f_m(x), \sigma_m).
 
     :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the most accurate), ``"nuts"``,
         ``"laplace"`` (a Gaussian at the mode, of the linearized network), ``"mean_field"`` (Bayes by Backprop), or
@@ -31,8 +31,9 @@ class Regressor(RegressorMixin, Network):
     :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
     :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, for
         ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same with precisions that maximize the evidence.
-    :param heteroscedastic: let the noise depend on the inputs; by default for ``"ensemble"`` only. ``False`` usually
-        gives a smaller RMSE and a lower log likelihood.
+    :param heteroscedastic: let the noise depend on the inputs.
+    :param heavy_tails: Student's t noise with learned degrees of freedom, which survives outliers, not normal noise;
+        for ``"ensemble"`` (where it is the default unless ``heteroscedastic``), ``"nuts"`` and ``"mean_field"``.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
     :param callback: called as ``callback(done, total)`` during the fit.
@@ -60,7 +61,8 @@ class Regressor(RegressorMixin, Network):
         widths: Sequence[int] = (50,),
         activation: Any = None,
         prior: Any = None,
-        heteroscedastic: bool | None = None,
+        heteroscedastic: bool = False,
+        heavy_tails: bool | None = None,
         num_chains: int | None = None,
         num_samples: int | None = None,
         effort: float = 1.0,
@@ -69,7 +71,8 @@ class Regressor(RegressorMixin, Network):
         random_state: Any = None,
     ) -> None:
         self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
-        self.heteroscedastic, self.num_chains, self.num_samples = heteroscedastic, num_chains, num_samples
+        self.heteroscedastic, self.heavy_tails = heteroscedastic, heavy_tails
+        self.num_chains, self.num_samples = num_chains, num_samples
         self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
         self.random_state = random_state
 
@@ -81,19 +84,22 @@ class Regressor(RegressorMixin, Network):
     def fit(self, X: Any, y: Any) -> "Regressor":
         """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
         self._check_settings()
-        given = self.heteroscedastic
-        hetero = self.method in methods.HETEROSCEDASTIC if given is None else given
-        check_flag(self._call, "heteroscedastic", hetero)
+        check_flag(self._call, "heteroscedastic", self.heteroscedastic)
+        hetero, tails = bool(self.heteroscedastic), self.heavy_tails
+        tails = methods.HEAVY_TAILS.get(self.method, False) and not hetero if tails is None else tails
+        check_flag(self._call, "heavy_tails", tails)
+        if tails and self.method not in methods.HEAVY_TAILS:
+            instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
+            raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
         y = np.asarray(y, np.float64)
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
         y_scaler = Scaler.fit(y)
-        likelihood = partial(
-            methods.normal_likelihood, targets, bool(hetero), methods.NOISE_FLOORS.get(self.method, 0.0)
-        )
-        self._fit(X, y_scaler.transform(y), targets * (1 + bool(hetero)), likelihood, y_scaler)
+        least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
+        likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
+        self._fit(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler)
         rows, targets = (part[:CHECKED_ROWS] for part in self._data)
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
         self._warn_if_worse(self._predictive("log_density", rows, targets)[0], constant)
@@ -169,8 +175,10 @@ class Regressor(RegressorMixin, Network):
         All rows of a draw have the same weights, so differences between rows may be computed draw by draw.
         """
         check_flag(f"{self._call}.sample", "noise", noise)
-        (means, sds), generator = self._components(X, num_samples, random_state)
-        draws = means + sds * generator.normal(size=sds.shape) if noise else means
+        (draws, sds, *df), generator = self._components(X, num_samples, random_state)
+        if noise:
+            unit = np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0]) if df else generator.normal(size=sds.shape)
+            draws = draws + sds * unit
         if self.calibration_ != 1:
             mean = self._summary("moments", X)[0]
             draws = mean + self.calibration_ * (draws - mean)

@@ -3,6 +3,7 @@
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.collapse import collapse
+from numpyro_bnn.infer.ensemble import ensemble
 from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.metropolis import GGMC, GHMC, MALA
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
@@ -25,6 +26,7 @@ __all__ = [
     "MALA",
     "GHMC",
     "MCLMC",
+    "ensemble",
     "implied_bias",
     "OrbitMoves",
     "UnitMoves",
