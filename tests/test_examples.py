@@ -6,6 +6,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import arviz as az
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("shared.py", "loaders.py", "uci_table.py", "__main__.py")
+    if path.name not in ("shared.py", "loaders.py", "boosting.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
     "examples.demo": "--held-out 700 --effort 0.004",
@@ -1094,6 +1095,123 @@ def test_uci_summary_takes_the_best_of_the_methods_with_most_splits():
     # Beside AutoADF: -1.541 and -1.566 on these splits, -1.591 on all twenty, hence a gain of 1.041 and 0.966.
     assert yacht == "| yacht | -0.538 ± 0.088 | a, homo (2) | -0.47 ± 0.03, DVI | -0.07 ± 0.09 |"
     assert wine == "| wine | -1.205 | a, homo (1) | -0.90 ± 0.01, DVI | -0.30 |"
+
+
+def uci_line(name, run_name, method, split, value, head="hetero"):
+    about = {"rmse": 2 - value, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0, "head": head}
+    about |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    return {"set": name, "run": run_name, "method": method, "split": split, "log_likelihood": value} | about
+
+
+def test_uci_tables_compare_with_boosting_split_by_split():
+    """Boosting is never the best of ours, and only the splits of ours count."""
+    from examples.benchmarks.uci_table import paired, tables
+
+    values = [
+        *(("yacht", "mclmc", "MCLMC", split, 0.5 + 0.1 * split) for split in (0, 1)),
+        *(("yacht", "ngboost", "NGBoost", split, 0.2 + 0.4 * split) for split in (0, 1, 2)),
+        *(("yacht", "catboost", "CatBoost", split, -9.0) for split in (0, 1)),
+    ]
+    lines = [uci_line(*row) for row in values]
+    made = tables(lines)
+    # Gains 0.3 and 0.0: mean 0.15, standard error 0.15.
+    row = made["uci_summary"].splitlines()[2]
+    assert "MCLMC, hetero (2)" in row
+    assert row.endswith("| 0.400, NGBoost | +0.150 ± 0.150 (2) |")
+    assert "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]  # of two splits, not of three
+    expected = "| yacht | hetero | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
+    assert made["uci_paired_log_likelihood"].splitlines()[2] == expected
+    assert made["uci_paired_rmse"].splitlines()[2] == "| yacht | hetero | -0.150 ± 0.150 (2) | -9.550 ± 0.050 (2) |"
+    assert "but not those of boosting" in made["uci_cost"]
+
+    # The recipe takes the place of the older chains, and a head that a method lacks is compared with the other one.
+    lines += [uci_line("yacht", "members", "recipe", split, 0.7, "homo") for split in (0, 1)]
+    head, _, row = tables(lines)["uci_paired_log_likelihood"].splitlines()
+    assert head == "| log likelihood | noise | minus MCLMC | minus NGBoost | minus CatBoost |"
+    assert row.startswith("| yacht | homo | +0.150 ± 0.050 (2) | +0.300 ± 0.200 (2) |")
+    # Without boosting nothing changes; without a common split nothing is compared.
+    assert "uci_paired_rmse" not in tables(lines[:2])
+    assert paired(lines[:1] + lines[3:4], "MCLMC", ["NGBoost"], "rmse").count("\n") == 1
+
+
+def test_scores_of_a_mixture_of_normal_densities():
+    """One member: the normal scores; two members: the density is their mean, and so is the distribution function."""
+    from examples import loaders
+    from examples.benchmarks.boosting import mixture_scores
+    from examples.benchmarks.uci import normal_scores
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 2)), 3 + 5 * rng.normal(size=60)
+    data = loaders.standardize(loaders.Dataset(x[:40], y[:40], x[40:], y[40:], "mine"))
+    mean, variance = rng.normal(size=(2, 20)), rng.gamma(3.0, size=(2, 20)) / 3
+    one = mixture_scores(mean[:1], variance[:1], data)
+    assert one == pytest.approx(normal_scores(mean[0], variance[0], data), rel=1e-5)
+    two = mixture_scores(mean, variance, data)
+    density = stats.norm.pdf(data.y_test, mean, np.sqrt(variance)).mean(axis=0)
+    assert two["log_likelihood"] == pytest.approx(np.log(density).mean() - np.log(data.y_scaler.scale_factor))
+    draws = mean + np.sqrt(variance) * rng.normal(size=(20_000, 2, 20))
+    low, high = np.quantile(draws.reshape(-1, 20), (0.05, 0.95), axis=0)
+    assert two["coverage"] == pytest.approx(np.mean((low < data.y_test) & (data.y_test < high)), abs=0.06)
+
+
+def test_boosting_is_tuned_by_held_out_rows_and_fitted_again_to_all():
+    from examples.benchmarks.boosting import Booster, tuned
+
+    calls = []
+
+    def fit(rows, trees, seed, setting, held_out=None):
+        calls.append((rows, trees, held_out))
+        return setting["depth"]
+
+    def best(depth, held_out):
+        assert held_out is calls[-1][2]
+        return -abs(depth - 4), 10 * depth
+
+    grid = {"depth": (3, 4, 6), "rate": (0.1,)}
+    booster = Booster(7, grid, fit, best, lambda model, x: None)
+    x = np.arange(50.0)[:, None]
+    assert tuned(booster, (x, x[:, 0]), 99, 0) == ({"depth": 4, "rate": 0.1}, 40)
+    assert len(calls) == 3
+    for rows, trees, held_out in calls:
+        assert trees == 99
+        assert [len(part) for part in (*rows, *held_out)] == [40, 40, 10, 10]
+        assert set(np.concatenate([rows[1], held_out[1]])) == set(range(50))
+        assert np.array_equal(rows[0][:, 0], rows[1])
+
+
+@pytest.mark.parametrize("package", ["ngboost", "catboost"])
+def test_absent_boosting_is_named(package, monkeypatch, tmp_path, data_folder):
+    """They are in none of our extras, and are run only if they are named."""
+    from examples.benchmarks import uci
+
+    monkeypatch.setitem(sys.modules, package, None)
+    assert package not in uci.parse([]).methods
+    call = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", package)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        run("examples.benchmarks.uci", *call)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "methods"),
+    [
+        ("ngboost", ["NGBoost", "NGBoost, tuned"]),
+        ("catboost", ["CatBoost", "CatBoost, tuned", "CatBoost, tuned, 5 models"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of packages that we do not choose
+def test_uci_boosting(tmp_path, data_folder, package, methods):
+    pytest.importorskip(package)
+    call = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", package, "--effort", 0.05)
+    lines = run("examples.benchmarks.uci", *call)
+    assert [line["method"] for line in lines] == methods
+    for line in lines:
+        assert 0 < line["rmse"] < 15  # sd of the targets
+        assert math.isfinite(line["log_likelihood"])
+        assert 0 <= line["coverage"] <= 1
+        assert line["versions"][package]
+        assert line["head"] == "hetero"
 
 
 def test_one_door_to_all_measurements(capsys, tmp_path):

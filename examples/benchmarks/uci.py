@@ -22,6 +22,7 @@ import numpy as np
 import tqdm
 
 from examples import loaders
+from examples.benchmarks import boosting
 from examples.benchmarks.shared import environment, one_device_per_core
 from examples.benchmarks.uci_table import LARGE, PUBLISHED, picture, tables
 from examples.shared import at_least, between_marks, writable_file
@@ -157,7 +158,11 @@ METHODS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "variational": (variational, HEADS),
     "adf": (adf, HEADS[:1]),
     "nngp": (nngp, HEADS[:1]),
+    "ngboost": (boosting.ngboost, HEADS[1:]),
+    "catboost": (boosting.catboost, HEADS[1:]),
 }
+# Methods of packages that are in none of our extras; they are run only if they are named.
+OTHERS = {"ngboost": ("ngboost", "scikit-learn"), "catboost": ("catboost",)}
 
 
 # ------------------------------------------------------------------------------------------------------ scores
@@ -226,7 +231,7 @@ def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any
     start = time.perf_counter()
     found = METHODS[job["run"]][0](data, job["head"], args)
     about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}
-    return [job | {"method": method} | scores | about for method, scores in found.items()]
+    return [job | {"method": method} | scores | about | scores for method, scores in found.items()]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -244,8 +249,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             if number % 20 == 19:
                 jax.clear_caches()  # or the programs of past jobs fill the memory
             bar.set_description(" ".join(map(str, job.values())))
-            lines = compute(job, args)
-            file.write("".join(f"{json.dumps(line | environment([]))}\n" for line in lines))
+            lines, packages = compute(job, args), OTHERS.get(job["run"], ())
+            file.write("".join(f"{json.dumps(line | environment(packages))}\n" for line in lines))
             file.flush()
     lines = lines_of(args.output)
     made = tables(lines)
@@ -270,7 +275,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
     parser.add_argument("--sets", nargs="+", choices=sets, default=sets, help="data sets")
     parser.add_argument(
-        "--methods", nargs="+", choices=methods, default=list(METHODS), help="what to run; none: tables only"
+        "--methods",
+        nargs="+",
+        choices=methods,
+        default=[name for name in METHODS if name not in OTHERS],
+        help="what to run; none: tables only",
     )
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS), help="noise of the model")
     parser.add_argument("--splits", type=int, default=20, help="the first so many splits")
