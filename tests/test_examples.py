@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("shared.py", "loaders.py", "boosting.py", "uci_table.py", "__main__.py")
+    if path.name not in ("shared.py", "loaders.py", "boosting.py", "uci_gap.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
     "examples.demo": "--held-out 700 --effort 0.004",
@@ -72,6 +72,7 @@ SHORT = {
     " --nuts-samples 5",
     "examples.benchmarks.infinite_uci": "--sets yacht --variants relu erf-ard --splits 1 --max-steps 2",
     "examples.benchmarks.estimators": "--sets yacht --splits 1 --method mean_field --effort 0.01",
+    "examples.benchmarks.classification": "--sets wine --splits 2 --effort 0.01",
     "examples.benchmarks.infinite_kernel": "--points 60 --depth 2 --block-size 25",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
     "examples.benchmarks.laplace_uci": "--sets yacht --splits 1 --rounds 2 --steps 5 --width 3",
@@ -170,6 +171,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
         ("examples.benchmarks.estimators", ["--splits", "0"]),
+        ("examples.benchmarks.classification", ["--splits", "0"]),
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
@@ -988,6 +990,49 @@ def test_estimators(tmp_path, data_folder):
     assert json.loads((tmp_path / "estimators.json").read_text())["rows"] == report["rows"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # fits of a few steps
+def test_classification(tmp_path):
+    page = page_with(tmp_path, "classification")
+    files = ["--output", tmp_path / "classification.json", "--docs", page]
+    report = run("examples.benchmarks.classification", *files)
+    assert json.loads((tmp_path / "classification.json").read_text())["rows"] == report["rows"]
+    methods = [row["method"] for row in report["rows"] if row["split"] == 1]
+    assert methods == ["Classifier", "logistic regression", "boosting", "boosting, tuned", "one network, temperature"]
+    for row in report["rows"]:
+        assert 0 <= row["accuracy"] <= 1
+        assert 0 <= row["ece"] <= 1
+        assert 0 < row["log_loss"] < 5
+    assert "| wine | 2 | Classifier, effort 0.01 |" in page.read_text()
+
+
+def test_classification_compares_split_by_split():
+    """Signs are such that above 0 ours is better; the number of test rows of each class is the same in all splits."""
+    from examples.benchmarks.classification import held_out_fifth, log_loss, scores, split_of, table
+
+    first, second = (split_of("wine", split, 0.2) for split in (0, 1))
+    assert np.bincount(first.y_test).tolist() == np.bincount(second.y_test).tolist() == [12, 14, 10]
+    assert not np.array_equal(first.x_test, second.x_test)
+    rows, held_out = held_out_fifth(first, 0)
+    assert [len(rows[1]), len(held_out[1])] == [113, 29]
+
+    probs, labels = np.array([[0.75, 0.25], [0.5, 0.5]]), np.array([0, 1])
+    found = scores(probs, labels)
+    assert found["log_loss"] == pytest.approx(-np.log(0.75 * 0.5) / 2) == pytest.approx(log_loss(probs, labels))
+    assert found["accuracy"] == 0.5
+
+    def row(method, split, loss, accuracy, **more):
+        line = {"set": "wine", "split": split, "method": method, "log_loss": loss, "accuracy": accuracy, "ece": 0.1}
+        return line | {"seconds": 2.0, "warnings": []} | more
+
+    lines = [row("Classifier", split, 0.1, 0.9, effort=0.5) for split in (0, 1)]
+    lines += [row("boosting", split, 0.3 + 0.2 * split, 0.8) for split in (0, 1)]
+    head, _, ours, other = table(lines).splitlines()
+    assert head.startswith("| set | splits |  | log loss | accuracy | ECE | gain in log loss |")
+    assert ours == "| wine | 2 | Classifier, effort 0.5 | 0.100 | 0.900 | 0.100 |  |  |  | 2 |"
+    assert other.startswith("| wine | 2 | boosting | 0.400 | 0.800 | 0.100 | +0.300 ± 0.100 | +0.100 ± 0.000 |")
+
+
 def test_infinite_uci(tmp_path, data_folder):
     """One split, two steps; JSON, and two tables put into a page between the marks."""
     page = tmp_path / "page.md"
@@ -1132,6 +1177,37 @@ def test_uci_tables_compare_with_boosting_split_by_split():
     # Without boosting nothing changes; without a common split nothing is compared.
     assert "uci_paired_rmse" not in tables(lines[:2])
     assert paired(lines[:1] + lines[3:4], "MCLMC", ["NGBoost"], "rmse").count("\n") == 1
+
+
+def test_uci_gap_table_stands_beside_published_figures():
+    from examples.benchmarks import uci
+    from examples.benchmarks.uci_gap import PUBLISHED
+
+    about = {"splits_of": "tail", "machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    lines = [uci_line("yacht", "mclmc", "MCLMC", split, -1.0 - split) | about for split in range(6)]
+    lines += [uci_line("yacht", "mclmc", "deep ensemble", 0, 5.0) | about]
+    made = uci.tables(lines)
+    assert set(made) == {"uci_tail"}  # the other tables are of the standard splits
+    head, _, ours, other, *published = made["uci_tail"].splitlines()[:8]
+    assert head == "| tail: log likelihood, RMSE | yacht (6 splits) |"
+    assert ours == "| MCLMC, hetero | -3.500 ± 0.764, 5.500 |"
+    assert other == "| deep ensemble, hetero | 5.000 ± 0.000, -3.000 (1) |"
+    assert published[2] == "| PNN-E (deep ensemble), published | **-2.591** ± 0.383, 4.587 |"
+    assert set(PUBLISHED) == {(kind, name) for kind in uci.KINDS for name in uci.COLUMNS}
+
+
+@pytest.mark.data
+def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
+    call = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", "adf", "--effort", 0.02)
+    first = run("examples.benchmarks.uci", *call, "--splits-of", "gap")
+    assert [(line["splits_of"], line["split"]) for line in first] == [("gap", 0)]
+    again = run("examples.benchmarks.uci", *call, "--splits-of", "gap")
+    assert again == first
+    both = run("examples.benchmarks.uci", *call)  # the standard split with the same number is another job
+    assert both[0] == first[0]
+    assert "splits_of" not in both[1]
+    assert both[0]["rmse"] != both[1]["rmse"]
+    assert importlib.import_module("examples.benchmarks.uci").splits_of("wine", "tail") == ()
 
 
 def test_scores_of_a_mixture_of_normal_densities():

@@ -72,7 +72,8 @@ def best_of(path: Path) -> dict[str, tuple[str, dict[int, dict[str, float]]]]:
     """
     found: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        if (line["set"], line["method"]) != ("wine", "NNGP") and line["run"] not in BOOSTING:
+        left_out = line["run"] in BOOSTING or "splits_of" in line
+        if not left_out and (line["set"], line["method"]) != ("wine", "NNGP"):
             method = f"{line['method']}, {line['head']}"
             found.setdefault(line["set"], {}).setdefault(method, {})[line["split"]] = line
     best = {}
