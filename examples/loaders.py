@@ -190,6 +190,37 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
     return Dataset(x[train], y[train], x[test], y[test], name, _columns(x))
 
 
+def load_uci_gap(name: str, column: int, kind: str = "gap", folder: str | os.PathLike | None = None) -> Dataset:
+    """Load a UCI regression set, split along one of its inputs: the test rows lie where there are no training rows.
+
+    The rows are sorted by the input; rows with the same value keep their order in the file.
+
+    :param name: one of the sets of :func:`load_uci`.
+    :param column: number of the input, from 0.
+    :param kind: ``"gap"``: the middle third of the sorted rows is the test set; ``"tail"``: the sixths at both ends.
+    :param folder: the data folder; by default the environment variable ``NUMPYRO_BNN_DATA``.
+    :return: a :class:`Dataset`; inputs (N, D) and targets (N,) in float64.
+    :raises ValueError: for an unknown name or kind, a missing or damaged file, or a column that does not exist.
+
+    **Reference:** Foong et al. (2019), 'In-between' uncertainty in Bayesian neural networks (gap).
+    """
+    check_choice("load_uci_gap", "name", name, _UCI)
+    check_choice("load_uci_gap", "kind", kind, ("gap", "tail"))
+    path = _data_file("load_uci_gap", folder, _UCI[name], _UCI.values())
+    arrays = _read_npz("load_uci_gap", path, ("X", "y"))
+    x, y = _table("load_uci_gap", path.name, arrays["X"], arrays["y"])
+    if check_count("load_uci_gap", "column", column, minimum=0) >= x.shape[1]:
+        raise argument_error("load_uci_gap", "column", column, f"Pass an integer from 0 to {x.shape[1] - 1}.")
+    order = np.argsort(x[:, column], kind="stable")
+    place, rows = np.arange(len(x)), len(x)
+    if kind == "gap":
+        tested = (place >= rows // 3) & (place < 2 * rows // 3)
+    else:
+        tested = (place < -(-rows // 6)) | (place >= 5 * rows // 6)
+    train, test = order[~tested], order[tested]
+    return Dataset(x[train], y[train], x[test], y[test], name, _columns(x))
+
+
 def load_california(folder: str | os.PathLike | None = None, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """Load California housing (N = 20640, D = 8, targets in 100,000 USD, capped at 5), split at random.
 

@@ -11,7 +11,16 @@ import pytest
 from scipy import stats
 from sklearn.preprocessing import StandardScaler
 
-from examples.loaders import Dataset, load_california, load_images, load_neal, load_sklearn, load_uci, standardize
+from examples.loaders import (
+    Dataset,
+    load_california,
+    load_images,
+    load_neal,
+    load_sklearn,
+    load_uci,
+    load_uci_gap,
+    standardize,
+)
 from numpyro_bnn.datasets import Scaler
 
 pytestmark = pytest.mark.core
@@ -120,6 +129,25 @@ def write_uci(folder, **changes):
     path = folder / "uci" / "yacht.npz"
     np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
     return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "tested"), [("gap", [3, 4, 5]), ("tail", [0, 1, 8, 9])], ids=["middle third", "outer sixths"]
+)
+def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
+    order = np.random.default_rng(1).permutation(10)
+    x = np.stack([np.zeros(10), order], axis=1)  # the row with the smallest value is tested or not by its place
+    write_uci(tmp_path, X=x, y=10.0 * order)
+    data = load_uci_gap("yacht", 1, kind, tmp_path)
+    assert data.x_test[:, 1].tolist() == tested
+    assert data.y_test.tolist() == [10 * value for value in tested]
+    assert data.x_train[:, 1].tolist() == [value for value in range(10) if value not in tested]
+    ties = load_uci_gap("yacht", 0, kind, tmp_path)  # equal values keep the order of the file
+    assert ties.y_test.tolist() == (10.0 * order[tested]).tolist()
+    with pytest.raises(ValueError, match=r"argument `column` got 2\..*from 0 to 1"):
+        load_uci_gap("yacht", 2, kind, tmp_path)
+    with pytest.raises(ValueError, match="argument `kind`"):
+        load_uci_gap("yacht", 0, "middle", tmp_path)
 
 
 def test_uci_file_with_integers_gives_floats(tmp_path):

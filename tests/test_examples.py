@@ -6,6 +6,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import arviz as az
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("shared.py", "loaders.py", "uci_table.py", "__main__.py")
+    if path.name not in ("shared.py", "loaders.py", "boosting.py", "uci_gap.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
     "examples.demo": "--held-out 700 --effort 0.004",
@@ -71,6 +72,7 @@ SHORT = {
     " --nuts-samples 5",
     "examples.benchmarks.infinite_uci": "--sets yacht --variants relu erf-ard --splits 1 --max-steps 2",
     "examples.benchmarks.estimators": "--sets yacht --splits 1 --method mean_field --effort 0.01",
+    "examples.benchmarks.classification": "--sets wine --splits 2 --effort 0.01",
     "examples.benchmarks.infinite_kernel": "--points 60 --depth 2 --block-size 25",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
     "examples.benchmarks.laplace_uci": "--sets yacht --splits 1 --rounds 2 --steps 5 --width 3",
@@ -169,6 +171,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
         ("examples.benchmarks.estimators", ["--splits", "0"]),
+        ("examples.benchmarks.classification", ["--splits", "0"]),
         ("examples.benchmarks.infinite_kernel", ["--points", "0"]),
         ("examples.benchmarks.gradient_variance", ["--draws", "1"]),
         ("examples.benchmarks.gradient_variance", ["--rounds", "0"]),
@@ -987,6 +990,49 @@ def test_estimators(tmp_path, data_folder):
     assert json.loads((tmp_path / "estimators.json").read_text())["rows"] == report["rows"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # fits of a few steps
+def test_classification(tmp_path):
+    page = page_with(tmp_path, "classification")
+    files = ["--output", tmp_path / "classification.json", "--docs", page]
+    report = run("examples.benchmarks.classification", *files)
+    assert json.loads((tmp_path / "classification.json").read_text())["rows"] == report["rows"]
+    methods = [row["method"] for row in report["rows"] if row["split"] == 1]
+    assert methods == ["Classifier", "logistic regression", "boosting", "boosting, tuned", "one network, temperature"]
+    for row in report["rows"]:
+        assert 0 <= row["accuracy"] <= 1
+        assert 0 <= row["ece"] <= 1
+        assert 0 < row["log_loss"] < 5
+    assert "| wine | 2 | Classifier, effort 0.01 |" in page.read_text()
+
+
+def test_classification_compares_split_by_split():
+    """Signs are such that above 0 ours is better; the number of test rows of each class is the same in all splits."""
+    from examples.benchmarks.classification import held_out_fifth, log_loss, scores, split_of, table
+
+    first, second = (split_of("wine", split, 0.2) for split in (0, 1))
+    assert np.bincount(first.y_test).tolist() == np.bincount(second.y_test).tolist() == [12, 14, 10]
+    assert not np.array_equal(first.x_test, second.x_test)
+    rows, held_out = held_out_fifth(first, 0)
+    assert [len(rows[1]), len(held_out[1])] == [113, 29]
+
+    probs, labels = np.array([[0.75, 0.25], [0.5, 0.5]]), np.array([0, 1])
+    found = scores(probs, labels)
+    assert found["log_loss"] == pytest.approx(-np.log(0.75 * 0.5) / 2) == pytest.approx(log_loss(probs, labels))
+    assert found["accuracy"] == 0.5
+
+    def row(method, split, loss, accuracy, **more):
+        line = {"set": "wine", "split": split, "method": method, "log_loss": loss, "accuracy": accuracy, "ece": 0.1}
+        return line | {"seconds": 2.0, "warnings": []} | more
+
+    lines = [row("Classifier", split, 0.1, 0.9, effort=0.5) for split in (0, 1)]
+    lines += [row("boosting", split, 0.3 + 0.2 * split, 0.8) for split in (0, 1)]
+    head, _, ours, other = table(lines).splitlines()
+    assert head.startswith("| set | splits |  | log loss | accuracy | ECE | gain in log loss |")
+    assert ours == "| wine | 2 | Classifier, effort 0.5 | 0.100 | 0.900 | 0.100 |  |  |  | 2 |"
+    assert other.startswith("| wine | 2 | boosting | 0.400 | 0.800 | 0.100 | +0.300 ± 0.100 | +0.100 ± 0.000 |")
+
+
 def test_infinite_uci(tmp_path, data_folder):
     """One split, two steps; JSON, and two tables put into a page between the marks."""
     page = tmp_path / "page.md"
@@ -1094,6 +1140,154 @@ def test_uci_summary_takes_the_best_of_the_methods_with_most_splits():
     # Beside AutoADF: -1.541 and -1.566 on these splits, -1.591 on all twenty, hence a gain of 1.041 and 0.966.
     assert yacht == "| yacht | -0.538 ± 0.088 | a, homo (2) | -0.47 ± 0.03, DVI | -0.07 ± 0.09 |"
     assert wine == "| wine | -1.205 | a, homo (1) | -0.90 ± 0.01, DVI | -0.30 |"
+
+
+def uci_line(name, run_name, method, split, value, head="hetero"):
+    about = {"rmse": 2 - value, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0, "head": head}
+    about |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    return {"set": name, "run": run_name, "method": method, "split": split, "log_likelihood": value} | about
+
+
+def test_uci_tables_compare_with_boosting_split_by_split():
+    """Boosting is never the best of ours, and only the splits of ours count."""
+    from examples.benchmarks.uci_table import paired, tables
+
+    values = [
+        *(("yacht", "mclmc", "MCLMC", split, 0.5 + 0.1 * split) for split in (0, 1)),
+        *(("yacht", "ngboost", "NGBoost", split, 0.2 + 0.4 * split) for split in (0, 1, 2)),
+        *(("yacht", "catboost", "CatBoost", split, -9.0) for split in (0, 1)),
+    ]
+    lines = [uci_line(*row) for row in values]
+    made = tables(lines)
+    # Gains 0.3 and 0.0: mean 0.15, standard error 0.15.
+    row = made["uci_summary"].splitlines()[2]
+    assert "MCLMC, hetero (2)" in row
+    assert row.endswith("| 0.400, NGBoost | +0.150 ± 0.150 (2) |")
+    assert "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]  # of two splits, not of three
+    expected = "| yacht | hetero | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
+    assert made["uci_paired_log_likelihood"].splitlines()[2] == expected
+    assert made["uci_paired_rmse"].splitlines()[2] == "| yacht | hetero | -0.150 ± 0.150 (2) | -9.550 ± 0.050 (2) |"
+    assert "but not those of boosting" in made["uci_cost"]
+
+    # The recipe takes the place of the older chains, and a head that a method lacks is compared with the other one.
+    lines += [uci_line("yacht", "members", "recipe", split, 0.7, "homo") for split in (0, 1)]
+    head, _, row = tables(lines)["uci_paired_log_likelihood"].splitlines()
+    assert head == "| log likelihood | noise | minus MCLMC | minus NGBoost | minus CatBoost |"
+    assert row.startswith("| yacht | homo | +0.150 ± 0.050 (2) | +0.300 ± 0.200 (2) |")
+    # Without boosting nothing changes; without a common split nothing is compared.
+    assert "uci_paired_rmse" not in tables(lines[:2])
+    assert paired(lines[:1] + lines[3:4], "MCLMC", ["NGBoost"], "rmse").count("\n") == 1
+
+
+def test_uci_gap_table_stands_beside_published_figures():
+    from examples.benchmarks import uci
+    from examples.benchmarks.uci_gap import PUBLISHED
+
+    about = {"splits_of": "tail", "machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    lines = [uci_line("yacht", "mclmc", "MCLMC", split, -1.0 - split) | about for split in range(6)]
+    lines += [uci_line("yacht", "mclmc", "deep ensemble", 0, 5.0) | about]
+    made = uci.tables(lines)
+    assert set(made) == {"uci_tail"}  # the other tables are of the standard splits
+    head, _, ours, other, *published = made["uci_tail"].splitlines()[:8]
+    assert head == "| tail: log likelihood, RMSE | yacht (6 splits) |"
+    assert ours == "| MCLMC, hetero | -3.500 ± 0.764, 5.500 |"
+    assert other == "| deep ensemble, hetero | 5.000 ± 0.000, -3.000 (1) |"
+    assert published[2] == "| PNN-E (deep ensemble), published | **-2.591** ± 0.383, 4.587 |"
+    assert set(PUBLISHED) == {(kind, name) for kind in uci.KINDS for name in uci.COLUMNS}
+
+
+@pytest.mark.data
+def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
+    call = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", "adf", "--effort", 0.02)
+    first = run("examples.benchmarks.uci", *call, "--splits-of", "gap")
+    assert [(line["splits_of"], line["split"]) for line in first] == [("gap", 0)]
+    again = run("examples.benchmarks.uci", *call, "--splits-of", "gap")
+    assert again == first
+    both = run("examples.benchmarks.uci", *call)  # the standard split with the same number is another job
+    assert both[0] == first[0]
+    assert "splits_of" not in both[1]
+    assert both[0]["rmse"] != both[1]["rmse"]
+    assert importlib.import_module("examples.benchmarks.uci").splits_of("wine", "tail") == ()
+
+
+def test_scores_of_a_mixture_of_normal_densities():
+    """One member: the normal scores; two members: the density is their mean, and so is the distribution function."""
+    from examples import loaders
+    from examples.benchmarks.boosting import mixture_scores
+    from examples.benchmarks.uci import normal_scores
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 2)), 3 + 5 * rng.normal(size=60)
+    data = loaders.standardize(loaders.Dataset(x[:40], y[:40], x[40:], y[40:], "mine"))
+    mean, variance = rng.normal(size=(2, 20)), rng.gamma(3.0, size=(2, 20)) / 3
+    one = mixture_scores(mean[:1], variance[:1], data)
+    assert one == pytest.approx(normal_scores(mean[0], variance[0], data), rel=1e-5)
+    two = mixture_scores(mean, variance, data)
+    density = stats.norm.pdf(data.y_test, mean, np.sqrt(variance)).mean(axis=0)
+    assert two["log_likelihood"] == pytest.approx(np.log(density).mean() - np.log(data.y_scaler.scale_factor))
+    draws = mean + np.sqrt(variance) * rng.normal(size=(20_000, 2, 20))
+    low, high = np.quantile(draws.reshape(-1, 20), (0.05, 0.95), axis=0)
+    assert two["coverage"] == pytest.approx(np.mean((low < data.y_test) & (data.y_test < high)), abs=0.06)
+
+
+def test_boosting_is_tuned_by_held_out_rows_and_fitted_again_to_all():
+    from examples.benchmarks.boosting import Booster, tuned
+
+    calls = []
+
+    def fit(rows, trees, seed, setting, held_out=None):
+        calls.append((rows, trees, held_out))
+        return setting["depth"]
+
+    def best(depth, held_out):
+        assert held_out is calls[-1][2]
+        return -abs(depth - 4), 10 * depth
+
+    grid = {"depth": (3, 4, 6), "rate": (0.1,)}
+    booster = Booster(7, grid, fit, best, lambda model, x: None)
+    x = np.arange(50.0)[:, None]
+    assert tuned(booster, (x, x[:, 0]), 99, 0) == ({"depth": 4, "rate": 0.1}, 40)
+    assert len(calls) == 3
+    for rows, trees, held_out in calls:
+        assert trees == 99
+        assert [len(part) for part in (*rows, *held_out)] == [40, 40, 10, 10]
+        assert set(np.concatenate([rows[1], held_out[1]])) == set(range(50))
+        assert np.array_equal(rows[0][:, 0], rows[1])
+
+
+@pytest.mark.parametrize("package", ["ngboost", "catboost"])
+def test_absent_boosting_is_named(package, monkeypatch, tmp_path, data_folder):
+    """They are in none of our extras, and are run only if they are named."""
+    from examples.benchmarks import uci
+
+    monkeypatch.setitem(sys.modules, package, None)
+    assert package not in uci.parse([]).methods
+    call = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", package)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        run("examples.benchmarks.uci", *call)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "methods"),
+    [
+        ("ngboost", ["NGBoost", "NGBoost, tuned"]),
+        ("catboost", ["CatBoost", "CatBoost, tuned", "CatBoost, tuned, 5 models"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of packages that we do not choose
+def test_uci_boosting(tmp_path, data_folder, package, methods):
+    pytest.importorskip(package)
+    call = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", package, "--effort", 0.05)
+    lines = run("examples.benchmarks.uci", *call)
+    assert [line["method"] for line in lines] == methods
+    for line in lines:
+        assert 0 < line["rmse"] < 15  # sd of the targets
+        assert math.isfinite(line["log_likelihood"])
+        assert 0 <= line["coverage"] <= 1
+        assert line["versions"][package]
+        assert line["head"] == "hetero"
 
 
 def test_one_door_to_all_measurements(capsys, tmp_path):

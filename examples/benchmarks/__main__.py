@@ -69,6 +69,7 @@ MEASUREMENTS = {
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
     "laplace_uci": _json("laplace_uci"),
     "estimators": _json("estimators", "--docs docs/estimators.md"),
+    "classification": _json("classification", "--docs docs/estimators.md", data=False),
     "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
     "uci": Measurement(
         "benchmarks.uci",

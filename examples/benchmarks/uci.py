@@ -13,7 +13,7 @@ from the file. Half of the time of a small set is compilation; with JAX's cache 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ import numpy as np
 import tqdm
 
 from examples import loaders
+from examples.benchmarks import boosting
 from examples.benchmarks.shared import environment, one_device_per_core
-from examples.benchmarks.uci_table import LARGE, PUBLISHED, picture, tables
+from examples.benchmarks.uci_gap import COLUMNS, KINDS, gap_tables
+from examples.benchmarks.uci_table import LARGE, PUBLISHED, picture
+from examples.benchmarks.uci_table import tables as standard_tables
 from examples.shared import at_least, between_marks, writable_file
 
 HEADS = ("homo", "hetero")
@@ -157,7 +160,11 @@ METHODS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "variational": (variational, HEADS),
     "adf": (adf, HEADS[:1]),
     "nngp": (nngp, HEADS[:1]),
+    "ngboost": (boosting.ngboost, HEADS[1:]),
+    "catboost": (boosting.catboost, HEADS[1:]),
 }
+# Methods of packages that are in none of our extras; they are run only if they are named.
+OTHERS = {"ngboost": ("ngboost", "scikit-learn"), "catboost": ("catboost",)}
 
 
 # ------------------------------------------------------------------------------------------------------ scores
@@ -196,15 +203,30 @@ def normal_scores(mean: Any, variance: Any, data: Any) -> dict[str, float]:
 
 
 def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The jobs, ordered by split, so that an interrupted run has the same splits of all sets."""
+    """The jobs, ordered by split, so that an interrupted run has the same splits of all sets.
+
+    The number of a split along an input is that of the input.
+    """
+    kind = {} if args.splits_of == "standard" else {"splits_of": args.splits_of}
     return [
-        {"set": name, "split": split, "run": run, "head": head}
+        {"set": name, "split": split, "run": run, "head": head, **kind}
         for split in range(args.splits)
         for name in args.sets
         for run in args.methods
         for head in args.heads
-        if head in METHODS[run][1] and split < (5 if name == "protein" else 20)
+        if head in METHODS[run][1] and split in splits_of(name, args.splits_of)
     ]
+
+
+def splits_of(name: str, kind: str) -> Sequence[int]:
+    return COLUMNS.get(name, ()) if kind in KINDS else range(5 if name == "protein" else 20)
+
+
+def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """All tables by name."""
+    kept = list(lines)
+    standard = [line for line in kept if "splits_of" not in line]
+    return (standard_tables(standard) if standard else {}) | gap_tables(kept)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -222,20 +244,25 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """One line for each method of a job."""
-    data = loaders.standardize(loaders.load_uci(job["set"], job["split"], args.data))
+    if "splits_of" in job:
+        raw = loaders.load_uci_gap(job["set"], job["split"], job["splits_of"], args.data)
+    else:
+        raw = loaders.load_uci(job["set"], job["split"], args.data)
+    data = loaders.standardize(raw)
     start = time.perf_counter()
     found = METHODS[job["run"]][0](data, job["head"], args)
     about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}
-    return [job | {"method": method} | scores | about for method, scores in found.items()]
+    return [job | {"method": method} | scores | about | scores for method, scores in found.items()]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse(argv)
     writable_file(args.output)
     one_device_per_core()
-    key = ("set", "split", "run", "head", "effort", "seed")
-    done = {tuple(line[name] for name in key) for line in lines_of(args.output)}
-    jobs = [job for job in plan(args) if (*job.values(), args.effort, args.seed) not in done]
+    key = ("set", "split", "run", "head", "effort", "seed", "splits_of")
+    about = {"effort": args.effort, "seed": args.seed}
+    done = {tuple(map(line.get, key)) for line in lines_of(args.output)}
+    jobs = [job for job in plan(args) if tuple(map((job | about).get, key)) not in done]
     bar = tqdm.tqdm(jobs, disable=not args.progress_bar)
     with args.output.open("a") as file:
         if not args.output.read_text().endswith("\n"):
@@ -244,8 +271,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             if number % 20 == 19:
                 jax.clear_caches()  # or the programs of past jobs fill the memory
             bar.set_description(" ".join(map(str, job.values())))
-            lines = compute(job, args)
-            file.write("".join(f"{json.dumps(line | environment([]))}\n" for line in lines))
+            lines, packages = compute(job, args), OTHERS.get(job["run"], ())
+            file.write("".join(f"{json.dumps(line | environment(packages))}\n" for line in lines))
             file.flush()
     lines = lines_of(args.output)
     made = tables(lines)
@@ -256,7 +283,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             if f"table of {name}: begin" in page.read_text():
                 between_marks(page, text, name)
     if args.figure:
-        picture(lines, args.figure)
+        picture([line for line in lines if "splits_of" not in line], args.figure)
     return lines
 
 
@@ -270,10 +297,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
     parser.add_argument("--sets", nargs="+", choices=sets, default=sets, help="data sets")
     parser.add_argument(
-        "--methods", nargs="+", choices=methods, default=list(METHODS), help="what to run; none: tables only"
+        "--methods",
+        nargs="+",
+        choices=methods,
+        default=[name for name in METHODS if name not in OTHERS],
+        help="what to run; none: tables only",
     )
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS), help="noise of the model")
     parser.add_argument("--splits", type=int, default=20, help="the first so many splits")
+    parser.add_argument(
+        "--splits-of",
+        choices=("standard", *KINDS),
+        default="standard",
+        help="gap and tail: along each input of boston, concrete, energy and yacht",
+    )
     parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps and draws")
     parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
     parser.add_argument(

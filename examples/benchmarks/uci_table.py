@@ -10,7 +10,7 @@ import numpy as np
 from examples.benchmarks.shared import PBP, mean_and_error, provenance
 from examples.shared import markdown
 
-__all__ = ["LARGE", "PUBLISHED", "picture", "tables"]
+__all__ = ["BOOSTING", "LARGE", "PUBLISHED", "paired", "picture", "tables"]
 
 # Test RMSE and log likelihood with standard errors, standard splits, 50 hidden units (protein: 100). Probabilistic
 # backpropagation: the C code of its authors; dropout run to convergence; deterministic variational inference with a
@@ -31,6 +31,10 @@ COLUMNS = ("PBP", "MC dropout", "DVI", "deep ensembles")
 DIGITS = {"DVI": 2, "deep ensembles": 2}  # as published, where they are fewer than ours
 # Sets whose gradients cost five to a hundred times those of the others; they have tables of their own.
 LARGE = ("kin8nm", "naval", "power", "protein")
+# Runs of other packages: they stand beside ours, and are never the best of ours.
+BOOSTING = ("ngboost", "catboost")
+# Ours in the paired tables is the first one that has been run, and stands beside the others and boosting.
+OURS = ("recipe", "MCLMC", "members")
 # On wine a third of the test rows also occur in the training rows: a process that learns no noise reproduces them.
 NOT_COUNTED = {("wine", "NNGP")}
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
@@ -50,16 +54,81 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
     The best mean of a set is bold. Where a method was run on fewer splits than others, their number follows its mean,
     which is not compared.
     """
-    kept = list(lines)
+    found = list(lines)
+    kept = _comparable(found)
     small = [name for name in PUBLISHED if name not in LARGE]
     return {
         "uci_summary": _summary(kept),
-        "uci_cost": _cost(kept),
+        "uci_cost": _cost(found),
         "uci_log_likelihood": _table(kept, "log_likelihood", small),
         "uci_log_likelihood_large": _table(kept, "log_likelihood", LARGE),
         "uci_rmse": _table(kept, "rmse", small),
         "uci_rmse_large": _table(kept, "rmse", LARGE),
+        **_paired_tables(kept),
     }
+
+
+def _paired_tables(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """Ours minus the others, if boosting has been run."""
+    methods = dict.fromkeys(line["method"] for line in lines)
+    ours = [name for name in OURS if name in methods]
+    boosting = dict.fromkeys(line["method"] for line in lines if _is_boosting(line))
+    if not ours or not boosting:
+        return {}
+    others = [*ours[1:], *boosting]
+    return {f"uci_paired_{score}": paired(lines, ours[0], others, score) for score in ("log_likelihood", "rmse")}
+
+
+def _is_boosting(line: dict[str, Any]) -> bool:
+    return line.get("run") in BOOSTING
+
+
+def _comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out the splits of boosting that the method of ours with the most splits of a set has not been run on."""
+    splits: dict[str, dict[tuple[str, str], set[int]]] = {}
+    for line in lines:
+        if not _is_boosting(line):
+            by_method = splits.setdefault(line["set"], {})
+            by_method.setdefault((line["method"], line["head"]), set()).add(line["split"])
+    most = {name: max(by_method.values(), key=len) for name, by_method in splits.items()}
+    return [line for line in lines if not _is_boosting(line) or line["split"] in most.get(line["set"], ())]
+
+
+def _by_method(lines: Iterable[dict[str, Any]], score: str) -> dict[tuple[str, str], dict[int, float]]:
+    """Scores by split of each method and head."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for line in lines:
+        found.setdefault((line["method"], line["head"]), {})[line["split"]] = line[score]
+    return found
+
+
+def paired(lines: Iterable[dict[str, Any]], ours: str, others: Sequence[str], score: str) -> str:
+    """For each set and head of our method, its score minus that of each other method, split by split.
+
+    A cell is the mean difference over common splits, its standard error, and the number of these splits. A method
+    that has not been run with the head is compared with the other head.
+
+    :param score: ``"log_likelihood"`` or ``"rmse"``.
+    """
+    rows, kept = [], list(lines)
+    for name in PUBLISHED:
+        found = _by_method([line for line in kept if line["set"] == name], score)
+        for method, head in [key for key in found if key[0] == ours]:
+            heads = {other: [h for m, h in found if m == other] for other in others}
+            theirs = [found[other, head if head in own else own[0]] if own else {} for other, own in heads.items()]
+            cells = [_difference(found[method, head], values, score) for values in theirs]
+            rows += [[name, head, *cells]] if set(cells) != {"-"} else []
+    title = {"log_likelihood": "log likelihood", "rmse": "RMSE"}[score]
+    return markdown([title, "noise", *(f"minus {other}" for other in others)], rows)
+
+
+def _difference(ours: dict[int, float], theirs: dict[int, float], score: str = "log_likelihood") -> str:
+    common = ours.keys() & theirs.keys()
+    if not common:
+        return "-"
+    mean, error, count = _summary_of([ours[split] - theirs[split] for split in sorted(common)])
+    digits = 4 if score == "rmse" and theirs[min(common)] < 0.15 else 3
+    return f"{mean:+.{digits}f}" + ("" if np.isnan(error) else f" ± {error:.{digits}f}") + f" ({count})"
 
 
 class Best(NamedTuple):
@@ -70,6 +139,7 @@ class Best(NamedTuple):
     ours: tuple[float, float]
     published: dict[str, tuple[float, float]]  # means and standard errors
     estimated: bool
+    by_split: dict[int, float]
 
 
 def best_of(lines: Iterable[dict[str, Any]]) -> dict[str, Best]:
@@ -81,31 +151,42 @@ def best_of(lines: Iterable[dict[str, Any]]) -> dict[str, Best]:
     found, baseline = {}, _by_split()
     kept = list(lines)
     for name in PUBLISHED:
-        by_method: dict[str, dict[int, float]] = {}
-        for line in kept:
-            if line["set"] == name and (name, line["method"]) not in NOT_COUNTED:
-                at = by_method.setdefault(f"{line['method']}, {line['head']}", {})
-                at[line["split"]] = line["log_likelihood"]
+        own = [line for line in kept if line["set"] == name and (name, line["method"]) not in NOT_COUNTED]
+        by_method = _by_method((line for line in own if not _is_boosting(line)), "log_likelihood")
         if not by_method:
             continue
         most = max(map(len, by_method.values()))
-        method, at = max(
-            ((method, at) for method, at in by_method.items() if len(at) == most),
-            key=lambda pair: float(np.mean(list(pair[1].values()))),
-        )
+        method, at = _largest({key: at for key, at in by_method.items() if len(at) == most})
         run = _summary_of(list(at.values()))
         whole = _over_all(at, baseline[name]) if name in baseline else run
         estimated = name in baseline and len(at) < len(baseline[name])
         theirs = {column: PUBLISHED[name][column]["log_likelihood"] for column in COLUMNS}
         mean, sd = theirs["deep ensembles"]
         theirs["deep ensembles"] = mean, sd / (5 if name == "protein" else 20) ** 0.5
-        found[name] = Best(method, most, whole[:2], theirs, estimated)
+        found[name] = Best(", ".join(method), most, whole[:2], theirs, estimated, at)
     return found
 
 
+def _largest(by_method: dict[tuple[str, str], dict[int, float]]) -> tuple[tuple[str, str], dict[int, float]]:
+    """The method with the largest mean."""
+    return max(by_method.items(), key=lambda pair: float(np.mean(list(pair[1].values()))))
+
+
+def _beside(lines: list[dict[str, Any]], name: str, best: Best) -> list[str]:
+    """The best of boosting by its mean on the splits of our best method, and what ours gains over it."""
+    own = [line for line in lines if line["set"] == name and _is_boosting(line) and line["split"] in best.by_split]
+    found = _by_method(own, "log_likelihood")
+    if not found:
+        return ["-", "-"]
+    most = max(map(len, found.values()))
+    (method, _), at = _largest({key: at for key, at in found.items() if len(at) == most})
+    return [f"{np.mean(list(at.values())):.3f}, {method}", _difference(best.by_split, at)]
+
+
 def _summary(lines: list[dict[str, Any]]) -> str:
-    """For each set, ours, the best published one, and the difference with its standard error."""
+    """For each set, ours, the best published one, the difference with its standard error, and boosting if there."""
     rows = []
+    boosting = any(map(_is_boosting, lines))
     for name, best in best_of(lines).items():
         theirs = max(best.published, key=lambda column: best.published[column][0])
         mean, error = best.published[theirs]
@@ -114,7 +195,10 @@ def _summary(lines: list[dict[str, Any]]) -> str:
         gain = f"{difference:+.2f}" + (f" ± {np.hypot(best.ours[1], error):.2f}" if known else "")
         ours = f"{best.ours[0]:.3f}" + (f" ± {best.ours[1]:.3f}" if known else "")
         rows.append([name, ours, f"{best.method} ({best.splits})", f"{mean:.2f} ± {error:.2f}, {theirs}", gain])
-    return markdown(["test log likelihood", "ours", "by (splits run)", "best published", "gain"], rows)
+        rows[-1] += _beside(lines, name, best) if boosting else []
+    heads = ["test log likelihood", "ours", "by (splits run)", "best published", "gain"]
+    heads += ["best boosting on these splits", "gain, split by split"] if boosting else []
+    return markdown(heads, rows)
 
 
 def picture(lines: Iterable[dict[str, Any]], path: Path) -> None:
@@ -167,7 +251,7 @@ def _summary_of(values: list[float]) -> tuple[float, float, int]:
 
 def _cost(lines: list[dict[str, Any]]) -> str:
     """Coverage and seconds of each method, and the machine, versions, seeds and efforts of the figures."""
-    rows = []
+    rows, boosting = [], any(map(_is_boosting, lines))
     for method, head in dict.fromkeys((line["method"], line["head"]) for line in lines):
         own = [line for line in lines if (line["method"], line["head"]) == (method, head)]
         coverage = np.mean([line["coverage"] for line in own])
@@ -177,9 +261,9 @@ def _cost(lines: list[dict[str, Any]]) -> str:
     def one(name: str) -> str:
         return ", ".join(sorted({str(line[name]) for line in lines}))
 
-    return markdown(("method", "splits", "coverage of 90 % intervals", "seconds per split, median"), rows) + (
-        f"\n\n{provenance(lines)} Seed {one('seed')}, effort {one('effort')}. Methods of one run share its seconds."
-    )
+    table = markdown(("method", "splits", "coverage of 90 % intervals", "seconds per split, median"), rows)
+    shared = "Methods of one run share its seconds" + (", but not those of boosting" if boosting else "")
+    return f"{table}\n\n{provenance(lines)} Seed {one('seed')}, effort {one('effort')}. {shared}."
 
 
 def _table(lines: list[dict[str, Any]], score: str, sets: Sequence[str]) -> str:
