@@ -26,11 +26,7 @@ _LEAST_SD = 1e-6
 
 
 def regression(
-    net: Layer,
-    prior: Any = None,
-    noise: dist.Distribution | float | None = None,
-    heteroscedastic: bool = False,
-    heavy_tails: bool = False,
+    net: Layer, prior: Any = None, noise: Any = None, heteroscedastic: bool = False, heavy_tails: bool = False
 ) -> Model:
     """Regression with normal or Student's t noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
@@ -80,9 +76,8 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     sigma: Any = 1.0
     if not heteroscedastic:
         sigma = numpyro.sample("sigma", noise) if isinstance(noise, dist.Distribution) else noise
-    family: Any = dist.Normal
-    if heavy_tails:  # above 2 degrees of freedom, so that the variance exists
-        family = partial(dist.StudentT, 2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1)))
+    df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []  # above 2 it has a variance
+    family = partial(dist.StudentT, *df) if df else dist.Normal
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(_rows(jnp.asarray(x), index))
         mean, sd = out[..., :targets], sigma
@@ -162,8 +157,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
 def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
     """Number of outputs of the network; refuse a network that does not match the likelihood."""
     shape = net.output_shape(jnp.shape(x)[1:])
-    exact = call.endswith("classification")
-    if len(shape) != 1 or shape[0] % multiple or (exact and shape[0] != multiple):
+    if len(shape) != 1 or shape[0] % multiple or (call.endswith("classification") and shape[0] != multiple):
         instead = f"The last layer must have {multiple} outputs."
         raise argument_error(call, "net", f"a network with output shape {shape}", instead)
     return shape[0]

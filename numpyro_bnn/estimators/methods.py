@@ -130,7 +130,7 @@ def categorical_likelihood() -> Callable:
 
 def ensemble(task: Task) -> Draws:
     """Microcanonical chains around the members of a deep ensemble."""
-    gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (40_000, 8)
+    gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (60_000, 8)
     held_out = HELD_OUT if task.num_rows >= ENOUGH_ROWS else 0.0
     mcmc = infer.ensemble(
         task.model, task.steps(gradients, 100), num_samples=task.num_samples or 250, held_out=held_out

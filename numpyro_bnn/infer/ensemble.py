@@ -12,7 +12,7 @@ from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.orbit import OrbitMoves
 from numpyro_bnn.infer.warm_start import WarmStart
 
-OPTIMIZED, MOST_OPTIMIZED, LEAST_STEPS = 0.25, 2500, 0.05  # shares of the gradients, and a number of them
+OPTIMIZED, MOST_OPTIMIZED, LEAST_STEPS = 0.25, 4000, 0.05  # shares of the gradients, and a number of them
 LEARNING_RATE, SPREAD = 0.02, 0.5  # of Adam at its first step; factor of the initial values
 SHARE = 0.3  # of the warm-up transitions that optimize
 WARMUP = 0.4  # share of the other gradients that warm-up takes
@@ -22,7 +22,7 @@ PER_STEP = 2  # gradients of a step
 
 def ensemble(
     model: Callable,
-    num_gradients: int = 40_000,
+    num_gradients: int = 60_000,
     *,
     num_chains: int = 8,
     num_samples: int = 250,
@@ -37,7 +37,7 @@ def ensemble(
     from the member, and end as short as accurate draws need (:class:`MCLMC`). All chains count equally, whatever
     the weight of their modes: judge the result by held-out rows.
 
-    :param num_gradients: gradients of all data for each chain. A twentieth, but at least 2500 or a quarter if that is
+    :param num_gradients: gradients of all data for each chain. A twentieth, but at least 4000 or a quarter if that is
         less, are optimizer steps; two fifths of the others are warm-up.
     :param num_chains: number of members and of chains.
     :param num_samples: draws to keep from each chain; between them are as many steps as the gradients allow.
@@ -74,5 +74,7 @@ def ensemble(
     kernel: Any = MCLMC(model, steps_per_draw=each, warm_start=warm, energy_variance=ENERGY_VARIANCE)
     if symmetries:
         kernel = OrbitMoves(kernel, symmetries)
-    options.setdefault("chain_method", parallel_vectorized if jax.local_device_count() > 1 else "vectorized")
-    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains, **options)
+    how: dict[str, Any] = {"chain_method": "vectorized"}
+    if min(num_chains, jax.local_device_count()) > 1:
+        how = {"chain_method": parallel_vectorized, "progress_bar": False}  # NumPyro has no bar for it
+    return MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains, **(how | options))

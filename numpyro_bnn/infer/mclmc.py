@@ -185,10 +185,8 @@ class MCLMC(SGMCMCKernel):
         For the worst chain: its mean over directions, and a bound, as if one direction had all the error.
         """
         lengths, tuning, frozen = jax.device_get((state.engine.memory.length, state.tuning, state.diverging))
-        size, none = (
-            int(state.engine.position.shape[-1]),
-            (np.asarray(state.coverage.draws) > 0) & (tuning.taken == 0),
-        )
+        size = int(state.engine.position.shape[-1])
+        none = (np.asarray(state.coverage.draws) > 0) & (tuning.taken == 0)
         energies = np.where(none, np.nan, tuning.energy)  # NaN if no step was taken
         alive = np.ravel(energies)[np.isfinite(np.ravel(energies))]
         bias, bound = (implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size))
@@ -332,8 +330,7 @@ class EnergyTuner(Tuner):
         gain = jnp.maximum(1 / age, jnp.where(i < stages.late, 0.1, 0.0).astype(dtype))
         excess = tuning.excess + gain * (seen - tuning.excess)
         # The energy variance grows like the sixth power of the step size.
-        tiny = jnp.finfo(excess.dtype).tiny
-        factor = jnp.clip((target / jnp.maximum(excess, tiny)) ** (1 / 6), 0.3, GROWTH)
+        factor = jnp.clip((target / jnp.maximum(excess, jnp.finfo(excess.dtype).tiny)) ** (1 / 6), 0.3, GROWTH)
         factor = jnp.where(refused > 0.5, jnp.minimum(factor, 0.5), factor)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         return state._replace(base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age))
