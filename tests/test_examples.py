@@ -1054,19 +1054,22 @@ def test_infinite_uci(tmp_path, data_folder):
 @pytest.mark.data
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("run_name", "methods"),
+    ("run_name", "head", "methods"),
     [
-        ("mclmc", ["deep ensemble", "MCLMC"]),
-        ("nuts", ["NUTS + OrbitMoves"]),
-        ("sghmc", ["SGHMC"]),
-        ("variational", ["AutoMeanField", "AutoCoupling"]),
+        ("recipe", "hetero", ["members", "recipe"]),
+        ("deep recipe", "tails", ["members 16x16x16", "recipe 16x16x16"]),
+        ("mixed recipe", "tails", ["members mixed", "recipe mixed"]),
+        ("mclmc", "hetero", ["deep ensemble", "MCLMC"]),
+        ("nuts", "hetero", ["NUTS + OrbitMoves"]),
+        ("sghmc", "hetero", ["SGHMC"]),
+        ("variational", "hetero", ["AutoMeanField", "AutoCoupling"]),
     ],
 )
-def test_uci_samples_and_fits(tmp_path, data_folder, run_name, methods):
+def test_uci_samples_and_fits(tmp_path, data_folder, run_name, head, methods):
     lines = run(
         "examples.benchmarks.uci",
         *("--data", data_folder, "--output", tmp_path / "uci.jsonl"),
-        *("--methods", run_name, "--heads", "hetero", "--effort", 0.01),
+        *("--methods", run_name, "--heads", head, "--effort", 0.01),
     )
     assert [line["method"] for line in lines] == methods
     for line in lines:

@@ -85,20 +85,32 @@ def mclmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     warm = infer.WarmStart(0.3, num_steps=steps, optimizer=optax.adam(schedule), held_out=0.1, spread=0.5)
     kernel = infer.MCLMC(model_of(data, head), steps_per_draw=each, warm_start=warm)
     mcmc = sample(kernel, data, args, warmup, draws)
-    return {"deep ensemble": scored(mcmc, data, members=True), "MCLMC": scored(mcmc, data)}
+    return {"deep ensemble": scored([mcmc], data, members=True), "MCLMC": scored([mcmc], data)}
 
 
 def recipe(data: Any, head: str, args: argparse.Namespace, widths: Sequence[int] = ()) -> dict[str, Any]:
     """A deep ensemble and chains around its members, by the recipe of the package."""
+    mcmc = ensemble(model_of(data, head, widths), data, args, CHAINS)
+    shape = f" {'x'.join(map(str, widths))}" if widths else ""
+    return {f"members{shape}": scored([mcmc], data, members=True), f"recipe{shape}": scored([mcmc], data)}
+
+
+def mixed(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Half of the chains with the deep network and heavy tails, half with an output for the noise."""
+    models = model_of(data, "tails", DEEP), model_of(data, "hetero")
+    fits = [ensemble(model, data, args, CHAINS // 2) for model in models]
+    return {"members mixed": scored(fits, data, members=True), "recipe mixed": scored(fits, data)}
+
+
+def ensemble(model: Callable, data: Any, args: argparse.Namespace, chains: int) -> Any:
+    """A finished run of the recipe; large sets have half the chains and a fifth of the gradients."""
     from numpyro_bnn import infer
 
-    gradients, chains = (12_000, CHAINS // 2) if data.name in LARGE else (60_000, CHAINS)
-    options = {"jit_model_args": True, "progress_bar": False}
-    gradients = max(100, round(args.effort * gradients))
-    mcmc = infer.ensemble(model_of(data, head, widths), gradients, num_chains=chains, **options)
+    large, options = data.name in LARGE, {"jit_model_args": True, "progress_bar": False}
+    gradients = max(100, round(args.effort * (12_000 if large else 60_000)))
+    mcmc = infer.ensemble(model, gradients, num_chains=chains // (1 + large), **options)
     mcmc.run(jax.random.key(args.seed), data.x_train, data.y_train)
-    shape = f" {'x'.join(map(str, widths))}" if widths else ""
-    return {f"members{shape}": scored(mcmc, data, members=True), f"recipe{shape}": scored(mcmc, data)}
+    return mcmc
 
 
 def nuts(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +122,7 @@ def nuts(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     model = model_of(data, head)
     found = symmetry.find(model, data.x_train, data.y_train)
     kernel = infer.OrbitMoves(NUTS(model, max_tree_depth=8), found)
-    return {"NUTS + OrbitMoves": scored(sample(kernel, data, args, 400, 400), data)}
+    return {"NUTS + OrbitMoves": scored([sample(kernel, data, args, 400, 400)], data)}
 
 
 def sghmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def sghmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     warm = infer.WarmStart(held_out=0.1, spread=0.5)
     kernel = infer.SGHMC(model_of(data, head), steps_per_draw=100, warm_start=warm)
     batch = min(64, len(data.y_train))
-    return {"SGHMC": scored(sample(kernel, data, args, 300, 300, batch_size=batch), data)}
+    return {"SGHMC": scored([sample(kernel, data, args, 300, 300, batch_size=batch)], data)}
 
 
 def variational(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +153,7 @@ def variational(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any
         svi = SVI(model, guide, optax.adam(rate), bnn.guides.TraceLocalReparam_ELBO())
         loop = {"progress_bar": False, "stable_update": True}
         fit = bnn.guides.fit(svi, jax.random.key(args.seed), steps, *call, **loop)
-        found[name] = scored(fit, data, guide=guide, args=call, num_samples=1000)
+        found[name] = scored([fit], data, guide=guide, args=call, num_samples=1000)
         start = guide.median(fit.params)
     return found
 
@@ -173,6 +185,7 @@ def nngp(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 METHODS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "recipe": (recipe, HEADS),
     "deep recipe": (partial(recipe, widths=DEEP), HEADS),
+    "mixed recipe": (mixed, HEADS[2:]),
     "mclmc": (mclmc, HEADS[:2]),
     "nuts": (nuts, HEADS[:2]),
     "sghmc": (sghmc, HEADS[:2]),
@@ -189,19 +202,21 @@ OTHERS = {"ngboost": ("ngboost", "scikit-learn"), "catboost": ("catboost",)}
 # ------------------------------------------------------------------------------------------------------ scores
 
 
-def scored(fit: Any, data: Any, **options: Any) -> dict[str, float]:
-    """Scores at the test points, in the units of the data."""
+def scored(fits: Sequence[Any], data: Any, **options: Any) -> dict[str, float]:
+    """Scores at the test points, in the units of the data, of the mixture of several fits."""
     import numpyro_bnn as bnn
 
     new = {"x": data.x_test, "y": data.y_test}
     if "guide" not in options:
         options |= {"log_likelihood": False, "posterior_predictive": False}
-    test = bnn.to_inference_data(fit, predictions=new, **options)["predictions"]
-    scale, mean = float(data.y_scaler.scale_factor), test["y_mean"]
+    tests = [bnn.to_inference_data(fit, predictions=new, **options)["predictions"] for fit in fits]
+    names = ("y_mean", "y_log_likelihood", "y")
+    mean, log_likelihood, y = (np.concatenate([test[name] for test in tests]) for name in names)
+    scale = float(data.y_scaler.scale_factor)
     return {
-        "rmse": scale * bnn.metrics.rmse(mean.mean(("chain", "draw")), data.y_test).value,
-        "log_likelihood": bnn.metrics.lppd(test["y_log_likelihood"]).value - float(np.log(scale)),
-        "coverage": bnn.metrics.interval_coverage(test["y"], data.y_test, level=0.9).coverage,
+        "rmse": scale * bnn.metrics.rmse(mean.mean((0, 1)), data.y_test).value,
+        "log_likelihood": bnn.metrics.lppd(log_likelihood).value - float(np.log(scale)),
+        "coverage": bnn.metrics.interval_coverage(y, data.y_test, level=0.9).coverage,
     }
 
 
