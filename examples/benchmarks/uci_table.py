@@ -76,7 +76,10 @@ def _paired_tables(lines: list[dict[str, Any]]) -> dict[str, str]:
     if not ours or not boosting:
         return {}
     others = [*ours[1:], *boosting]
-    return {f"uci_paired_{score}": paired(lines, ours[0], others, score) for score in ("log_likelihood", "rmse")}
+    return {
+        "uci_paired_log_likelihood": paired(lines, ours[0], others, "log_likelihood"),
+        "uci_paired_rmse": paired(lines, ours[0], others, "rmse"),
+    }
 
 
 def _is_boosting(line: dict[str, Any]) -> bool:
