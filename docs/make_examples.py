@@ -44,6 +44,7 @@ RUNS = {
     "unknown_digits": "",
     "groups": "",
     "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
+    "image_chains": "--methods network ensemble SGHMC --num-epochs 20 --chain-epochs 40 --members 6 --chains 3",
 }
 
 

@@ -66,6 +66,8 @@ SHORT = {
     "examples.variational": "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
     "examples.image_classification": "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1"
     " --test-images 40",
+    "examples.image_chains": "--methods ensemble SGHMC --num-epochs 1 --chain-epochs 1 --members 2 --chains 2"
+    " --num-draws 2 --batch-size 200 --test-images 40 --foreign-images 30",
     "examples.benchmarks.variational_uci": "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6"
     " --num-samples 6 --max-tree-depth 2",
     "examples.infinite_width": "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 --nuts-warmup 5"
@@ -161,6 +163,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.groups", ["--groups", "2"]),
         ("examples.benchmarks.variational_uci", ["--splits", "0"]),
         ("examples.image_classification", ["--num-epochs", "0"]),
+        ("examples.image_chains", ["--members", "1"]),
         ("examples.benchmarks.adf_uci", ["--epochs", "0"]),
         ("examples.benchmarks.laplace_uci", ["--rounds", "0"]),
         ("examples.benchmarks.adf_speed", ["--rounds", "0"]),
@@ -704,6 +707,37 @@ def test_image_classification(tmp_path, capsys):
     assert written["accuracy"] == report["accuracy"]
     for name in ("uncertainty", "samples"):
         assert (tmp_path / "out" / f"image_classification_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:guides.AutoLaplace.run. .* sds from the mode")  # one epoch on few digits
+def test_image_chains(tmp_path, monkeypatch):
+    """Two methods, then two more in a second call, which keeps the rows and the networks of the first."""
+    module, page = importlib.import_module("examples.image_chains"), page_with(tmp_path, "image_chains")
+    given = ("--output", tmp_path / "out", "--docs", page)
+    first = run("examples.image_chains", *given)["rows"]
+    monkeypatch.setattr(module, "trained", lambda *_: pytest.fail("trained again"))
+    report = run("examples.image_chains", *given, "--methods", "ensemble", "network", "last-layer-Laplace")
+    rows = report["rows"]
+    assert rows[:2] == first
+    assert [row["method"] for row in rows] == ["ensemble", "SGHMC", "network", "last-layer-Laplace"]
+    assert [(row["draws"], row["epochs"]) for row in rows] == [(2, 2), (4, 4), (1, 1), (4, 2)]
+    for row in rows:
+        assert 0 <= row["accuracy"] <= 1
+        assert row["path"][-1] == row["NLL"] <= row["NLL of a draw"]
+        assert ("AUROC digits 5 to 9, logits" in row) == (row["draws"] > 1)
+    assert module.table(report) in page.read_text()
+    assert json.loads((tmp_path / "out" / "image_chains.json").read_text())["rows"] == rows
+    assert (tmp_path / "out" / "image_chains.png").stat().st_size > 10_000
+
+
+def test_table_of_image_chains_is_that_of_its_file():
+    from examples.benchmarks.shared import provenance
+    from examples.image_chains import table
+
+    report = json.loads((FOLDER.parent / "docs" / "image_chains.json").read_text())
+    made = f"begin -->\n{table(report)}\n\n{provenance([report])}\n<!-- table of image_chains"
+    assert made in (FOLDER.parent / "docs" / "guides.md").read_text()
 
 
 @pytest.mark.data
@@ -1384,7 +1418,8 @@ def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
     assert len(ran) == len(door.MEASUREMENTS)
     ran.clear()
     door.main(call)
-    assert ran == [f"examples.benchmarks.{name}" for name in ("minibatches", "horseshoe", "uci")]
+    names = ("benchmarks.minibatches", "benchmarks.horseshoe", "image_chains", "benchmarks.uci")
+    assert ran == [f"examples.{name}" for name in names]
     with pytest.raises(SystemExit):
         door.main(["all", "--output", str(tmp_path / "other")])
 

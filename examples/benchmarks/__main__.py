@@ -5,7 +5,7 @@
     python -m examples.benchmarks all --data FOLDER                  all, as the docs have them
 
 `all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement, which is not run again, and
-`uci` and `minibatches` resume within their files.
+`uci`, `minibatches` and `image_chains` resume within their files.
 """
 
 import argparse
@@ -71,6 +71,12 @@ MEASUREMENTS = {
     "estimators": _json("estimators", "--docs docs/estimators.md"),
     "classification": _json("classification", "--docs docs/estimators.md", data=False),
     "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
+    "image_chains": Measurement(
+        "image_chains",
+        "image_chains",
+        "--docs docs/guides.md --net residual --members 4 --chains 2 --learning-rate 3e-3 --num-draws 6",
+        continues=True,
+    ),
     "uci": Measurement(
         "benchmarks.uci",
         "uci.jsonl",
