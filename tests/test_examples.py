@@ -23,7 +23,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = [
     ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
     for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("shared.py", "loaders.py", "boosting.py", "uci_gap.py", "uci_table.py", "__main__.py")
+    if path.name
+    not in ("shared.py", "loaders.py", "annealing.py", "boosting.py", "uci_gap.py", "uci_table.py", "__main__.py")
 ]
 SHORT = {
     "examples.demo": "--held-out 700 --effort 0.004",
@@ -40,6 +41,8 @@ SHORT = {
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
     "examples.benchmarks.collapse_cost": "--repeats 1 --calls 2 --rows 1000 --hidden 50 --outputs 1 3",
+    "examples.benchmarks.mixing": "--sets energy --ways collapsed tempering exchange smc --seconds 1 --num-chains 2"
+    " --steps 3 --moves 4 --replicas 2 --leapfrogs 2 --particles 6 --mutations 1",
     "examples.benchmarks.compilation": "--kernels NUTS --rows 6 --width 1 --num-chains 1",
     "examples.benchmarks.first_draw": "--ways NUTS AutoMeanField --rows 6 --width 1",
     "examples.benchmarks.minibatches": "--rows 40 --gradients 300 --width 2 --batch-size 8 --num-chains 2"
@@ -171,6 +174,7 @@ def test_unusable_output_is_refused_before_the_work(script, tmp_path, monkeypatc
         ("examples.ensembles", ["--members", "1"]),
         ("examples.benchmarks.microcanonical", ["--gradients", "10"]),
         ("examples.benchmarks.function_agreement", ["--num-chains", "2"]),
+        ("examples.benchmarks.mixing", ["--particles", "2"]),
         ("examples.infinite_width", ["--widths", "4", "0"]),
         ("examples.benchmarks.infinite_uci", ["--splits", "0"]),
         ("examples.benchmarks.estimators", ["--splits", "0"]),
@@ -370,6 +374,69 @@ def test_collapse_cost(tmp_path):
     assert all(row["flops_ratio"] < limit for row, limit in zip(rows, (12, 25), strict=True))
     assert all(row["ratio"] > 0 and row["processor_ratio"] > 0 for row in rows)
     assert json.loads((tmp_path / "cost.json").read_text())["rows"] == rows
+
+
+@pytest.mark.slow
+def test_mixing(tmp_path):
+    page, path = page_with(tmp_path, "mixing", "mixing_agreement"), tmp_path / "mixing.json"
+    report = run("examples.benchmarks.mixing", "--output", path, "--docs", page)
+    written = json.loads(path.read_text())["rows"]
+    assert [row["way"] for row in written] == ["collapsed", "tempering", "exchange", "smc"]
+    assert page.read_text().count("| energy | smc |") == 1
+    assert all(row["seconds"] >= 1 and len(row["noise_by_chain"]) == 2 for row in written)
+    again = run("examples.benchmarks.mixing", "--output", path)  # nothing is left to do
+    assert again["rows"] == written == json.loads(json.dumps(report["rows"], default=str))
+
+
+def test_annealing_finds_evidence_and_posterior_of_a_linear_model():
+    """Log evidence and mean of eight populations, within four standard errors (and the bias of a log, var / 2)."""
+    from types import SimpleNamespace
+
+    from examples.benchmarks.annealing import Clock, anneal
+
+    rng = np.random.default_rng(0)
+    design, noise = rng.normal(size=(12, 3)), 0.3
+    y = design @ np.array([1.0, -0.5, 0.2]) + noise * rng.normal(size=12)
+
+    def prior(q):
+        return -jax.scipy.stats.norm.logpdf(q).sum()
+
+    def potential(q):
+        return prior(q) - jax.scipy.stats.norm.logpdf(y, design @ q, noise).sum()
+
+    options = SimpleNamespace(leapfrogs=5, mutations=4, effective=0.7, seed=0)
+    start = rng.normal(size=(8, 200, 3)).astype(np.float32)
+    now, _ = anneal(start, potential, prior, options, Clock())
+    exact = stats.multivariate_normal(np.zeros(12), design @ design.T + noise**2 * np.eye(12)).logpdf(y)
+    variance = now.log_evidence.var(ddof=1)
+    assert (now.beta == 1).all()
+    assert variance < 0.5
+    assert abs(now.log_evidence.mean() + variance / 2 - exact) < 4 * (variance / 8) ** 0.5
+    covariance = np.linalg.inv(np.eye(3) + design.T @ design / noise**2)
+    means, sd = now.q.mean(1), np.diag(covariance) ** 0.5
+    z = (means.mean(0) - covariance @ design.T @ y / noise**2) / (means.std(0, ddof=1) / 8**0.5)
+    assert np.abs(z).max() < 5  # t with 7 degrees of freedom: 5 has a p-value of 0.0016
+    assert np.allclose(now.q.std(1).mean(0), sd, rtol=0.1)
+
+
+def test_exchanges_of_units_follow_the_density_of_all_chains():
+    """A chain that prefers large biases gets them, by the exact odds: of two exchangeable states, e^2 : 1."""
+    from types import SimpleNamespace
+
+    from examples.benchmarks import mixing
+
+    case = SimpleNamespace(potential=lambda q: -2.0 * q[0] * q[1])  # biases come first
+    z = {mixing.BIAS: np.array([[1.0], [0.0]]), mixing.KERNEL: np.array([[[1.0]], [[0.0]]])}
+    z = jax.tree.map(jax.numpy.asarray, z)
+    _, accepted = mixing.exchange_units(case, z, jax.random.key(0), 50)
+    assert accepted == 1.0  # both have the same density, whichever chain has the unit
+    tilted = SimpleNamespace(potential=lambda q: -q[0] * q[2])
+    z["side"] = jax.numpy.array([2.0, 0.0])  # of the first chain alone
+    ends = jax.vmap(lambda key: mixing.exchange_units(tilted, z, key, 21)[0][mixing.BIAS][0, 0])
+    share = float(ends(jax.random.split(jax.random.key(1), 2000)).mean())
+    expected = math.exp(2) / (1 + math.exp(2))
+    # After n moves the share of one state is off by at most (-e^-2)^n: nothing after 21.
+    assert abs(share - expected) < 4 * (expected * (1 - expected) / 2000) ** 0.5
 
 
 @pytest.mark.slow
@@ -1368,6 +1435,7 @@ KEPT = {
     "minibatches": "minibatches.md",
     "microcanonical": "microcanonical.md",
     "microcanonical_cost": "microcanonical.md",
+    "mixing": "hierarchical.md",
     "orbit_moves": "speed.md",
     "sgld_step": "speed.md",
     "uci": "evidence.md",
@@ -1418,7 +1486,7 @@ def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
     assert len(ran) == len(door.MEASUREMENTS)
     ran.clear()
     door.main(call)
-    names = ("benchmarks.minibatches", "benchmarks.horseshoe", "image_chains", "benchmarks.uci")
+    names = ("benchmarks.minibatches", "benchmarks.horseshoe", "image_chains", "benchmarks.mixing", "benchmarks.uci")
     assert ran == [f"examples.{name}" for name in names]
     with pytest.raises(SystemExit):
         door.main(["all", "--output", str(tmp_path / "other")])

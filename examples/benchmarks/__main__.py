@@ -65,6 +65,7 @@ MEASUREMENTS = {
     "rdata": Measurement("two_modes", "rdata", "--docs docs/hierarchical.md"),
     "microcanonical": _json("microcanonical", "--docs docs/microcanonical.md"),
     "function_agreement": _json("function_agreement", "--docs docs/microcanonical.md"),
+    "mixing": _json("mixing", "--docs docs/hierarchical.md", continues=True),
     "infinite_uci": _json("infinite_uci", "--docs docs/infinite.md"),
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
     "laplace_uci": _json("laplace_uci"),
