@@ -1486,7 +1486,7 @@ def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
     assert len(ran) == len(door.MEASUREMENTS)
     ran.clear()
     door.main(call)
-    names = ("benchmarks.minibatches", "benchmarks.horseshoe", "image_chains", "benchmarks.mixing", "benchmarks.uci")
+    names = ("benchmarks.minibatches", "benchmarks.horseshoe", "benchmarks.mixing", "image_chains", "benchmarks.uci")
     assert ran == [f"examples.{name}" for name in names]
     with pytest.raises(SystemExit):
         door.main(["all", "--output", str(tmp_path / "other")])
