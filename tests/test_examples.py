@@ -1268,19 +1268,20 @@ def test_uci_tables_compare_with_boosting_split_by_split():
     assert "MCLMC, hetero (2)" in row
     assert row.endswith("| 0.400, NGBoost | +0.150 ± 0.150 (2) |")
     assert "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]  # of two splits, not of three
-    expected = "| yacht | hetero | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
+    expected = "| yacht | MCLMC, hetero | - | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
     assert made["uci_paired_log_likelihood"].splitlines()[2] == expected
-    assert made["uci_paired_rmse"].splitlines()[2] == "| yacht | hetero | -0.150 ± 0.150 (2) | -9.550 ± 0.050 (2) |"
+    assert made["uci_paired_rmse"].splitlines()[2] == expected.replace("+0", "-0").replace("+9", "-9")
     assert "but not those of boosting" in made["uci_cost"]
 
-    # The recipe takes the place of the older chains, and a head that a method lacks is compared with the other one.
-    lines += [uci_line("yacht", "members", "recipe", split, 0.7, "homo") for split in (0, 1)]
-    head, _, row = tables(lines)["uci_paired_log_likelihood"].splitlines()
-    assert head == "| log likelihood | noise | minus MCLMC | minus NGBoost | minus CatBoost |"
-    assert row.startswith("| yacht | homo | +0.150 ± 0.050 (2) | +0.300 ± 0.200 (2) |")
-    # Without boosting nothing changes; without a common split nothing is compared.
+    # The recipe stands above the older chains.
+    lines += [uci_line("yacht", "recipe", "recipe", split, 0.7, "tails") for split in (0, 1)]
+    head, _, row, last = tables(lines)["uci_paired_log_likelihood"].splitlines()
+    assert head == "| log likelihood | by | minus MCLMC, hetero | minus NGBoost | minus CatBoost |"
+    assert row.startswith("| yacht | recipe, tails | +0.150 ± 0.050 (2) | +0.300 ± 0.200 (2) |")
+    assert last == expected
+    # Without others, or a common split, nothing is compared.
     assert "uci_paired_rmse" not in tables(lines[:2])
-    assert paired(lines[:1] + lines[3:4], "MCLMC", ["NGBoost"], "rmse").count("\n") == 1
+    assert paired(lines[:1] + lines[3:4], ["MCLMC"], ["NGBoost"], "rmse") == ""
 
 
 def test_uci_gap_table_stands_beside_published_figures():

@@ -33,8 +33,9 @@ DIGITS = {"DVI": 2, "deep ensembles": 2}  # as published, where they are fewer t
 LARGE = ("kin8nm", "naval", "power", "protein")
 # Runs of other packages: they stand beside ours, and are never the best of ours.
 BOOSTING = ("ngboost", "catboost")
-# Ours in the paired tables is the first one that has been run, and stands beside the others and boosting.
-OURS = ("recipe", "MCLMC", "members")
+# Ours in the paired tables, beside the last of them and boosting.
+OURS = ("recipe", "recipe 16x16x16", "recipe mixed", "MCLMC")
+TITLES = {"log_likelihood": "log likelihood", "rmse": "RMSE"}
 # On wine a third of the test rows also occur in the training rows: a process that learns no noise reproduces them.
 NOT_COUNTED = {("wine", "NNGP")}
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
@@ -69,17 +70,10 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 
 def _paired_tables(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """Ours minus the others, if boosting has been run."""
-    methods = dict.fromkeys(line["method"] for line in lines)
-    ours = [name for name in OURS if name in methods]
+    """Ours minus the others, if there are others."""
     boosting = dict.fromkeys(line["method"] for line in lines if _is_boosting(line))
-    if not ours or not boosting:
-        return {}
-    others = [*ours[1:], *boosting]
-    return {
-        "uci_paired_log_likelihood": paired(lines, ours[0], others, "log_likelihood"),
-        "uci_paired_rmse": paired(lines, ours[0], others, "rmse"),
-    }
+    made = {f"uci_paired_{score}": paired(lines, OURS, [OURS[-1], *boosting], score) for score in TITLES}
+    return {name: table for name, table in made.items() if table}
 
 
 def _is_boosting(line: dict[str, Any]) -> bool:
@@ -105,24 +99,25 @@ def _by_method(lines: Iterable[dict[str, Any]], score: str) -> dict[tuple[str, s
     return found
 
 
-def paired(lines: Iterable[dict[str, Any]], ours: str, others: Sequence[str], score: str) -> str:
-    """For each set and head of our method, its score minus that of each other method, split by split.
+def paired(lines: Iterable[dict[str, Any]], ours: Sequence[str], others: Sequence[str], score: str) -> str:
+    """For each set and method of ours, its score minus that of each other method, split by split.
 
-    A cell is the mean difference over common splits, its standard error, and the number of these splits. A method
-    that has not been run with the head is compared with the other head.
+    A cell is the mean difference over common splits, its standard error, and the number of these splits.
 
     :param score: ``"log_likelihood"`` or ``"rmse"``.
+    :return: a table, or nothing if there is nothing to compare.
     """
     rows, kept = [], list(lines)
+    columns = [key for other in others for key in _by_method(kept, score) if key[0] == other]
     for name in PUBLISHED:
         found = _by_method([line for line in kept if line["set"] == name], score)
-        for method, head in [key for key in found if key[0] == ours]:
-            heads = {other: [h for m, h in found if m == other] for other in others}
-            theirs = [found[other, head if head in own else own[0]] if own else {} for other, own in heads.items()]
-            cells = [_difference(found[method, head], values, score) for values in theirs]
-            rows += [[name, head, *cells]] if set(cells) != {"-"} else []
-    title = {"log_likelihood": "log likelihood", "rmse": "RMSE"}[score]
-    return markdown([title, "noise", *(f"minus {other}" for other in others)], rows)
+        for key in [key for method in ours for key in found if key[0] == method]:
+            cells = [
+                "-" if key == other else _difference(found[key], found.get(other, {}), score) for other in columns
+            ]
+            rows += [[name, ", ".join(key), *cells]] if set(cells) != {"-"} else []
+    heads = [", ".join(key) if key[0] in ours else key[0] for key in columns]
+    return markdown([TITLES[score], "by", *(f"minus {head}" for head in heads)], rows) if rows else ""
 
 
 def _difference(ours: dict[int, float], theirs: dict[int, float], score: str = "log_likelihood") -> str:
@@ -276,7 +271,7 @@ def _table(lines: list[dict[str, Any]], score: str, sets: Sequence[str]) -> str:
         at[line["split"]] = line[score]
     methods = list(dict.fromkeys(method for _, method in values))
     sets = [name for name in sets if any(name == key[0] for key in values)]
-    title = {"log_likelihood": "test log likelihood", "rmse": "test RMSE"}[score]
+    title = f"test {TITLES[score]}"
     columns = [
         _column(name, [list(values.get((name, method), {}).values()) for method in methods], score) for name in sets
     ]
