@@ -106,8 +106,8 @@ def chains(
     :param cost: predicted seconds of a transition of all chains.
     :param after: ``after(state, key)`` moves the chains once more and returns an acceptance probability.
     """
-    warmup = max(round(args.seconds / 2 / cost), 20)
-    length = max(warmup // 10, 1)
+    length = max(round(args.seconds / 20 / cost), 2)
+    warmup = 10 * length
     keys = random.split(random.key(args.seed), args.num_chains)
     state = kernel.init(keys, warmup, None, model_args=case.call, model_kwargs={})
     constrain = kernel.postprocess_fn(case.call, {})
