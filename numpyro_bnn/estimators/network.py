@@ -29,6 +29,7 @@ from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
 LEAST_HELD_OUT = 10  # rows of a calibration
+CALIBRATION_SD = 0.5  # of the prior of the log factor
 CHECKED_ROWS, WORSE = 256, 0.1  # rows of the fit that are predicted, and nats a row below a constant that are a fault
 
 
@@ -165,12 +166,13 @@ class Network(BaseEstimator):
         return np.argsort(-epistemic, kind="stable")[:num_rows]
 
     def calibrate(self, X: Any, y: Any) -> Any:
-        """Scale the predictive distribution by the factor that maximizes the log density of held-out rows.
+        """Scale the predictive distribution by the factor under which held-out rows are most probable.
 
         The factor, ``calibration_``, multiplies the distance of an observation from its predictive mean (regression),
-        or is the temperature T of the class probabilities, in proportion to p^(1 / T). The mean, or the most probable
-        class, stays; all other answers follow, but not ``idata_``, which is the posterior. Rows that the fit has seen
-        make it too small. A further ``fit`` removes it.
+        or is the temperature T of the class probabilities, in proportion to p^(1 / T). It maximizes the log density
+        plus that of a prior, log factor ~ N(0, 0.5^2): without it a few rows that are all classified right would make
+        it 0. The mean, or the most probable class, stays; all other answers follow, but not ``idata_``, which is the
+        posterior. Rows that the fit has seen make it too small. A further ``fit`` removes it.
 
         :param X: at least ten rows that were not in the fit. :param y: their targets.
         :return: the estimator itself.
@@ -182,7 +184,11 @@ class Network(BaseEstimator):
             got = f"{len(X)} rows"
             raise argument_error(f"{self._call}.calibrate", "X", got, f"Hold out at least {LEAST_HELD_OUT} rows.")
         density = self._density_by_factor(X, y)
-        found = minimize_scalar(lambda log: -density(np.exp(log)).sum(), bounds=(-5.0, 5.0), method="bounded")
+
+        def loss(log: float) -> float:
+            return 0.5 * (log / CALIBRATION_SD) ** 2 - density(np.exp(log)).sum()
+
+        found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
         self.calibration_ = float(np.exp(found.x))
         return self
 
