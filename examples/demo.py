@@ -83,19 +83,12 @@ def network(prior: Any, heteroscedastic: bool = True, width: int = 50) -> Callab
 def chains(rows: Rows, args: argparse.Namespace) -> tuple[Prediction, Any]:
     """Microcanonical chains around the members of a deep ensemble, with moves along the network's symmetries."""
     import jax
-    import optax
-    from numpyro.infer import MCMC
 
     import numpyro_bnn as bnn
 
-    model, steps = network(bnn.priors.Hierarchical()), args.steps(2200)
-    start = bnn.infer.WarmStart(
-        0.3, num_steps=steps, optimizer=optax.adam(optax.cosine_decay_schedule(0.02, steps)), held_out=0.1, spread=0.5
-    )
-    kernel = bnn.infer.MCLMC(model, steps_per_draw=20, warm_start=start)
-    kernel = bnn.infer.OrbitMoves(kernel, bnn.symmetry.find(model, rows.x, rows.y))
-    options = {"num_chains": 8, "chain_method": bnn.infer.parallel_vectorized, "progress_bar": False}
-    mcmc = MCMC(kernel, num_warmup=args.steps(400), num_samples=args.steps(150), **options)
+    model = network(bnn.priors.Hierarchical())
+    options = {"num_samples": args.steps(150), "symmetries": bnn.symmetry.find(model, rows.x, rows.y)}
+    mcmc = bnn.infer.ensemble(model, max(100, args.steps(20_000)), progress_bar=False, **options)
     mcmc.run(jax.random.key(args.seed), rows.x, rows.y)
     idata = bnn.to_inference_data(mcmc, predictions={"x": rows.x_new, "y": rows.y_new})
     return from_draws(idata, rows), idata
