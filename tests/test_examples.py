@@ -41,7 +41,7 @@ SHORT = {
     " --max-tree-depth 2",
     "examples.benchmarks.gradient_cost": "--repeats 1 --calls 2 --steps 2",
     "examples.benchmarks.collapse_cost": "--repeats 1 --calls 2 --rows 1000 --hidden 50 --outputs 1 3",
-    "examples.benchmarks.mixing": "--sets energy --ways collapsed tempering exchange smc --seconds 1 --num-chains 2"
+    "examples.benchmarks.mixing": "--sets energy --ways collapsed exchange smc --seconds 1 --num-chains 2"
     " --steps 3 --moves 4 --replicas 2 --leapfrogs 2 --particles 6 --mutations 1",
     "examples.benchmarks.compilation": "--kernels NUTS --rows 6 --width 1 --num-chains 1",
     "examples.benchmarks.first_draw": "--ways NUTS AutoMeanField --rows 6 --width 1",
@@ -381,7 +381,7 @@ def test_mixing(tmp_path):
     page, path = page_with(tmp_path, "mixing", "mixing_agreement"), tmp_path / "mixing.json"
     report = run("examples.benchmarks.mixing", "--output", path, "--docs", page)
     written = json.loads(path.read_text())["rows"]
-    assert [row["way"] for row in written] == ["collapsed", "tempering", "exchange", "smc"]
+    assert [row["way"] for row in written] == ["collapsed", "exchange", "smc"]
     assert page.read_text().count("| energy | smc |") == 1
     assert all(row["seconds"] >= 1 and len(row["noise_by_chain"]) == 2 for row in written)
     again = run("examples.benchmarks.mixing", "--output", path)  # nothing is left to do

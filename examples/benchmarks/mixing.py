@@ -402,7 +402,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options = options_of(args)
     text = args.output.read_text()
     old = json.loads(text)["rows"] if text else []
-    same = [name for name in options if name not in ("sets", "ways")]
+    same = [name for name in options if name not in ("sets", "ways", "data", "docs")]
     rows = [row for row in old if all(row["options"][name] == options[name] for name in same)]
     done = {(row["set"], row["way"]) for row in rows}
     report: dict[str, Any] = {"rows": rows, **environment([]), "options": options}
