@@ -216,7 +216,7 @@ def laplace(problem: Problem) -> Found:
     params = {name: value[0] for name, value in problem.trained.items()}
     last = list(problem.net.param_shapes(data.x.shape[1:]))[-1].split(".")[0]
     model = problem.model(prior={f"{last}.*": priors.Normal(args.prior_scale), "*": priors.Fixed(params)})
-    guide, start = guides.AutoLaplace(model, "full"), {f"net/{n}": v for n, v in params.items() if n.startswith(last)}
+    guide, start = guides.AutoLaplace(model, "kron"), {f"net/{n}": v for n, v in params.items() if n.startswith(last)}
     size, key = {"batch_size": CHUNK // 2, "progress_bar": False}, jax.random.key(args.seed)
     fit = guide.run(key, jnp.asarray(data.x), jnp.asarray(data.y), num_epochs=0, init_params=start, **size)
     number = args.chains * args.num_draws
