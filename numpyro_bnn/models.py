@@ -72,10 +72,9 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     targets = outputs // 2 if heteroscedastic else outputs
     if y is not None:
         y = _real_targets(call, x, y, targets)
-    f = random_network("net", net, jnp.shape(x)[1:], prior)
-    sigma: Any = 1.0
-    if not heteroscedastic:
-        sigma = numpyro.sample("sigma", noise) if isinstance(noise, dist.Distribution) else noise
+    f, sigma = random_network("net", net, jnp.shape(x)[1:], prior), noise
+    if not heteroscedastic and isinstance(noise, dist.Distribution):
+        sigma = numpyro.sample("sigma", noise)
     df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []  # above 2 it has a variance
     family = partial(dist.StudentT, *df) if df else dist.Normal
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:

@@ -1118,6 +1118,8 @@ ROWS = {
         ("without_targets('update')", "model", ValueError, "Pass the targets among the arguments"),
     ],
     "infer": [
+        ("infer.ensemble(plain, 50)", "num_gradients", ValueError, "Pass an integer of at least 100."),
+        ("infer.ensemble(plain, num_samples=0)", "num_samples", ValueError, "Pass an integer of at least 1."),
         ("infer.parallel_vectorized(3)", "fn", TypeError, "chain_method=parallel_vectorized"),
         ('infer.parallel_vectorized("chains")', "fn", TypeError, "chain_method=parallel_vectorized"),
         ("infer.SGLD(plain, 0.1).init(0, 0, None, (X, Y), {})", "rng_key", TypeError, "Pass a key"),

@@ -72,7 +72,11 @@ def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
 def _paired_tables(lines: list[dict[str, Any]]) -> dict[str, str]:
     """Ours minus the others, if there are others."""
     boosting = dict.fromkeys(line["method"] for line in lines if _is_boosting(line))
-    made = {f"uci_paired_{score}": paired(lines, OURS, [OURS[-1], *boosting], score) for score in TITLES}
+    others = [OURS[-1], *boosting]
+    made = {
+        "uci_paired_log_likelihood": paired(lines, OURS, others, "log_likelihood"),
+        "uci_paired_rmse": paired(lines, OURS, others, "rmse"),
+    }
     return {name: table for name, table in made.items() if table}
 
 
