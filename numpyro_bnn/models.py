@@ -20,14 +20,12 @@ from numpyro_bnn.program.plates import full_plates
 
 __all__ = ["classification", "regression"]
 
-Model = Callable[..., None]
-
 _LEAST_SD = 1e-6
 
 
 def regression(
     net: Layer, prior: Any = None, noise: Any = None, heteroscedastic: bool = False, heavy_tails: bool = False
-) -> Model:
+) -> Callable[..., None]:
     """Regression with normal or Student's t noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
@@ -68,15 +66,13 @@ def regression(
 def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedastic, heavy_tails):
     call = "models.regression"
     _check_inputs(call, x, batch_size)
-    outputs = _outputs(call, net, x, 2 if heteroscedastic else 1)
-    targets = outputs // 2 if heteroscedastic else outputs
+    targets = _outputs(call, net, x, 1 + heteroscedastic) // (1 + heteroscedastic)
     if y is not None:
         y = _real_targets(call, x, y, targets)
     f, sigma = random_network("net", net, jnp.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):
         sigma = numpyro.sample("sigma", noise)
-    df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []  # above 2 it has a variance
-    family = partial(dist.StudentT, *df) if df else dist.Normal
+    family = noise_family(heavy_tails)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(_rows(jnp.asarray(x), index))
         mean, sd = out[..., :targets], sigma
@@ -87,7 +83,13 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
         numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index))
 
 
-def classification(net: Layer, num_classes: int, prior: Any = None) -> Model:
+def noise_family(heavy_tails: bool) -> Callable[..., dist.Distribution]:
+    """Normal, or Student's t with more than 2 degrees of freedom, where it has a variance; of location and scale."""
+    df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []
+    return partial(dist.StudentT, *df) if df else dist.Normal
+
+
+def classification(net: Layer, num_classes: int, prior: Any = None) -> Callable[..., None]:
     """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and integer

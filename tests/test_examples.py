@@ -1321,14 +1321,19 @@ def test_scores_of_a_mixture_of_normal_densities():
     """One member: the normal scores; two members: the density is their mean, and so is the distribution function."""
     from examples import loaders
     from examples.benchmarks.boosting import mixture_scores
-    from examples.benchmarks.uci import normal_scores
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 2)), 3 + 5 * rng.normal(size=60)
     data = loaders.standardize(loaders.Dataset(x[:40], y[:40], x[40:], y[40:], "mine"))
     mean, variance = rng.normal(size=(2, 20)), rng.gamma(3.0, size=(2, 20)) / 3
     one = mixture_scores(mean[:1], variance[:1], data)
-    assert one == pytest.approx(normal_scores(mean[0], variance[0], data), rel=1e-5)
+    scale, errors, sd = data.y_scaler.scale_factor, data.y_test - mean[0], np.sqrt(variance[0])
+    expected = {
+        "rmse": scale * np.sqrt(np.mean(errors**2)),
+        "log_likelihood": stats.norm.logpdf(errors, scale=sd).mean() - np.log(scale),
+        "coverage": np.mean(np.abs(errors) < stats.norm.ppf(0.95) * sd),
+    }
+    assert one == pytest.approx(expected, rel=1e-5)
     two = mixture_scores(mean, variance, data)
     density = stats.norm.pdf(data.y_test, mean, np.sqrt(variance)).mean(axis=0)
     assert two["log_likelihood"] == pytest.approx(np.log(density).mean() - np.log(data.y_scaler.scale_factor))

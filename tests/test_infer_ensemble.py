@@ -43,9 +43,10 @@ def test_it_spends_the_gradients_it_was_given(num_gradients):
     ("num_gradients", "optimized"), [(100, 25), (4000, 1000), (12_000, 3000), (60_000, 4000), (100_000, 5000)]
 )
 def test_how_gradients_are_divided(num_gradients, optimized):
-    mcmc = infer.ensemble(linear, num_gradients, num_samples=10)
-    kernel = mcmc.sampler
+    kernel = infer.ensemble(linear, num_gradients, num_samples=10, held_out=0.2).sampler
     assert kernel._warm_start.num_steps == optimized
+    assert kernel._warm_start.held_out == 0.2
+    assert kernel.energy_targets == (0.5, 0.0005)
     draws = 2 * 10 * kernel._steps_per_draw
     assert draws == pytest.approx(0.6 * (num_gradients - optimized), rel=0.05, abs=20)
 

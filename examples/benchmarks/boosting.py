@@ -140,11 +140,12 @@ def tuned(booster: Booster, rows: Rows, most: int, seed: int) -> tuple[dict[str,
     return setting, trees
 
 
-def mixture_scores(mean: np.ndarray, variance: np.ndarray, data: Any) -> dict[str, float]:
-    """Scores of the mean density of M models, from their means and variances (M, N) in standardized units."""
+def mixture_scores(mean: Any, variance: Any, data: Any) -> dict[str, float]:
+    """Scores of the mean of M normal densities, from their means and variances (M, N) in standardized units."""
     from scipy import special, stats
 
-    scale, y, sd = float(data.y_scaler.scale_factor), np.asarray(data.y_test), np.sqrt(variance)
+    mean, sd = np.asarray(mean, np.float64), np.sqrt(np.asarray(variance, np.float64))
+    scale, y = float(data.y_scaler.scale_factor), np.asarray(data.y_test)
     log_density = special.logsumexp(stats.norm.logpdf(y, mean, sd), axis=0) - np.log(len(mean))
     below = stats.norm.cdf(y, mean, sd).mean(axis=0)
     return {

@@ -167,7 +167,8 @@ def adf(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     epochs = max(1, round(args.effort * 40))
     key, loop = jax.random.key(args.seed), {"num_epochs": epochs, "progress_bar": False}
     fit = pbp.run(key, data.x_train, data.y_train, widths=widths, **loop)
-    return {"AutoADF": normal_scores(*pbp.predictive_moments(fit.params, data.x_test, widths=widths), data)}
+    mean, variance = pbp.predictive_moments(fit.params, data.x_test, widths=widths)
+    return {"AutoADF": boosting.mixture_scores(mean[None], variance[None], data)}
 
 
 def nngp(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +179,8 @@ def nngp(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     found = infinite.prior_fit(net, *call, ard=True, max_steps=max(2, round(args.effort * 100)))
     gp = infinite.gp_regression(net, *call, noise_sd=found.noise_sd, prior=found.prior)
     predicted = gp.predict(data.x_test, diagonal=True)
-    return {"NNGP": normal_scores(predicted.mean, predicted.covariance + found.noise_sd**2, data)}
+    variance = predicted.covariance + found.noise_sd**2
+    return {"NNGP": boosting.mixture_scores(predicted.mean[None], variance[None], data)}
 
 
 # Name -> function, and its heads.
@@ -217,19 +219,6 @@ def scored(fits: Sequence[Any], data: Any, **options: Any) -> dict[str, float]:
         "rmse": scale * bnn.metrics.rmse(mean.mean((0, 1)), data.y_test).value,
         "log_likelihood": bnn.metrics.lppd(log_likelihood).value - float(np.log(scale)),
         "coverage": bnn.metrics.interval_coverage(y, data.y_test, level=0.9).coverage,
-    }
-
-
-def normal_scores(mean: Any, variance: Any, data: Any) -> dict[str, float]:
-    """The same for a normal predictive distribution."""
-    from scipy import stats
-
-    mean, sd = np.asarray(mean, np.float64), np.sqrt(np.asarray(variance, np.float64))
-    scale, errors = float(data.y_scaler.scale_factor), np.asarray(data.y_test) - mean
-    return {
-        "rmse": scale * float(np.sqrt(np.mean(errors**2))),
-        "log_likelihood": float(stats.norm.logpdf(errors, scale=sd).mean() - np.log(scale)),
-        "coverage": float(np.mean(np.abs(errors) < stats.norm.ppf(0.95) * sd)),
     }
 
 
@@ -286,7 +275,7 @@ def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any
     start = time.perf_counter()
     found = METHODS[job["run"]][0](data, job["head"], args)
     about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}
-    return [job | {"method": method} | scores | about | scores for method, scores in found.items()]
+    return [job | {"method": method} | about | scores for method, scores in found.items()]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from numpyro_bnn import guides, infer, nn, priors, symmetry
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
+from numpyro_bnn.models import noise_family
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.reading import Reading
@@ -106,9 +107,7 @@ def noise_likelihood(targets: int, heteroscedastic: bool, heavy_tails: bool, lea
     if not heteroscedastic:
         prior = dist.HalfNormal(1.0)
         sigma = least_sd + numpyro.sample("sigma", prior.expand(shape).to_event(1) if shape else prior)
-    family: Any = dist.Normal
-    if heavy_tails:  # as in models.regression
-        family = partial(dist.StudentT, 2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1)))
+    family = noise_family(heavy_tails)
 
     def of_output(out: jax.Array) -> dist.Distribution:
         mean, sd = out[..., :targets], sigma
@@ -142,16 +141,15 @@ def nuts(task: Task) -> Draws:
     """NUTS, with moves along the symmetries of the network after each transition."""
     found = symmetry.find(task.model, *task.data)
     kernel = infer.OrbitMoves(NUTS(task.model, max_tree_depth=8), found)
-    return _chains(task, kernel, 4, task.steps(400, 10), task.steps(400, 4))
+    return _chains(task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4))
 
 
 def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int) -> Draws:
     """Run a kernel by one compiled program whose inputs are the data; leave out chains at fault, with a warning."""
-    count, length = task.num_chains or num_chains, task.num_samples or num_samples
-    args = task.data
+    count, args = task.num_chains or num_chains, task.data
     state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
     one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
-    draws = jax.tree.map(lambda leaf: jnp.zeros((count, length, *leaf.shape[1:]), leaf.dtype), one)
+    draws = jax.tree.map(lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype), one)
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
 
     def advance(given: tuple, args: tuple, kwargs: Any) -> tuple:
@@ -163,7 +161,7 @@ def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_sampl
             run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(chain, chain), check_vma=False)
         return run(*given, args)
 
-    program, total = prepare(advance, args, {}), num_warmup + length
+    program, total = prepare(advance, args, {}), num_warmup + num_samples
     for first, last in _parts(total):
         state, draws = jax.block_until_ready(program((state, draws, first, last)))
         task.report(int(last), total)

@@ -186,9 +186,8 @@ class MCLMC(SGMCMCKernel):
         """
         lengths, tuning, frozen = jax.device_get((state.engine.memory.length, state.tuning, state.diverging))
         size = int(state.engine.position.shape[-1])
-        none = (np.asarray(state.coverage.draws) > 0) & (tuning.taken == 0)
-        energies = np.where(none, np.nan, tuning.energy)  # NaN if no step was taken
-        alive = np.ravel(energies)[np.isfinite(np.ravel(energies))]
+        energies = np.where((np.asarray(state.coverage.draws) > 0) & (tuning.taken == 0), np.nan, tuning.energy)
+        alive = energies[np.isfinite(energies)]  # NaN if no step was taken
         bias, bound = (implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size))
         return {
             **super().describe(state),
@@ -343,9 +342,8 @@ class EnergyTuner(Tuner):
         spread = jax.tree.map(lambda a, b: jnp.where(counted, a, b), tuning.spread.add(white), tuning.spread)
         row = jnp.clip((i - stages.late) // stages.stride, 0, tuning.record.shape[0] - 1)
         chosen = jnp.linspace(0, white.size - 1, tuning.record.shape[1]).astype(jnp.int32)
-        recorded = tuning.record.at[row].set(white[chosen])
         due = (i >= stages.late) & (i < stages.last)
-        record = jnp.where(due, recorded, tuning.record)
+        record = jnp.where(due, tuning.record.at[row].set(white[chosen]), tuning.record)
         return state._replace(tuning=tuning._replace(spread=spread, record=record))
 
     def _rescaled(self, state: SGMCMCState) -> SGMCMCState:
