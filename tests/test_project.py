@@ -42,6 +42,7 @@ ROOMS = {
     "estimators": {
         "results",
         "metrics",
+        "models",
         "networks",
         "infer",
         "guides",
