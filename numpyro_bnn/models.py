@@ -20,8 +20,6 @@ from numpyro_bnn.program.plates import full_plates
 
 __all__ = ["classification", "regression"]
 
-_LEAST_SD = 1e-6
-
 
 def regression(
     net: Layer, prior: Any = None, noise: Any = None, heteroscedastic: bool = False, heavy_tails: bool = False
@@ -37,9 +35,9 @@ def regression(
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
     :param heteroscedastic: let the network predict the noise of each data point; there is then no ``sigma``.
     :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d), d ~ Gamma(2, 0.1), site
-        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d).
-    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, or a network
-        with the wrong number of outputs.
+        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Not for targets that are mostly a few repeated values.
+    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
+        with the wrong number of outputs, or heavy tails of such targets.
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn, priors
@@ -69,15 +67,16 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     targets = _outputs(call, net, x, 1 + heteroscedastic) // (1 + heteroscedastic)
     if y is not None:
         y = _real_targets(call, x, y, targets)
+        if heavy_tails:
+            check_not_repeated(call, y)
     f, sigma = random_network("net", net, jnp.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):
         sigma = numpyro.sample("sigma", noise)
     family = noise_family(heavy_tails)
     with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
         out = f(_rows(jnp.asarray(x), index))
-        mean, sd = out[..., :targets], sigma
-        if heteroscedastic:
-            sd = _LEAST_SD + jax.nn.softplus(out[..., targets:])
+        mean = out[..., :targets]
+        sd = 1e-6 + jax.nn.softplus(out[..., targets:]) if heteroscedastic else sigma
         sd = jnp.broadcast_to(sd, mean.shape)
         likelihood = family(mean[..., 0], sd[..., 0]) if targets == 1 else family(mean, sd).to_event(1)
         numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index))
@@ -87,6 +86,19 @@ def noise_family(heavy_tails: bool) -> Callable[..., dist.Distribution]:
     """Normal, or Student's t with more than 2 degrees of freedom, where it has a variance; of location and scale."""
     df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []
     return partial(dist.StudentT, *df) if df else dist.Normal
+
+
+def repeats_values(y: Any) -> bool:
+    """Whether most rows have values of a twentieth each: the likelihood of a t that hits 2/3 of them has no bound."""
+    counts = [np.unique(column, return_counts=True)[1] for column in np.asarray(y).reshape(len(y), -1).T]
+    return any(2 * n[n >= max(3, len(y) / 20)].sum() > len(y) for n in counts)
+
+
+def check_not_repeated(call: str, y: Any) -> None:
+    """Refuse targets that heavy tails cannot describe, if the values are known."""
+    if not isinstance(y, jax.core.Tracer) and repeats_values(y):
+        instead = "Leave it out: most targets are a few repeated values, at which this density has no bound."
+        raise argument_error(call, "heavy_tails", True, instead)
 
 
 def classification(net: Layer, num_classes: int, prior: Any = None) -> Callable[..., None]:

@@ -191,6 +191,15 @@ def test_heavy_tails_of_methods_without_them_are_refused(data):
         Regressor(heavy_tails="yes").fit(*data[:2])
 
 
+def test_ratings_have_normal_noise(data):
+    """By default; a Student's t could put all its density on the few values."""
+    X, y = data[0], np.clip(np.round(data[0][:, 0] + np.random.default_rng(1).normal(0, 0.8, 160)), -2, 2)
+    assert "excess_df" not in Regressor(effort=0.01, **FAST).fit(X, y).idata_["posterior"]
+    assert "excess_df" in Regressor(effort=0.01, **FAST).fit(X, data[0][:, 0]).idata_["posterior"]
+    with pytest.raises(ValueError, match=r"argument `heavy_tails` got True.*repeated values"):
+        Regressor(heavy_tails=True, **FAST).fit(X, y)
+
+
 def test_rows_in_chunks_give_the_same(data, fitted, monkeypatch):
     X = np.tile(data[0], (3, 1))
     whole = fitted.predict(X, return_std=True)

@@ -12,6 +12,7 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import _jaxprs
+from numpyro_bnn.models import repeats_values
 
 pytestmark = pytest.mark.core
 
@@ -41,6 +42,42 @@ def test_heavy_tails_are_those_of_a_t(targets):
     expected = stats.t(3.5, np.asarray(f), 0.3).logpdf(np.asarray(y).reshape(12, targets)).sum(1)
     np.testing.assert_allclose(trace["y"]["fn"].log_prob(y), expected, rtol=1e-4)
     assert trace["excess_df"]["fn"].log_prob(7.0) == dist.Gamma(2.0, 0.1).log_prob(7.0)
+
+
+@pytest.mark.parametrize(("share", "grows"), [(0.7, True), (0.6, False)])
+def test_heavy_tails_need_two_thirds_of_exact_rows_to_have_no_bound(share, grows):
+    residuals = np.where(np.arange(100) < 100 * share, 0.0, 1.0)
+    large, small = (stats.t(2.0, residuals, scale).logpdf(0.0).sum() for scale in (1e-3, 1e-5))
+    assert (small > large) == grows
+
+
+RATINGS = np.random.default_rng(0).choice([3.0, 5.0, 6.0, 7.0, 8.0], 200)
+AMOUNTS = np.where(np.arange(200) % 3 > 0, 0.0, RATINGS * np.linspace(1, 2, 200))
+CENSORED = np.where(np.arange(200) % 3 > 0, np.linspace(0, 50, 200), 50.0)
+
+
+@pytest.mark.parametrize(
+    ("y", "repeats"),
+    [
+        (RATINGS, True),
+        (AMOUNTS, True),
+        (CENSORED, False),
+        (np.linspace(0, 1, 200), False),
+        (np.arange(51) / 9, False),
+    ],
+    ids=["ratings", "amounts", "censored", "continuous", "few rows"],
+)
+def test_heavy_tails_of_repeated_targets_are_refused(y, repeats):
+    """At a value that most rows share the density of a t grows without bound as its scale falls."""
+    assert repeats_values(y) == repeats
+    assert repeats_values(np.stack([np.linspace(0, 1, len(y)), y], 1)) == repeats
+    model = handlers.seed(bnn.models.regression(bnn.nn.MLP([4, 1]), heavy_tails=True), 0)
+    x = np.linspace(-1, 1, len(y))[:, None]
+    if repeats:
+        with pytest.raises(ValueError, match=r"argument `heavy_tails` got True.*repeated values"):
+            model(x, y)
+    else:
+        model(x, y)
 
 
 def test_minibatch_of_a_ready_made_model_is_scaled_to_the_data():

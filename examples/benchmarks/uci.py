@@ -34,6 +34,7 @@ from examples.shared import at_least, between_marks, writable_file
 HEADS = ("homo", "hetero", "tails")
 DEEP = (16, 16, 16)  # widths of a network with about as many weights as one of 50 units
 CHAINS = 8
+RATINGS = ("wine",)  # sets whose targets are a few values, for which heavy tails are refused
 
 
 def model_of(data: Any, head: str, widths: Sequence[int] = ()) -> Callable:
@@ -96,8 +97,8 @@ def recipe(data: Any, head: str, args: argparse.Namespace, widths: Sequence[int]
 
 
 def mixed(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Half of the chains with the deep network and heavy tails, half with an output for the noise."""
-    models = model_of(data, "tails", DEEP), model_of(data, "hetero")
+    """Half of the chains with the deep network and one noise scale, half with an output for the noise."""
+    models = model_of(data, "homo" if data.name in RATINGS else head, DEEP), model_of(data, "hetero")
     fits = [ensemble(model, data, args, CHAINS // 2) for model in models]
     return {"members mixed": scored(fits, data, members=True), "recipe mixed": scored(fits, data)}
 
@@ -238,6 +239,7 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
         for run in args.methods
         for head in args.heads
         if head in METHODS[run][1] and split in splits_of(name, args.splits_of)
+        if (head, run) == ("tails", "mixed recipe") or head != "tails" or name not in RATINGS
     ]
 
 

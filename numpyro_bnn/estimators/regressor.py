@@ -13,6 +13,7 @@ from numpyro_bnn._checks import argument_error, check_flag, check_number
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
+from numpyro_bnn.models import check_not_repeated, repeats_values
 
 
 class Regressor(RegressorMixin, Network):
@@ -34,6 +35,7 @@ class Regressor(RegressorMixin, Network):
     :param heteroscedastic: let the noise depend on the inputs.
     :param heavy_tails: Student's t noise with learned degrees of freedom, which survives outliers, not normal noise;
         for ``"ensemble"`` (where it is the default unless ``heteroscedastic``), ``"nuts"`` and ``"mean_field"``.
+        Refused, and not the default, if most targets are a few repeated values, at which its density has no bound.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
     :param callback: called as ``callback(done, total)`` during the fit.
@@ -86,8 +88,7 @@ class Regressor(RegressorMixin, Network):
         self._check_settings()
         check_flag(self._call, "heteroscedastic", self.heteroscedastic)
         hetero, tails = bool(self.heteroscedastic), self.heavy_tails
-        tails = methods.HEAVY_TAILS.get(self.method, False) and not hetero if tails is None else tails
-        check_flag(self._call, "heavy_tails", tails)
+        check_flag(self._call, "heavy_tails", tails is not None and tails)
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
             raise argument_error(self._call, "heavy_tails", tails, instead)
@@ -96,6 +97,10 @@ class Regressor(RegressorMixin, Network):
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
+        if tails:
+            check_not_repeated(self._call, y)
+        elif tails is None:
+            tails = methods.HEAVY_TAILS.get(self.method, False) and not hetero and not repeats_values(y)
         y_scaler = Scaler.fit(y)
         least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)

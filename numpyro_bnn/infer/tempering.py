@@ -14,10 +14,9 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
-from numpyro_bnn.infer.wrapper import check_kernel, refreshed, with_values
+from numpyro_bnn.infer.wrapper import OuterKernel, check_kernel, refreshed, with_values
 from numpyro_bnn.program.plates import full_trace
 from numpyro_bnn.program.reading import CONDITIONED, Reading
 
@@ -50,7 +49,7 @@ class TemperingState(NamedTuple):
     rng_key: jax.Array
 
 
-class ParallelTempering(ArgumentKernel):
+class ParallelTempering(OuterKernel):
     r"""Parallel tempering, for posteriors with several modes: replicas at several temperatures exchange states.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
@@ -113,15 +112,6 @@ class ParallelTempering(ArgumentKernel):
         self._num_replicas, self._lowest, self._temper = num_replicas, lowest, temper
         self._num_warmup = 0
         self._sample_fn: Callable | None = None
-
-    @property
-    def kernel(self) -> MCMCKernel:
-        """The inner kernel."""
-        return self._kernel
-
-    @property
-    def model(self) -> Callable:
-        return self._kernel.model
 
     @property
     def default_fields(self) -> tuple[str, ...]:

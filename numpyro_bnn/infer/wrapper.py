@@ -42,7 +42,22 @@ def inner_attribute(state: Any, name: str) -> Any:
     return getattr(state.base, name)
 
 
-class Wrapper(ArgumentKernel):
+class OuterKernel(ArgumentKernel):
+    """A kernel around another one, ``_kernel``, whose model it samples."""
+
+    _kernel: MCMCKernel
+
+    @property
+    def kernel(self) -> MCMCKernel:
+        """The inner kernel."""
+        return self._kernel
+
+    @property
+    def model(self) -> Callable:
+        return self._kernel.model
+
+
+class Wrapper(OuterKernel):
     """Any kernel, followed by moves of some sites; the inner kernel then refreshes its caches.
 
     The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
@@ -78,15 +93,6 @@ class Wrapper(ArgumentKernel):
     @property
     def _call(self) -> str:
         return f"infer.{type(self).__name__}"
-
-    @property
-    def kernel(self) -> MCMCKernel:
-        """The inner kernel."""
-        return self._kernel
-
-    @property
-    def model(self) -> Callable:
-        return self._kernel.model
 
     @property
     def sample_field(self) -> str:

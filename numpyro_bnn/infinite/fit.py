@@ -117,18 +117,14 @@ def _beginning(call: str, net: Layer, found: PriorMoments, input_shape: Shape, a
             variance = np.asarray(moments.variance, np.float64)
             begin[name] = np.log(np.sqrt(np.clip(variance.mean(), SCALES[0] ** 2, SCALES[1] ** 2)))
     if ard:
-        first = next(iter(shapes))
-        if len(input_shape) != 1 or not _begins_with_dense(net):
+        first, start = next(iter(shapes)), net
+        while parts := list(start.children()):
+            start = parts[0][1]
+        if len(input_shape) != 1 or not isinstance(start, Dense):
             instead = "Scales by input need a network that begins with `nn.Dense`."
             raise argument_error(call, "ard", "another first layer", instead)
         begin[first] = np.full((input_shape[0], 1), begin[first])
     return begin
-
-
-def _begins_with_dense(net: Layer) -> bool:
-    while parts := list(net.children()):
-        net = parts[0][1]
-    return isinstance(net, Dense)
 
 
 def _search(

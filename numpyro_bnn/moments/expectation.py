@@ -47,20 +47,15 @@ def moments_of(term: Term) -> Gaussian:
                 "Such numbers have moments only inside an elementwise function of one variable, "
                 "e.g. `jnp.where(x > 0, x, 0.1 * x)`.",
             )
-        found = _affine(term) if term.base is not term else _nonlinear(term)
+        if term.base is term:
+            form = CLOSED_FORMS.get(term.equation.name)  # type: ignore[union-attr]
+            known = form(term) if form else None
+            found = _quadrature(term, NODES.get()) if known is None else known
+        else:
+            base = moments_of(term.base)
+            found = Gaussian(term.slope * base.mean + term.shift, term.slope * term.slope * base.var)
         term.moments = Gaussian(*(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in found))
     return term.moments
-
-
-def _affine(term: Term) -> Gaussian:
-    base = moments_of(term.base)
-    return Gaussian(term.slope * base.mean + term.shift, term.slope * term.slope * base.var)
-
-
-def _nonlinear(term: Term) -> Gaussian:
-    form = CLOSED_FORMS.get(term.equation.name)  # type: ignore[union-attr]
-    known = form(term) if form else None
-    return _quadrature(term, NODES.get()) if known is None else known
 
 
 def is_zero(value: Any) -> bool:
