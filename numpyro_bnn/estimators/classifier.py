@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpyro.distributions as dist
 from scipy.special import log_softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error, check_flag
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
@@ -20,7 +22,8 @@ class Classifier(ClassifierMixin, Network):
     y_n ~ Categorical(softmax f(x_n)), f a random network with one output per class; inputs are standardized inside.
     Class probabilities are means over the draws of the network.
 
-    Parameters are those of :class:`Regressor`, without ``heteroscedastic``.
+    Parameters are those of :class:`Regressor`, without those of the noise. Scales of weights have a wider prior,
+    ``priors.Hierarchical(dist.HalfCauchy(1.0))``: classes that are far apart need large weights.
 
     :raises ValueError: on ``fit``, as for :class:`Regressor`, and for targets with one class only.
 
@@ -32,6 +35,9 @@ class Classifier(ClassifierMixin, Network):
     >>> print(classifier.classes_, classifier.predict(X[[0, -1]]), classifier.predict_proba(X).shape)
     ['high' 'low'] ['low' 'high'] (40, 2)
     """
+
+    def _usual_prior(self) -> priors.Prior:
+        return priors.Hierarchical(dist.HalfCauchy(1.0))
 
     def fit(self, X: Any, y: Any) -> "Classifier":
         """Learn from rows X (N, D) and labels y (N,), numbers or strings."""

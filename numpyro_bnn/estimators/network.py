@@ -75,6 +75,10 @@ class Network(BaseEstimator):
     def _activation(self) -> Any:
         return methods.ACTIVATIONS.get(self.method, "relu") if self.activation is None else self.activation
 
+    def _usual_prior(self) -> priors.Prior:
+        """The prior of methods that have none of their own."""
+        return priors.Hierarchical()
+
     def _check_settings(self) -> None:
         """Refuse settings before any work."""
         call = self._call
@@ -98,7 +102,7 @@ class Network(BaseEstimator):
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
         net = nn.MLP([*self.widths, outputs], self._activation)
-        prior = self.prior or methods.PRIORS.get(self.method, priors.Hierarchical)()
+        prior = self.prior or methods.PRIORS.get(self.method, self._usual_prior)()
         model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
