@@ -200,6 +200,15 @@ def test_ratings_have_normal_noise(data):
         Regressor(heavy_tails=True, **FAST).fit(X, y)
 
 
+@pytest.mark.parametrize(("estimator", "family"), [(Classifier, "HalfCauchy"), (Regressor, "HalfNormal")])
+def test_scales_of_a_classifier_have_the_wider_prior(data, estimator, family):
+    X, y = data[0], (data[0][:, 0] > 0).astype(int)
+    model = estimator("mean_field", effort=0.01, **FAST).fit(X, y)._predictive.model
+    site = handlers.trace(handlers.seed(model, 0)).get_trace(jnp.asarray(X))["net/Dense_0.kernel_scale"]
+    assert type(site["fn"]).__name__ == family
+    assert float(site["fn"].scale) == 1.0
+
+
 def test_rows_in_chunks_give_the_same(data, fitted, monkeypatch):
     X = np.tile(data[0], (3, 1))
     whole = fitted.predict(X, return_std=True)
