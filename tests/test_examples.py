@@ -1294,6 +1294,10 @@ def test_uci_gap_table_stands_beside_published_figures():
     lines = [uci_line("yacht", "mclmc", "MCLMC", split, -1.0 - split) | about for split in range(6)]
     lines += [uci_line("yacht", "mclmc", "deep ensemble", 0, 5.0) | about]
     made = uci.tables(lines)
+    two_sets = uci.tables([*lines, *(line | {"set": "energy", "log_likelihood": 0.0} for line in lines[:3])])
+    rows = zip(made["uci_tail"].splitlines()[:8], two_sets["uci_tail"].splitlines()[:8], strict=True)
+    assert all(row.split("|")[2] == other.split("|")[3] for row, other in rows)  # both have a split 0
+    assert two_sets["uci_tail"].splitlines()[2].split("|")[2] == " 0.000 ± 0.000, 4.000 (3) "
     assert set(made) == {"uci_tail"}  # the other tables are of the standard splits
     head, _, ours, other, *published = made["uci_tail"].splitlines()[:8]
     assert head == "| tail: log likelihood, RMSE | yacht (6 splits) |"

@@ -107,8 +107,8 @@ def _table(lines: list[dict[str, Any]], kind: str) -> str:
 def _column(lines: list[dict[str, Any]], kind: str, name: str, methods: list[tuple[str, str]]) -> list[str]:
     cells: list[tuple[tuple[float, float], float, int] | None] = []
     for method in methods:
-        own = {line["split"]: line for line in lines if (line["method"], line["head"]) == method}
-        own = {split: line for split, line in own.items() if line["set"] == name}
+        kept = [line for line in lines if line["set"] == name and (line["method"], line["head"]) == method]
+        own = {line["split"]: line for line in kept}
         scores = {score: [line[score] for line in own.values()] for score in ("log_likelihood", "rmse")}
         found = mean_and_error(scores["log_likelihood"]) if own else None
         cells.append((found, float(np.mean(scores["rmse"])), len(own)) if found else None)
