@@ -16,7 +16,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.priors.base import as_prior, is_positive
-from numpyro_bnn.program.plates import full_plates
+from numpyro_bnn.program.plates import full_plates, unobserved
 
 __all__ = ["classification", "regression"]
 
@@ -35,9 +35,9 @@ def regression(
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
     :param heteroscedastic: let the network predict the noise of each data point; there is then no ``sigma``.
     :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d), d ~ Gamma(2, 0.1), site
-        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Not for targets that are mostly a few repeated values.
+        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Wrong for targets that are mostly a few repeated values.
     :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
-        with the wrong number of outputs, or heavy tails of such targets.
+        with the wrong number of outputs, or heavy tails of such targets (NUTS and SVI; ``infer`` traces the data).
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn, priors
@@ -67,7 +67,7 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     targets = _outputs(call, net, x, 1 + heteroscedastic) // (1 + heteroscedastic)
     if y is not None:
         y = _real_targets(call, x, y, targets)
-        if heavy_tails:
+        if heavy_tails and not any(isinstance(handler, unobserved) for handler in _PYRO_STACK):  # new rows may repeat
             check_not_repeated(call, y)
     f, sigma = random_network("net", net, jnp.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):

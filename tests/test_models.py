@@ -80,6 +80,17 @@ def test_heavy_tails_of_repeated_targets_are_refused(y, repeats):
         model(x, y)
 
 
+def test_new_rows_of_heavy_tails_may_repeat_values():
+    """Three equal targets at which a fit is scored are no ratings."""
+    model = bnn.models.regression(NET, heavy_tails=True)
+    mcmc = MCMC(NUTS(model, max_tree_depth=3), num_warmup=5, num_samples=4, progress_bar=False)
+    mcmc.run(jax.random.key(0), X, Y)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": X[:3], "y": np.zeros(3)}, posterior_predictive=False)
+    assert np.isfinite(idata["predictions"]["y_log_likelihood"]).all()
+    with pytest.raises(ValueError, match="argument `heavy_tails` got True"):
+        mcmc.run(jax.random.key(0), X, jnp.round(Y))
+
+
 def test_minibatch_of_a_ready_made_model_is_scaled_to_the_data():
     model = handlers.seed(bnn.models.regression(NET), 0)
     site = handlers.trace(model).get_trace(X, Y, batch_size=3)["y"]

@@ -239,7 +239,7 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
         for run in args.methods
         for head in args.heads
         if head in METHODS[run][1] and split in splits_of(name, args.splits_of)
-        if (head, run) == ("tails", "mixed recipe") or head != "tails" or name not in RATINGS
+        if not (head == "tails" and name in RATINGS and run != "mixed recipe")
     ]
 
 
