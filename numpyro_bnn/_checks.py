@@ -1,7 +1,8 @@
 """Argument checks, done before any work, and the common form of error messages, which say what to write instead."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from operator import index
 from typing import Any
 
@@ -9,6 +10,13 @@ import jax
 import numpy as np
 
 LONGEST = 300  # characters of a value in a message
+# Values of the data that a program is traced on, by the id of their tracers.
+TRACED: ContextVar[Mapping[int, Any]] = ContextVar("traced")
+
+
+def known(value: Any) -> Any:
+    """The value of data, also where a model is read; a tracer only where nobody knows it yet."""
+    return TRACED.get({}).get(id(value), value)
 
 
 def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError) -> Exception:
@@ -121,7 +129,7 @@ def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
     if 0 in np.shape(value):
         raise argument_error(call, argument, f"empty data of shape {np.shape(value)}", "Pass at least one row.")
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value := known(value), jax.core.Tracer):
         return
     bad = ~np.isfinite(as_floats(call, argument, value, None))
     if bad.any():
@@ -148,7 +156,7 @@ def check_same_length(call: str, **arrays: Any) -> None:
 
 def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None:
     """Refuse class labels that are not integers 0..K-1."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value := known(value), jax.core.Tracer):
         return
     array = np.asarray(value)
     if not (np.issubdtype(array.dtype, np.integer) or array.dtype == bool):

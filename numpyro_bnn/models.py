@@ -37,7 +37,7 @@ def regression(
     :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d), d ~ Gamma(2, 0.1), site
         ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Wrong for targets that are mostly a few repeated values.
     :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
-        with the wrong number of outputs, or heavy tails of such targets (NUTS and SVI; ``infer`` traces the data).
+        with the wrong number of outputs, or heavy tails of such targets.
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn, priors
@@ -66,9 +66,13 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
     _check_inputs(call, x, batch_size)
     targets = _outputs(call, net, x, 1 + heteroscedastic) // (1 + heteroscedastic)
     if y is not None:
-        y = _real_targets(call, x, y, targets)
+        shape = (1, "(N,)") if targets == 1 else (2, f"(N, {targets})")
+        _checks.check_rank(call, "y", y, *shape)
+        _checks.check_same_length(call, x=x, y=y)
+        _checks.check_finite(call, "y", y)
         if heavy_tails and not any(isinstance(handler, unobserved) for handler in _PYRO_STACK):  # new rows may repeat
             check_not_repeated(call, y)
+        y = jnp.asarray(y, dtype=float)
     f, sigma = random_network("net", net, jnp.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):
         sigma = numpyro.sample("sigma", noise)
@@ -96,7 +100,7 @@ def repeats_values(y: Any) -> bool:
 
 def check_not_repeated(call: str, y: Any) -> None:
     """Refuse targets that heavy tails cannot describe, if the values are known."""
-    if not isinstance(y, jax.core.Tracer) and repeats_values(y):
+    if not isinstance(y := _checks.known(y), jax.core.Tracer) and repeats_values(y):
         instead = "Leave it out: most targets are a few repeated values, at which this density has no bound."
         raise argument_error(call, "heavy_tails", True, instead)
 
@@ -174,10 +178,3 @@ def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
         instead = f"The last layer must have {multiple} outputs."
         raise argument_error(call, "net", f"a network with output shape {shape}", instead)
     return shape[0]
-
-
-def _real_targets(call: str, x: Any, y: Any, targets: int) -> jax.Array:
-    _checks.check_rank(call, "y", y, 1 if targets == 1 else 2, "(N,)" if targets == 1 else f"(N, {targets})")
-    _checks.check_same_length(call, x=x, y=y)
-    _checks.check_finite(call, "y", y)
-    return jnp.asarray(y, dtype=float)

@@ -12,6 +12,7 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import _jaxprs
+from numpyro_bnn.infer import MCLMC, SGLD
 from numpyro_bnn.models import repeats_values
 
 pytestmark = pytest.mark.core
@@ -89,6 +90,36 @@ def test_new_rows_of_heavy_tails_may_repeat_values():
     assert np.isfinite(idata["predictions"]["y_log_likelihood"]).all()
     with pytest.raises(ValueError, match="argument `heavy_tails` got True"):
         mcmc.run(jax.random.key(0), X, jnp.round(Y))
+
+
+LATE = np.arange(30) == 29  # the last row of thirty, which the first minibatches need not hold
+SLOPE = np.linspace(-1.0, 1.0, 30)
+WRONG_DATA = {
+    "ratings": (bnn.models.regression(NET, heavy_tails=True), SLOPE.round(), "argument `heavy_tails` got True"),
+    "a missing target": (bnn.models.regression(NET), np.where(LATE, np.nan, SLOPE), "argument `y` got 1 NaN"),
+    "a wrong label": (
+        bnn.models.classification(bnn.nn.MLP([4, 3]), 3),
+        np.where(LATE, 3, np.arange(30) % 3),
+        "argument `y` got labels from 0 to 3",
+    ),
+}
+METHODS = {
+    "SGLD": lambda model, *data: MCMC(SGLD(model), num_warmup=5, num_samples=2, progress_bar=False).run(*data),
+    "minibatches": lambda model, *data: MCMC(SGLD(model), num_warmup=5, num_samples=2, progress_bar=False).run(
+        *data, batch_size=2
+    ),
+    "MCLMC": lambda model, *data: MCMC(MCLMC(model), num_warmup=5, num_samples=2, progress_bar=False).run(*data),
+    "AutoADF": lambda model, *data: bnn.guides.AutoADF(model).run(*data, num_epochs=1, progress_bar=False),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fault", WRONG_DATA)
+def test_wrong_data_are_refused_where_they_are_traced(fault, method):
+    """A minibatch need not hold the wrong row, and AutoADF took a label beyond the last class."""
+    model, y, message = WRONG_DATA[fault]
+    with pytest.raises(ValueError, match=message):
+        METHODS[method](model, jax.random.key(0), np.stack([SLOPE, SLOPE**2], 1), y)
 
 
 def test_minibatch_of_a_ready_made_model_is_scaled_to_the_data():

@@ -19,15 +19,8 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_choice,
-    check_count,
-    check_finite,
-    check_flag,
-    check_key,
-    check_kind,
-)
+from numpyro_bnn import _checks
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
@@ -101,11 +94,11 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
-    check_flag(CALL, "stable_update", stable_update)
-    check_flag(CALL, "progress_bar", progress_bar)
-    check_key(CALL, "rng_key", rng_key)
-    num_steps = check_count(CALL, "num_steps", num_steps)
+    _checks.check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
+    _checks.check_flag(CALL, "stable_update", stable_update)
+    _checks.check_flag(CALL, "progress_bar", progress_bar)
+    _checks.check_key(CALL, "rng_key", rng_key)
+    num_steps = _checks.check_count(CALL, "num_steps", num_steps)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
     args, kwargs = as_arrays(args, kwargs, CALL)
@@ -226,8 +219,8 @@ def _start(
     svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, expected: dict[str, Any]
 ) -> Any:
     """The state to start from; refuse a state or parameters of another model, guide or optimizer."""
-    check_kind(CALL, "init_state", init_state, SVIState | None, "Pass the `state` of an earlier result.")
-    check_kind(CALL, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by name.")
+    _checks.check_kind(CALL, "init_state", init_state, SVIState | None, "Pass the `state` of an earlier result.")
+    _checks.check_kind(CALL, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by name.")
     if init_state is not None and init_params is not None:
         raise argument_error(CALL, "init_params", "values beside `init_state`, which has its own", "Pass only one.")
     state = init_state
@@ -292,13 +285,13 @@ def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_pa
 def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Refuse initial values of other parameters, of other shapes, or that are not finite."""
     for name, value in given.items():
-        check_choice(CALL, "init_params", name, known)
+        _checks.check_choice(CALL, "init_params", name, known)
         shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (value, known[name])]
         if shapes[0] != shapes[1]:
             got = f"shape {shapes[0]} for {name!r}"
             raise argument_error(CALL, "init_params", got, f"Pass a value of shape {shapes[1]}.")
         for leaf in jax.tree.leaves(value):
-            check_finite(CALL, f"init_params[{name!r}]", leaf)
+            _checks.check_finite(CALL, f"init_params[{name!r}]", leaf)
 
 
 @lru_cache(maxsize=CACHE_SIZE)

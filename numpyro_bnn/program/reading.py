@@ -32,6 +32,7 @@ from numpyro.infer.util import initialize_model
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
+from numpyro_bnn._checks import TRACED
 from numpyro_bnn._jaxprs import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared
@@ -121,7 +122,14 @@ class Reading:
             self._trace(arguments, inputs)
 
     def _trace(self, arguments: Arguments, arrays: dict[str, Any]) -> None:
-        trace = jax.make_jaxpr(lambda key, given: self._read(key, *arguments.call(given)), return_shape=True)
+        def read(key: jax.Array, given: dict[str, Any]) -> list:
+            token = TRACED.set({id(given[place]): array for place, array in arrays.items()})
+            try:
+                return self._read(key, *arguments.call(given))
+            finally:
+                TRACED.reset(token)
+
+        trace = jax.make_jaxpr(read, return_shape=True)
         self._closed, self._outputs = trace(jax.eval_shape(random.key, 0), arrays)
         self._arrays = arrays
 

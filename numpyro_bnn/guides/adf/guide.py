@@ -8,16 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_choice,
-    check_count,
-    check_finite,
-    check_flag,
-    check_key,
-    check_kind,
-    check_number,
-)
+from numpyro_bnn import _checks
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
@@ -133,12 +125,12 @@ class AutoADF(ADFPosterior):
         :return: an :class:`ADFResult`.
         :raises ValueError: for a model, data or options it cannot use.
         """
-        num_epochs = check_count(f"{CALL}.run", "num_epochs", num_epochs)
-        check_number(f"{CALL}.run", "max_refused", max_refused, most=1)
-        check_key(f"{CALL}.run", "rng_key", rng_key)
-        check_flag(f"{CALL}.run", "progress_bar", progress_bar)
+        num_epochs = _checks.check_count(f"{CALL}.run", "num_epochs", num_epochs)
+        _checks.check_number(f"{CALL}.run", "max_refused", max_refused, most=1)
+        _checks.check_key(f"{CALL}.run", "rng_key", rng_key)
+        _checks.check_flag(f"{CALL}.run", "progress_bar", progress_bar)
         instead = "Pass the `state` of an earlier run of this guide."
-        check_kind(f"{CALL}.run", "init_state", init_state, ADFState | None, instead)
+        _checks.check_kind(f"{CALL}.run", "init_state", init_state, ADFState | None, instead)
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
@@ -149,8 +141,8 @@ class AutoADF(ADFPosterior):
             if state is None:
                 means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
                 for name, mean in means.items():
-                    check_choice(f"{CALL}.run", "init_means", name, self._known_problem().sites.weights)
-                    check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
+                    _checks.check_choice(f"{CALL}.run", "init_means", name, self._known_problem().sites.weights)
+                    _checks.check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
