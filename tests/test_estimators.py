@@ -195,9 +195,32 @@ def test_ratings_have_normal_noise(data):
     """By default; a Student's t could put all its density on the few values."""
     X, y = data[0], np.clip(np.round(data[0][:, 0] + np.random.default_rng(1).normal(0, 0.8, 160)), -2, 2)
     assert "excess_df" not in Regressor(effort=0.01, **FAST).fit(X, y).idata_["posterior"]
-    assert "excess_df" in Regressor(effort=0.01, **FAST).fit(X, data[0][:, 0]).idata_["posterior"]
     with pytest.raises(ValueError, match=r"argument `heavy_tails` got True.*repeated values"):
         Regressor(heavy_tails=True, **FAST).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "kernels", "noise"),
+    [
+        ("ensemble", {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
+        ("ensemble", {"heteroscedastic": False, "widths": (4,)}, [(3, 4), (4, 1)], {"excess_df", "sigma"}),
+        ("mean_field", {}, [(3, 50), (50, 1)], {"sigma"}),
+        ("mean_field", {"heteroscedastic": True, "heavy_tails": True}, [(3, 50), (50, 2)], {"excess_df"}),
+    ],
+)
+def test_usual_network_and_noise_of_a_method(data, monkeypatch, method, options, kernels, noise):
+    found = {}
+
+    def stop(task):
+        found.update(handlers.trace(handlers.seed(task.model, 0)).get_trace(*task.data))
+        raise InterruptedError
+
+    monkeypatch.setitem(methods.METHODS, method, stop)
+    with pytest.raises(InterruptedError):
+        Regressor(method, **options).fit(data[0], data[0][:, 0])
+    assert [site["value"].shape for name, site in found.items() if name.endswith(".kernel")] == kernels
+    drawn = {name for name, site in found.items() if site["type"] == "sample"}
+    assert {name for name in drawn if not name.startswith("net/")} == {*noise, "y"}
 
 
 @pytest.mark.parametrize(("estimator", "family"), [(Classifier, "HalfCauchy"), (Regressor, "HalfNormal")])

@@ -1160,7 +1160,7 @@ def test_infinite_uci(tmp_path, data_folder):
     ("run_name", "head", "methods"),
     [
         ("recipe", "hetero", ["members", "recipe"]),
-        ("deep recipe", "tails", ["members 16x16x16", "recipe 16x16x16"]),
+        ("deep recipe", "both", ["members 16x16x16", "recipe 16x16x16"]),
         ("mixed recipe", "tails", ["members mixed", "recipe mixed"]),
         ("mclmc", "hetero", ["deep ensemble", "MCLMC"]),
         ("nuts", "hetero", ["NUTS + OrbitMoves"]),

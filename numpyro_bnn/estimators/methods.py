@@ -266,8 +266,10 @@ def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
 METHODS: dict[str, Callable] = {
     "ensemble": ensemble, "nuts": nuts, "laplace": laplace, "mean_field": mean_field, "adf": adf
 }  # fmt: skip
-# Methods whose noise may have heavy tails -> whether it has if the user does not say, nor lets it depend on inputs.
-HEAVY_TAILS = {"ensemble": True, "nuts": False, "mean_field": False}
+# Methods whose noise may have heavy tails.
+HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
+# What a regression has if the user does not say: hidden layers, noise that depends on the inputs, heavy tails.
+REGRESSION = {name: ((16, 16, 16), True, True) if name == "ensemble" else ((50,), False, False) for name in METHODS}
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could choose to have no noise;
 # learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}

@@ -53,7 +53,7 @@ class Network(BaseEstimator):
         self,
         method: str = "ensemble",
         *,
-        widths: Sequence[int] = (50,),
+        widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
         num_chains: int | None = None,
@@ -75,6 +75,10 @@ class Network(BaseEstimator):
     def _activation(self) -> Any:
         return methods.ACTIVATIONS.get(self.method, "relu") if self.activation is None else self.activation
 
+    def _usual_widths(self) -> Sequence[int]:
+        """Units of the hidden layers if the user does not say."""
+        return (50,)
+
     def _usual_prior(self) -> priors.Prior:
         """The prior of methods that have none of their own."""
         return priors.Hierarchical()
@@ -83,9 +87,10 @@ class Network(BaseEstimator):
         """Refuse settings before any work."""
         call = self._call
         check_choice(call, "method", self.method, methods.METHODS)
-        if not isinstance(self.widths, Sequence) or isinstance(self.widths, str):
+        widths = () if self.widths is None else self.widths
+        if not isinstance(widths, Sequence) or isinstance(widths, str):
             raise argument_error(call, "widths", self.widths, "Pass the hidden widths, e.g. `(50,)`.", TypeError)
-        for width in self.widths:
+        for width in widths:
             check_count(call, "widths", width)
         nn.MLP([1, 1], self._activation)
         as_prior(self.prior or {}, call)
@@ -101,7 +106,8 @@ class Network(BaseEstimator):
         """Standardize the inputs, run the method, and keep its draws."""
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
-        net = nn.MLP([*self.widths, outputs], self._activation)
+        widths = self._usual_widths() if self.widths is None else self.widths
+        net = nn.MLP([*widths, outputs], self._activation)
         prior = self.prior or methods.PRIORS.get(self.method, self._usual_prior)()
         model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))

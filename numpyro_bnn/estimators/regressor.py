@@ -19,23 +19,23 @@ from numpyro_bnn.models import check_not_repeated, repeats_values
 class Regressor(RegressorMixin, Network):
     r"""A Bayesian neural network for regression, with scikit-learn's ``fit`` and ``predict``.
 
-    y_n has the mean f(x_n), a random network, and normal or Student's t noise around it, whose scale is the same for
-    all rows or an output of the network. Inputs and targets are standardized inside; every answer is in the units of
-    the data. With M draws of the network the predictive distribution of a new row is the mixture
+    y_n has the mean f(x_n), a random network, and normal or Student's t noise around it, whose scale is another
+    output of the network, or the same for all rows. Inputs and targets are standardized inside; every answer is in
+    the units of the data. With M draws of the network the predictive distribution of a new row is the mixture
 
     .. math:: p(y | x, D) = \frac{1}{M} \sum_m p(y | f_m(x), \sigma_m).
 
     :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the most accurate), ``"nuts"``,
         ``"laplace"`` (a Gaussian at the mode, of the linearized network), ``"mean_field"`` (Bayes by Backprop), or
         ``"adf"`` (probabilistic backpropagation, the fastest).
-    :param widths: units of the hidden layers.
+    :param widths: units of the hidden layers; by default ``(16, 16, 16)`` for ``"ensemble"``, otherwise ``(50,)``.
     :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
     :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, for
         ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same with precisions that maximize the evidence.
-    :param heteroscedastic: let the noise depend on the inputs.
+    :param heteroscedastic: let the scale of the noise depend on the inputs; by default only for ``"ensemble"``.
     :param heavy_tails: Student's t noise with learned degrees of freedom, which survives outliers, not normal noise;
-        for ``"ensemble"`` (where it is the default unless ``heteroscedastic``), ``"nuts"`` and ``"mean_field"``.
-        Refused, and not the default, if most targets are a few repeated values, at which its density has no bound.
+        for ``"ensemble"`` (the default there), ``"nuts"`` and ``"mean_field"``. Refused, and not the default, if most
+        targets are a few repeated values, at which its density has no bound.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
     :param callback: called as ``callback(done, total)`` during the fit.
@@ -60,10 +60,10 @@ class Regressor(RegressorMixin, Network):
         self,
         method: str = "ensemble",
         *,
-        widths: Sequence[int] = (50,),
+        widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
-        heteroscedastic: bool = False,
+        heteroscedastic: bool | None = None,
         heavy_tails: bool | None = None,
         num_chains: int | None = None,
         num_samples: int | None = None,
@@ -78,6 +78,9 @@ class Regressor(RegressorMixin, Network):
         self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
         self.random_state = random_state
 
+    def _usual_widths(self) -> Sequence[int]:
+        return methods.REGRESSION[self.method][0]
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
@@ -86,9 +89,11 @@ class Regressor(RegressorMixin, Network):
     def fit(self, X: Any, y: Any) -> "Regressor":
         """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
         self._check_settings()
-        check_flag(self._call, "heteroscedastic", self.heteroscedastic)
-        hetero, tails = bool(self.heteroscedastic), self.heavy_tails
+        hetero, tails = self.heteroscedastic, self.heavy_tails
+        check_flag(self._call, "heteroscedastic", hetero is not None and hetero)
         check_flag(self._call, "heavy_tails", tails is not None and tails)
+        _, usual_hetero, usual_tails = methods.REGRESSION[self.method]
+        hetero = usual_hetero if hetero is None else bool(hetero)
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
             raise argument_error(self._call, "heavy_tails", tails, instead)
@@ -100,7 +105,7 @@ class Regressor(RegressorMixin, Network):
         if tails:
             check_not_repeated(self._call, y)
         elif tails is None:
-            tails = methods.HEAVY_TAILS.get(self.method, False) and not hetero and not repeats_values(y)
+            tails = usual_tails and not repeats_values(y)
         y_scaler = Scaler.fit(y)
         least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
