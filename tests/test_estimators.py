@@ -200,15 +200,16 @@ def test_ratings_have_normal_noise(data):
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "kernels", "noise"),
+    ("method", "rows", "options", "kernels", "noise"),
     [
-        ("ensemble", {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
-        ("ensemble", {"heteroscedastic": False, "widths": (4,)}, [(3, 4), (4, 1)], {"excess_df", "sigma"}),
-        ("mean_field", {}, [(3, 50), (50, 1)], {"sigma"}),
-        ("mean_field", {"heteroscedastic": True, "heavy_tails": True}, [(3, 50), (50, 2)], {"excess_df"}),
+        ("ensemble", 320, {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
+        ("ensemble", 160, {}, [(3, 50), (50, 1)], {"excess_df", "sigma"}),
+        ("ensemble", 320, {"heteroscedastic": False, "widths": (4,)}, [(3, 4), (4, 1)], {"excess_df", "sigma"}),
+        ("mean_field", 320, {}, [(3, 50), (50, 1)], {"sigma"}),
+        ("mean_field", 320, {"heteroscedastic": True, "heavy_tails": True}, [(3, 50), (50, 2)], {"excess_df"}),
     ],
 )
-def test_usual_network_and_noise_of_a_method(data, monkeypatch, method, options, kernels, noise):
+def test_usual_network_and_noise(data, monkeypatch, method, rows, options, kernels, noise):
     found = {}
 
     def stop(task):
@@ -216,8 +217,9 @@ def test_usual_network_and_noise_of_a_method(data, monkeypatch, method, options,
         raise InterruptedError
 
     monkeypatch.setitem(methods.METHODS, method, stop)
+    X = np.concatenate([data[0], data[0] + 0.5])[:rows]
     with pytest.raises(InterruptedError):
-        Regressor(method, **options).fit(data[0], data[0][:, 0])
+        Regressor(method, **options).fit(X, X[:, 0])
     assert [site["value"].shape for name, site in found.items() if name.endswith(".kernel")] == kernels
     drawn = {name for name, site in found.items() if site["type"] == "sample"}
     assert {name for name in drawn if not name.startswith("net/")} == {*noise, "y"}

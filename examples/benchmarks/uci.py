@@ -3,8 +3,8 @@
 A run can be interrupted: results in the file are not computed again, and further sets, splits, methods or heads are
 added to it. All networks have a hidden layer of 50 ReLU units (100 for protein; the deep recipe three of 16) and
 hierarchical priors. The heads are one noise scale for all rows (`homo`), an output for it (`hetero`), one scale of a
-Student's t (`tails`), or an output for that scale (`both`). With `--docs` the tables of a page are made from the file.
-Half of the time of a small set is compilation; with JAX's cache on disk (the environment variable
+Student's t (`tails`), or an output for that scale (`both`). With `--docs` the tables of a page are made from the
+file. Half of the time of a small set is compilation; with JAX's cache on disk (the environment variable
 `JAX_COMPILATION_CACHE_DIR`) the splits of a set share it.
 
     python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc nngp --splits 5

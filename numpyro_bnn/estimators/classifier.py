@@ -48,7 +48,7 @@ class Classifier(ClassifierMixin, Network):
         if len(self.classes_) < 2:
             got = f"labels of one class, {self.classes_[0]!r}"
             raise argument_error(f"{self._call}.fit", "y", got, "Pass rows of at least two classes.")
-        self._fit(X, codes, len(self.classes_), methods.categorical_likelihood, None)
+        self._fit(X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,))
         rows, labels = (part[:CHECKED_ROWS] for part in self._data)
         found = self._predictive("probabilities", rows)[0][np.arange(len(rows)), labels]
         constant = np.bincount(codes)[labels] / len(codes)

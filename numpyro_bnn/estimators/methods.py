@@ -27,6 +27,7 @@ from numpyro_bnn.results.fit import from_guide
 
 LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
 HELD_OUT, ENOUGH_ROWS = 0.1, 20  # share of the rows that stop the optimizer, and the fewest rows that afford it
+ROWS_OF_NOISE = 200  # the fewest that show how the noise depends on the inputs
 MANY_ROWS = 5000  # above it a gradient is so expensive that chains are fewer and shorter
 LARGEST_FULL, LARGEST_WORK = 1500, 10**10  # unknowns of a dense precision of "laplace", and rows times their square
 MOST_VALUES = 10**8  # numbers in the draws of "laplace"
@@ -54,6 +55,21 @@ class Task(NamedTuple):
 def _parts(total: int) -> Iterator[tuple[np.int32, np.int32]]:
     """First and last step of each part of the work, after which progress is reported."""
     return pairwise(np.linspace(0, total, min(REPORTS, total) + 1).astype(np.int32))
+
+
+class Regression(NamedTuple):
+    """What a regression has where the user does not say."""
+
+    widths: tuple[int, ...] = (50,)
+    heteroscedastic: bool = False
+    heavy_tails: bool = False
+
+    @classmethod
+    def usual(cls, method: str, num_rows: int) -> "Regression":
+        """By method; few rows would be taken for noise if it could differ between them."""
+        if method != "ensemble":
+            return cls()
+        return cls((16, 16, 16), True, True) if num_rows >= ROWS_OF_NOISE else cls(heavy_tails=True)
 
 
 class Draws(NamedTuple):
@@ -268,8 +284,6 @@ METHODS: dict[str, Callable] = {
 }  # fmt: skip
 # Methods whose noise may have heavy tails.
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
-# What a regression has if the user does not say: hidden layers, noise that depends on the inputs, heavy tails.
-REGRESSION = {name: ((16, 16, 16), True, True) if name == "ensemble" else ((50,), False, False) for name in METHODS}
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could choose to have no noise;
 # learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}

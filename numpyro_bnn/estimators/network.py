@@ -75,10 +75,6 @@ class Network(BaseEstimator):
     def _activation(self) -> Any:
         return methods.ACTIVATIONS.get(self.method, "relu") if self.activation is None else self.activation
 
-    def _usual_widths(self) -> Sequence[int]:
-        """Units of the hidden layers if the user does not say."""
-        return (50,)
-
     def _usual_prior(self) -> priors.Prior:
         """The prior of methods that have none of their own."""
         return priors.Hierarchical()
@@ -102,12 +98,13 @@ class Network(BaseEstimator):
         check_kind(call, "callback", callback, callable, "Pass a function of (done, total).")
         check_flag(call, "progress_bar", self.progress_bar)
 
-    def _fit(self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any) -> None:
-        """Standardize the inputs, run the method, and keep its draws."""
+    def _fit(
+        self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any, widths: Sequence[int]
+    ) -> None:
+        """Standardize the inputs, run the method, and keep its draws; ``widths`` are for users who give none."""
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
-        widths = self._usual_widths() if self.widths is None else self.widths
-        net = nn.MLP([*widths, outputs], self._activation)
+        net = nn.MLP([*(widths if self.widths is None else self.widths), outputs], self._activation)
         prior = self.prior or methods.PRIORS.get(self.method, self._usual_prior)()
         model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))

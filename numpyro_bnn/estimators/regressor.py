@@ -78,9 +78,6 @@ class Regressor(RegressorMixin, Network):
         self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
         self.random_state = random_state
 
-    def _usual_widths(self) -> Sequence[int]:
-        return methods.REGRESSION[self.method][0]
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
@@ -92,24 +89,23 @@ class Regressor(RegressorMixin, Network):
         hetero, tails = self.heteroscedastic, self.heavy_tails
         check_flag(self._call, "heteroscedastic", hetero is not None and hetero)
         check_flag(self._call, "heavy_tails", tails is not None and tails)
-        _, usual_hetero, usual_tails = methods.REGRESSION[self.method]
-        hetero = usual_hetero if hetero is None else bool(hetero)
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
             raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
-        y = np.asarray(y, np.float64)
+        usual, y = methods.Regression.usual(self.method, len(X)), np.asarray(y, np.float64)
+        hetero = usual.heteroscedastic if hetero is None else bool(hetero)
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
         if tails:
             check_not_repeated(self._call, y)
         elif tails is None:
-            tails = usual_tails and not repeats_values(y)
+            tails = usual.heavy_tails and not repeats_values(y)
         y_scaler = Scaler.fit(y)
         least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
-        self._fit(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler)
+        self._fit(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler, usual.widths)
         rows, targets = (part[:CHECKED_ROWS] for part in self._data)
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
         self._warn_if_worse(self._predictive("log_density", rows, targets)[0], constant)
