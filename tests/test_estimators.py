@@ -202,8 +202,8 @@ def test_ratings_have_normal_noise(data):
 @pytest.mark.parametrize(
     ("method", "rows", "options", "kernels", "noise"),
     [
-        ("ensemble", 320, {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
-        ("ensemble", 160, {}, [(3, 50), (50, 1)], {"excess_df", "sigma"}),
+        ("ensemble", 150, {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
+        ("ensemble", 149, {}, [(3, 50), (50, 1)], {"excess_df", "sigma"}),
         ("ensemble", 320, {"heteroscedastic": False, "widths": (4,)}, [(3, 4), (4, 1)], {"excess_df", "sigma"}),
         ("mean_field", 320, {}, [(3, 50), (50, 1)], {"sigma"}),
         ("mean_field", 320, {"heteroscedastic": True, "heavy_tails": True}, [(3, 50), (50, 2)], {"excess_df"}),

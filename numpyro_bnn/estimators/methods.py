@@ -27,7 +27,7 @@ from numpyro_bnn.results.fit import from_guide
 
 LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
 HELD_OUT, ENOUGH_ROWS = 0.1, 20  # share of the rows that stop the optimizer, and the fewest rows that afford it
-ROWS_OF_NOISE = 200  # the fewest that show how the noise depends on the inputs
+ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
 MANY_ROWS = 5000  # above it a gradient is so expensive that chains are fewer and shorter
 LARGEST_FULL, LARGEST_WORK = 1500, 10**10  # unknowns of a dense precision of "laplace", and rows times their square
 MOST_VALUES = 10**8  # numbers in the draws of "laplace"

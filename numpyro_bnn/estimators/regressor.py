@@ -28,11 +28,13 @@ class Regressor(RegressorMixin, Network):
     :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the most accurate), ``"nuts"``,
         ``"laplace"`` (a Gaussian at the mode, of the linearized network), ``"mean_field"`` (Bayes by Backprop), or
         ``"adf"`` (probabilistic backpropagation, the fastest).
-    :param widths: units of the hidden layers; by default ``(16, 16, 16)`` for ``"ensemble"``, otherwise ``(50,)``.
+    :param widths: units of the hidden layers; by default ``(50,)``, for ``"ensemble"`` on at least 150 rows
+        ``(16, 16, 16)``.
     :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
     :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, for
         ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same with precisions that maximize the evidence.
-    :param heteroscedastic: let the scale of the noise depend on the inputs; by default only for ``"ensemble"``.
+    :param heteroscedastic: let the scale of the noise depend on the inputs; by default only for ``"ensemble"`` on at
+        least 150 rows, as fewer would be taken for noise.
     :param heavy_tails: Student's t noise with learned degrees of freedom, which survives outliers, not normal noise;
         for ``"ensemble"`` (the default there), ``"nuts"`` and ``"mean_field"``. Refused, and not the default, if most
         targets are a few repeated values, at which its density has no bound.
