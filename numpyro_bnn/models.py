@@ -35,7 +35,8 @@ def regression(
     :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
     :param heteroscedastic: let the network predict the noise of each data point; there is then no ``sigma``.
     :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d), d ~ Gamma(2, 0.1), site
-        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Wrong for targets that are mostly a few repeated values.
+        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Wrong for targets that are mostly a few repeated values,
+        for which an output for the noise may vanish, too.
     :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
         with the wrong number of outputs, or heavy tails of such targets.
 

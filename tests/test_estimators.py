@@ -192,11 +192,14 @@ def test_heavy_tails_of_methods_without_them_are_refused(data):
 
 
 def test_ratings_have_normal_noise(data):
-    """By default; a Student's t could put all its density on the few values."""
+    """Of one scale, by default; others could put all their density on the few values."""
     X, y = data[0], np.clip(np.round(data[0][:, 0] + np.random.default_rng(1).normal(0, 0.8, 160)), -2, 2)
-    assert "excess_df" not in Regressor(effort=0.01, **FAST).fit(X, y).idata_["posterior"]
-    with pytest.raises(ValueError, match=r"argument `heavy_tails` got True.*repeated values"):
-        Regressor(heavy_tails=True, **FAST).fit(X, y)
+    posterior = Regressor(effort=0.01, **FAST).fit(X, y).idata_["posterior"]
+    assert "excess_df" not in posterior
+    assert "sigma" in posterior
+    for name in ("heavy_tails", "heteroscedastic"):
+        with pytest.raises(ValueError, match=rf"argument `{name}` got True.*repeated values"):
+            Regressor(**{name: True}, **FAST).fit(X, y)
 
 
 @pytest.mark.parametrize(

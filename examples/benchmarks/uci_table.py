@@ -36,8 +36,8 @@ BOOSTING = ("ngboost", "catboost")
 # Ours in the paired tables, beside the last of them and boosting.
 OURS = ("recipe", "recipe 16x16x16", "recipe mixed", "MCLMC")
 TITLES = {"log_likelihood": "log likelihood", "rmse": "RMSE"}
-# On wine a third of the test rows also occur in the training rows: a process that learns no noise reproduces them.
-NOT_COUNTED = {("wine", "NNGP")}
+# On wine a third of the test rows also occur in the training rows, and these methods reproduce them.
+NOT_COUNTED = {("wine", "NNGP"), ("wine", "recipe mixed")}
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     name: {
         "PBP": {"rmse": PBP[name][0], "log_likelihood": PBP[name][1]},

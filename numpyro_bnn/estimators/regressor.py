@@ -13,7 +13,7 @@ from numpyro_bnn._checks import argument_error, check_flag, check_number
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
-from numpyro_bnn.models import check_not_repeated, repeats_values
+from numpyro_bnn.models import repeats_values
 
 
 class Regressor(RegressorMixin, Network):
@@ -36,8 +36,8 @@ class Regressor(RegressorMixin, Network):
     :param heteroscedastic: let the scale of the noise depend on the inputs; by default only for ``"ensemble"`` on at
         least 150 rows, as fewer would be taken for noise.
     :param heavy_tails: Student's t noise with learned degrees of freedom, which survives outliers, not normal noise;
-        for ``"ensemble"`` (the default there), ``"nuts"`` and ``"mean_field"``. Refused, and not the default, if most
-        targets are a few repeated values, at which its density has no bound.
+        for ``"ensemble"`` (the default there), ``"nuts"`` and ``"mean_field"``. If most targets are a few repeated
+        values, both are refused and not the default: such noise could vanish at these values.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
     :param callback: called as ``callback(done, total)`` during the fit.
@@ -96,14 +96,17 @@ class Regressor(RegressorMixin, Network):
             raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
         usual, y = methods.Regression.usual(self.method, len(X)), np.asarray(y, np.float64)
-        hetero = usual.heteroscedastic if hetero is None else bool(hetero)
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
-        if tails:
-            check_not_repeated(self._call, y)
-        elif tails is None:
-            tails = usual.heavy_tails and not repeats_values(y)
+        if repeats_values(y):
+            for name in ("heteroscedastic", "heavy_tails"):
+                if getattr(self, name):
+                    instead = "Leave it out: most targets are a few repeated values, where such noise could vanish."
+                    raise argument_error(self._call, name, True, instead)
+            usual = methods.Regression()
+        hetero = usual.heteroscedastic if hetero is None else bool(hetero)
+        tails = usual.heavy_tails if tails is None else tails
         y_scaler = Scaler.fit(y)
         least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
