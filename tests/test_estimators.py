@@ -208,6 +208,7 @@ def test_ratings_have_normal_noise(data):
         ("ensemble", 150, {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
         ("ensemble", 149, {}, [(3, 50), (50, 1)], {"excess_df", "sigma"}),
         ("ensemble", 320, {"heteroscedastic": False, "widths": (4,)}, [(3, 4), (4, 1)], {"excess_df", "sigma"}),
+        ("ensemble", "320 ratings", {}, [(3, 50), (50, 1)], {"sigma"}),
         ("mean_field", 320, {}, [(3, 50), (50, 1)], {"sigma"}),
         ("mean_field", 320, {"heteroscedastic": True, "heavy_tails": True}, [(3, 50), (50, 2)], {"excess_df"}),
     ],
@@ -220,9 +221,10 @@ def test_usual_network_and_noise(data, monkeypatch, method, rows, options, kerne
         raise InterruptedError
 
     monkeypatch.setitem(methods.METHODS, method, stop)
-    X = np.concatenate([data[0], data[0] + 0.5])[:rows]
+    X = np.concatenate([data[0], data[0] + 0.5])
+    X, y = (X, X[:, 0].round()) if rows == "320 ratings" else (X[:rows], X[:rows, 0])
     with pytest.raises(InterruptedError):
-        Regressor(method, **options).fit(X, X[:, 0])
+        Regressor(method, **options).fit(X, y)
     assert [site["value"].shape for name, site in found.items() if name.endswith(".kernel")] == kernels
     drawn = {name for name, site in found.items() if site["type"] == "sample"}
     assert {name for name in drawn if not name.startswith("net/")} == {*noise, "y"}
