@@ -28,6 +28,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import numpyro_bnn as bnn
 from numpyro_bnn.estimators import Classifier, Regressor, methods
+from numpyro_bnn.estimators.network import copied_rows
 from numpyro_bnn.estimators.predictive import Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
 
@@ -540,6 +541,56 @@ def test_a_fit_worse_than_a_constant_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model._warn_if_worse(np.array([-0.55]), np.array([-0.5]))
+
+
+def test_copies_of_rows_are_named(data):
+    """Rows that stand twice count twice; rows of few kinds, whose targets differ by chance, are no copies."""
+    X, y, labels = data
+    rows = np.r_[:100, :20]
+    for model, targets in [(Regressor("adf", **TINY), y), (Classifier("mean_field", **TINY), labels)]:
+        with pytest.warns(bnn.metrics.HealthWarning, match=r"fit: 20 of 120 rows repeat another"):
+            model.fit(X[rows], targets[rows])
+
+
+@pytest.mark.parametrize(
+    ("targets", "copies"),
+    [
+        (lambda x, rng: rng.normal(size=400), 0),
+        (lambda x, rng: rng.integers(0, 5, 400), 0),
+        (lambda x, rng: rng.random(400) < 0.02, 0),
+        (lambda x, rng: np.stack([x[:, 0], rng.normal(size=400)], 1), 0),
+        (lambda x, rng: x[:, 0] + 2 * x[:, 1], 392),
+        (lambda x, rng: x[:, :2], 392),
+    ],
+)
+def test_copies_agree_more_than_by_chance(targets, copies):
+    """Eight kinds of rows, with zeros of both signs."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2, (400, 3)) * rng.choice([-1.0, 1.0], (400, 3))
+    x = np.where(x == 0, x, 1.0)
+    assert copied_rows(x, targets(x, rng)) == copies
+
+
+def test_exact_targets_are_named():
+    """Densities have no bound where targets can be reproduced; noise of a hundredth of their sd is learned."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 2))
+    y = X @ np.array([1.0, 2.0])
+    model = Regressor("adf", widths=(), random_state=0)
+    with pytest.warns(bnn.metrics.HealthWarning, match=r"fit: 100% of its own rows .* below 0.001"):
+        model.fit(X, np.stack([y, 1e6 - y], 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X, y + 0.01 * y.std() * rng.normal(size=40))
+
+
+def test_a_linear_network_has_no_symmetries(data):
+    X, y, _ = data
+    model = Regressor("nuts", widths=(), num_chains=1, effort=0.1, random_state=0).fit(X, y)
+    assert model.attrs_["algorithm"] == "NUTS"
+    line = np.linalg.lstsq(np.c_[X, np.ones(len(X))], y, rcond=None)[0]
+    residual = model.predict(X) - np.c_[X, np.ones(len(X))] @ line
+    assert np.abs(residual).max() < 0.2 * np.std(y - np.c_[X, np.ones(len(X))] @ line)
 
 
 def test_padding_changes_nothing(data):

@@ -155,8 +155,11 @@ def ensemble(task: Task) -> Draws:
 
 def nuts(task: Task) -> Draws:
     """NUTS, with moves along the symmetries of the network after each transition."""
-    found = symmetry.find(task.model, *task.data)
-    kernel = infer.OrbitMoves(NUTS(task.model, max_tree_depth=8), found)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "symmetry.find: found none")  # in a linear network
+        found = symmetry.find(task.model, *task.data)
+    inner = NUTS(task.model, max_tree_depth=8)
+    kernel = infer.OrbitMoves(inner, found) if found else inner
     return _chains(task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4))
 
 

@@ -31,6 +31,7 @@ from numpyro_bnn.results.replay import bind
 LEAST_HELD_OUT = 10  # rows of a calibration
 CALIBRATION_SD = 0.5  # of the prior of the log factor
 CHECKED_ROWS, WORSE = 256, 0.1  # rows of the fit that are predicted, and nats a row below a constant that are a fault
+MOST_COPIES = 0.1  # share of the rows
 
 
 class Uncertainty(NamedTuple):
@@ -44,6 +45,21 @@ class Uncertainty(NamedTuple):
 
     aleatoric: np.ndarray
     epistemic: np.ndarray
+
+
+def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
+    """How many rows repeat another row, target included; 0 if rows with equal inputs agree no more than by chance.
+
+    >>> x = np.arange(4.0)[:, None]
+    >>> copied_rows(np.concatenate([x, x]), np.tile(x[:, 0], 2)), copied_rows(np.ones((8, 1)), np.arange(8))
+    (4, 0)
+    """
+    place = np.array([hash(row.tobytes()) for row in x + 0.0])  # without negative zeros
+    order = np.argsort(place, kind="stable")
+    equal, agree = ((np.diff(part[order].reshape(len(x), -1), axis=0) == 0).all(axis=1) for part in (place, y))
+    copies = np.sum(equal & agree)
+    by_chance = np.sum((np.unique(y, axis=0, return_counts=True)[1] / len(y)) ** 2)
+    return int(copies) if copies > (1 + by_chance) / 2 * equal.sum() else 0
 
 
 class Network(BaseEstimator):
@@ -102,6 +118,13 @@ class Network(BaseEstimator):
         self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any, widths: Sequence[int]
     ) -> None:
         """Standardize the inputs, run the method, and keep its draws; ``widths`` are for users who give none."""
+        if (copies := copied_rows(x, y)) > MOST_COPIES * len(x):
+            message = (
+                f"{self._call}.fit: {copies} of {len(x)} rows repeat another, target included. If they are copies,"
+                " not observations of their own, leave them out: copies count as evidence, noise would be taken to be"
+                " too small, and a row that has a copy in the fit gets too good a score."
+            )
+            warnings.warn(message, HealthWarning, stacklevel=3)
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
         net = nn.MLP([*(widths if self.widths is None else self.widths), outputs], self._activation)

@@ -1,5 +1,6 @@
 """``Regressor``: predictive means, variances, intervals and densities in the units of the data."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,10 @@ from numpyro_bnn._checks import argument_error, check_flag, check_number
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
+from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
+
+EXACT_SD, MOST_EXACT = 1e-3, 0.1  # of the noise, in standard deviations of the targets, and share of such rows
 
 
 class Regressor(RegressorMixin, Network):
@@ -113,7 +117,16 @@ class Regressor(RegressorMixin, Network):
         self._fit(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler, usual.widths)
         rows, targets = (part[:CHECKED_ROWS] for part in self._data)
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
-        self._warn_if_worse(self._predictive("log_density", rows, targets)[0], constant)
+        found = self._predictive("log_density", rows, targets)[0]
+        self._warn_if_worse(found, constant)
+        exact = np.mean(found > norm.logpdf(0, scale=EXACT_SD) * targets[0].size)
+        if exact > MOST_EXACT:
+            message = (
+                f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if their noise were below {EXACT_SD}"
+                " standard deviations of the targets. Unless these are exact, the network reproduces them: trust"
+                " densities and intervals only as far as rows that were not in the fit confirm them."
+            )
+            warnings.warn(message, HealthWarning, stacklevel=2)
         return self
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
