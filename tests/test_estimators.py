@@ -192,12 +192,9 @@ def test_heavy_tails_of_methods_without_them_are_refused(data):
         Regressor(heavy_tails="yes").fit(*data[:2])
 
 
-def test_ratings_have_normal_noise(data):
-    """Of one scale, by default; others could put all their density on the few values."""
+def test_ratings_have_normal_noise_of_one_scale(data):
+    """Others could put all their density on the few values. `test_usual_network_and_noise` has the default."""
     X, y = data[0], np.clip(np.round(data[0][:, 0] + np.random.default_rng(1).normal(0, 0.8, 160)), -2, 2)
-    posterior = Regressor(effort=0.01, **FAST).fit(X, y).idata_["posterior"]
-    assert "excess_df" not in posterior
-    assert "sigma" in posterior
     for name in ("heavy_tails", "heteroscedastic"):
         with pytest.raises(ValueError, match=rf"argument `{name}` got True.*repeated values"):
             Regressor(**{name: True}, **FAST).fit(X, y)
@@ -623,11 +620,11 @@ def test_padding_changes_nothing(data):
 @pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
 @pytest.mark.parametrize("method", [pytest.param("ensemble", marks=pytest.mark.slow), "mean_field", "laplace"])
 def test_folds_share_programs(method, data, compiled):
-    """Five folds of 152 rows have 121 or 122 training rows: padded to one size, they compile once."""
-    X, y = data[0][:152], data[1][:152]
+    """Four folds of 154 rows have 115 or 116 training rows: padded to one size, they compile once."""
+    X, y = data[0][:154], data[1][:154]
     counts = []
     model = Regressor(method, **TINY | {"num_chains": 2})
-    for train, test in KFold(5).split(X):
+    for train, test in KFold(4).split(X):
         before = len(compiled)
         clone(model).fit(X[train], y[train]).predict(X[test])
         counts.append(len(compiled) - before)
