@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from examples import loaders
-from examples.shared import at_least, writable_folder
+from examples.shared import at_least, observations_of_members, writable_folder
 
 SETS = ("energy", "concrete")
 COLORS = {"deep ensemble": "#D55E00", "MCLMC": "#0072B2", "NUTS": "#000000"}
@@ -149,8 +149,9 @@ def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[S
     optimized = args.members * args.optimizer_steps
     spent = int(np.sum(mcmc.last_state.num_gradients))
     share = optimized / spent
+    seen = observations_of_members(mcmc, {"x": data.x_test})
     rows = [
-        score("deep ensemble", fits["deep ensemble"], data, optimized, share * seconds),
+        score("deep ensemble", fits["deep ensemble"], data, optimized, share * seconds, seen),
         score("MCLMC", fits["MCLMC"], data, spent, seconds),
     ]
     nuts = NUTS(network_model(args), max_tree_depth=args.max_tree_depth)
@@ -163,7 +164,8 @@ def fit_all(data: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[S
     return fits, rows
 
 
-def score(method: str, idata: Any, data: Any, gradients: int, seconds: float) -> Scores:
+def score(method: str, idata: Any, data: Any, gradients: int, seconds: float, y: Any = None) -> Scores:
+    """Scores at the test rows; ``y`` are draws of observations (S, N), if not those of the result."""
     from numpyro_bnn import metrics
 
     test, scale = idata["predictions"], float(data.y_scaler.scale_factor)
@@ -183,7 +185,7 @@ def score(method: str, idata: Any, data: Any, gradients: int, seconds: float) ->
         rmse=scale * error.value,
         log_score=density.value - float(np.log(scale)),
         log_score_se=density.standard_error,
-        coverage=metrics.interval_coverage(test["y"], data.y_test, level=0.9).coverage,
+        coverage=metrics.interval_coverage(test["y"] if y is None else y, data.y_test, level=0.9).coverage,
         within_rhat=within,
         between_rhat=between,
         median_ess=median,

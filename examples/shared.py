@@ -2,11 +2,21 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["at_least", "between_marks", "early_stopped", "markdown", "writable_file", "writable_folder"]
+import numpy as np
+
+__all__ = [
+    "at_least",
+    "between_marks",
+    "early_stopped",
+    "markdown",
+    "observations_of_members",
+    "writable_file",
+    "writable_folder",
+]
 
 
 def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1) -> None:
@@ -61,6 +71,17 @@ def early_stopped(
     carry = start, optimizer.init(start), start, jnp.asarray(jnp.inf)
     (_, _, best, least), _ = jax.lax.scan(step, carry, length=num_steps)
     return best, least
+
+
+def observations_of_members(mcmc: Any, predictions: Mapping[str, Any], times: int = 10) -> np.ndarray:
+    """Draws (S, N) of new observations, several from each member: intervals need more than there are members."""
+    import jax
+
+    import numpyro_bnn as bnn
+
+    options = {"members": True, "predictions": predictions, "log_likelihood": False, "posterior_predictive": False}
+    exports = (bnn.to_inference_data(mcmc, rng_key=jax.random.key(i), **options) for i in range(times))
+    return np.concatenate([export["predictions"]["y"].to_numpy()[:, 0] for export in exports])
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -14,9 +14,11 @@ import jax
 import numpy as np
 import pytest
 from numpyro import handlers
-from numpyro.infer import Predictive
+from numpyro.infer import MCMC, Predictive
 from scipy import stats
 
+import numpyro_bnn as bnn
+from examples.shared import observations_of_members
 from numpyro_bnn import symmetry
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -196,6 +198,24 @@ def test_wrong_numbers_are_refused(script, options, capsys):
         run(script, *options)
     assert stopped.value.code == 2
     assert "must be at least" in capsys.readouterr().err
+
+
+def test_members_are_observed_several_times():
+    """An interval of probability 0.9 needs 19 draws; the noise of each is new, the mean is that of its member."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 1))
+    network = bnn.models.regression(bnn.nn.MLP([1, 1]))
+    mcmc = MCMC(bnn.infer.SGLD(network, 1e-4, warm_start=0.5), num_warmup=4, num_samples=4, num_chains=2,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), x, x[:, 0] + rng.normal(size=20))
+    y = observations_of_members(mcmc, {"x": x}, times=12)
+    assert y.shape == (24, 20)
+    assert len(np.unique(y)) == y.size
+    members = bnn.to_inference_data(mcmc, {"x": x}, members=True)
+    mean, sd = members["predictions"]["y_mean"].to_numpy()[:, 0], members["posterior"]["sigma"].to_numpy()[:, :1]
+    scaled = (y.reshape(12, 2, 20) - mean) / sd
+    assert abs(scaled.mean()) < 4 / 480**0.5  # fails for one seed in 16,000
+    assert abs((scaled**2).mean() - 1) < 4 * (2 / 480) ** 0.5
 
 
 def check_scores(rows):
@@ -1078,7 +1098,6 @@ def test_infinite_width(tmp_path):
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.slow
 def test_estimators(tmp_path, data_folder):
     page = page_with(tmp_path, "estimators")
     best = FOLDER.parent / "docs" / "uci.jsonl"
@@ -1086,9 +1105,21 @@ def test_estimators(tmp_path, data_folder):
     report = run("examples.benchmarks.estimators", "--data", data_folder, *files)
     (row,) = report["rows"]
     assert np.isfinite(row["log_likelihood"])
-    assert row["best"]["method"] == "MCLMC, hetero"
+    assert row["best"]["method"] == "recipe 16x16x16, both"
     assert f"{row['rmse']:.3f}" in page.read_text()
     assert json.loads((tmp_path / "estimators.json").read_text())["rows"] == report["rows"]
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_estimators_of_random_rows(tmp_path, data_folder):
+    page = page_with(tmp_path, "estimators_rows")
+    call = ["--output", tmp_path / "rows.json", "--docs", page, "--rows", 40, "--effort", 0.01]
+    report = run("examples.benchmarks.estimators", "--data", data_folder, *call)
+    deep, shallow = report["rows"]
+    assert (deep["network"], shallow["network"]) == ("deep", "shallow")
+    assert deep["rmse"] != shallow["rmse"]
+    assert f"{deep['log_likelihood'] - shallow['log_likelihood']:+.3f}" in page.read_text()
 
 
 @pytest.mark.slow
@@ -1462,7 +1493,7 @@ def test_tables_of_pages_are_those_of_their_files(name):
     from examples.benchmarks.shared import provenance
 
     docs = FOLDER.parent / "docs"
-    script = "microcanonical" if name.startswith("microcanonical") else name
+    script = {"microcanonical_cost": "microcanonical", "estimators_rows": "estimators"}.get(name, name)
     module = importlib.import_module(f"examples.benchmarks.{script}")
     if name == "uci":
         made = module.tables(module.lines_of(docs / "uci.jsonl"))

@@ -115,9 +115,14 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
     assert result.coverage == result.inside.mean()
 
 
-def test_coverage_of_one_draw_is_refused():
-    with pytest.raises(ValueError, match="`draws` got one draw"):
-        metrics.interval_coverage([[1.0, 2.0]], [1.0, 2.0])
+@pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (4, 0.9), (18, 0.9)])
+def test_levels_that_so_few_draws_do_not_reach_are_refused(rng, size, level):
+    """Between the least and the largest of S draws lies a new one with probability (S - 1) / (S + 1)."""
+    with pytest.raises(
+        ValueError, match=f"`draws` got {size} draws of y, which hold .* {(size - 1) / (size + 1):.2f}"
+    ):
+        metrics.interval_coverage(rng.normal(size=(size, 30)), np.zeros(30), level)
+    metrics.interval_coverage(rng.normal(size=(size + 1, 30)), np.zeros(30), size / (size + 2))
 
 
 def test_coverage_sees_overconfidence_and_its_width_is_the_closed_form(rng):

@@ -205,6 +205,16 @@ def test_calibration_holds_the_transform_and_the_coverage(idata):
     np.testing.assert_allclose(np.transpose([low, high]), [binomial_band(y.size, level) for level in x])
 
 
+def test_calibration_ends_where_the_draws_end():
+    """Nine draws hold a new one with probability 0.8 at most: curve and intervals stop there."""
+    idata = example_results(num_points=50, num_samples=9, num_chains=1)
+    _, curve = plots.calibration(idata)
+    np.testing.assert_allclose(curve.lines[-1].get_data()[0], np.linspace(0.05, 0.8, 16))
+    with pytest.raises(ValueError, match=r"9 draws of y, which hold a new one with probability 0\.80 at most"):
+        plots.predicted_vs_observed(idata, level=0.9)
+    assert {"y, 80 %", "y, 50 %", "function, 80 %"} <= set(fills(plots.predictive_band(idata, levels=(0.5, 0.9))))
+
+
 def test_calibration_shows_overconfidence():
     idata = example_results(num_points=1000, num_samples=100)
     narrow = _arviz.group(idata, "predictions").copy()

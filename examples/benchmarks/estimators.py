@@ -6,6 +6,10 @@ Log likelihood and RMSE are compared with those of `examples.benchmarks.uci` on 
 
     python -m examples.benchmarks.estimators --data FOLDER --splits 3 --output docs/estimators.json \
         --docs docs/estimators.md
+
+With `--rows` it fits random rows instead, as many as asked for, by both networks that `Regressor` takes by default:
+three layers with both kinds of noise, and one layer with one scale. `--splits` is then the number of such subsets,
+and the other rows, at most 300, are the test set.
 """
 
 import argparse
@@ -13,8 +17,11 @@ import json
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from examples import loaders
 from examples.benchmarks.shared import environment, mean_and_error, options_of, put_table, write_report
@@ -23,11 +30,17 @@ from examples.shared import at_least, markdown, writable_file
 
 SETS = ("boston", "concrete", "energy", "yacht", "wine", "kin8nm")
 FIELDS = ("rmse", "log_likelihood")
+DEEP = {"widths": (16, 16, 16), "heteroscedastic": True, "heavy_tails": True}
+SHALLOW = {"widths": (50,), "heteroscedastic": False, "heavy_tails": True}
+NETWORKS: dict[str, dict[str, Any]] = {"default": {}, "deep": DEEP, "shallow": SHALLOW}
 
 
-def learn_split(name: str, split: int, args: argparse.Namespace) -> dict[str, Any]:
+def learn_split(
+    name: str, split: int, args: argparse.Namespace, rows: int = 0, network: str = "default"
+) -> dict[str, Any]:
     """Fit and score one split in a process of its own."""
-    command = [sys.executable, "-m", "examples.benchmarks.estimators", "--job", name, str(split)]
+    job = [name, str(split), str(rows), network]
+    command = [sys.executable, "-m", "examples.benchmarks.estimators", "--job", *job]
     command += ["--method", args.method, "--effort", str(args.effort)]
     command += ["--data", str(args.data)] if args.data else []
     folder = Path(__file__).resolve().parents[2]
@@ -37,7 +50,18 @@ def learn_split(name: str, split: int, args: argparse.Namespace) -> dict[str, An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def job(name: str, split: int, args: argparse.Namespace) -> dict[str, Any]:
+def load(name: str, split: int, rows: int, folder: Path | None) -> tuple[np.ndarray, ...]:
+    """Inputs and targets of training and test rows: of a standard split, or so many random rows and others."""
+    data = loaders.load_uci(name, split, folder)
+    if not rows:
+        return data.x_train, data.y_train, data.x_test, data.y_test
+    x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
+    order = np.random.default_rng(split).permutation(len(x))
+    train, test = order[:rows], order[rows:][:300]
+    return x[train], y[train], x[test], y[test]
+
+
+def job(name: str, split: int, rows: int, network: str, args: argparse.Namespace) -> dict[str, Any]:
     """What such a process does."""
     import warnings
 
@@ -45,19 +69,19 @@ def job(name: str, split: int, args: argparse.Namespace) -> dict[str, Any]:
     from numpyro_bnn.estimators import Regressor
 
     imported = time.perf_counter() - started
-    data = loaders.load_uci(name, split, args.data)
+    x, y, x_test, y_test = load(name, split, rows, args.data)
     wall, processor = time.perf_counter(), time.process_time()
     with warnings.catch_warnings(record=True) as caught:
-        model = Regressor(args.method, effort=args.effort, random_state=0).fit(data.x_train, data.y_train)
-    mean = model.predict(data.x_test)
+        model = Regressor(args.method, effort=args.effort, random_state=0, **NETWORKS[network]).fit(x, y)
+    mean = model.predict(x_test)
     seconds = {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
-    low, high = model.predict_interval(data.x_test, level=0.9)
+    low, high = model.predict_interval(x_test, level=0.9)
     return {
         "set": name,
         "split": split,
-        "rmse": float(((mean - data.y_test) ** 2).mean() ** 0.5),
-        "log_likelihood": float(model.log_predictive_density(data.x_test, data.y_test).mean()),
-        "coverage": float(((low < data.y_test) & (data.y_test < high)).mean()),
+        "rmse": float(((mean - y_test) ** 2).mean() ** 0.5),
+        "log_likelihood": float(model.log_predictive_density(x_test, y_test).mean()),
+        "coverage": float(((low < y_test) & (y_test < high)).mean()),
         "import_seconds": imported,
         **seconds,
         "warnings": [str(warning.message) for warning in caught],
@@ -106,38 +130,39 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown([*heads, "seconds to first prediction", "of a processor"], lines)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="examples.benchmarks.estimators",
-        description=__doc__.split("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
-    parser.add_argument("--sets", nargs="+", default=list(SETS[:4]), choices=SETS)
-    parser.add_argument("--splits", type=int, default=5, help="the first so many splits of each set")
-    parser.add_argument("--method", default="ensemble", help="method of the estimator")
-    parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps")
-    parser.add_argument("--best", type=Path, default=Path("docs/uci.jsonl"), help="results to compare with")
-    parser.add_argument("--output", type=Path, default=Path("output/estimators.json"), help="JSON file")
-    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
-    parser.add_argument("--job", nargs=2, metavar=("SET", "SPLIT"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    at_least(parser, args, ("splits",))
-    if not args.effort > 0:
-        parser.error("--effort must be above 0")
-    return args
+def table_of_rows(found: list[dict[str, Any]]) -> str:
+    """Log likelihood of the deep network minus that of the shallow one, RMSE of both, by set and number of rows."""
+    heads = ["set", "rows", "subsets", "log likelihood, deep", "shallow", "difference", "RMSE, deep", "shallow"]
+    lines = []
+    for name, rows in dict.fromkeys((row["set"], row["rows"]) for row in found):
+        own = [row for row in found if (row["set"], row["rows"]) == (name, rows)]
+        pairs = {n: [row for row in own if row["network"] == n] for n in ("deep", "shallow")}
+        values = {f: [np.array([row[f] for row in pair]) for pair in pairs.values()] for f in FIELDS}
+        deep, shallow = (f"{value.mean():.3f}" for value in values["log_likelihood"])
+        gain = f"{np.mean(values['log_likelihood'][0] - values['log_likelihood'][1]):+.3f}"
+        lines.append([name, rows, len(pairs["deep"]), deep, shallow, gain])
+        lines[-1] += [f"{value.mean():.3f}" for value in values["rmse"]]
+    return markdown(heads, lines)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    args = parse(argv)
-    if args.job:
-        found = job(args.job[0], int(args.job[1]), args)
-        print(json.dumps(found))
-        return found
-    writable_file(args.output)
-    best = best_of(args.best)  # before the work starts
-    options = {name: value for name, value in options_of(args).items() if name not in ("job", "best")}
-    report: dict[str, Any] = {"rows": [], "options": options, **environment(["scikit-learn"])}
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    if report["options"].get("rows"):
+        return {"estimators_rows": table_of_rows(report["rows"])}
+    return {"estimators": table(report["rows"])}
+
+
+def compare_rows(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Both networks on the same random rows."""
+    for split in range(args.splits):
+        for name, rows, network in product(args.sets, args.rows, ("deep", "shallow")):
+            found = learn_split(name, split, args, rows, network)
+            report["rows"].append({**found, "rows": rows, "network": network})
+            print(report["rows"][-1], flush=True)
+            write_report(args.output, report)
+
+
+def compare_splits(args: argparse.Namespace, report: dict[str, Any], best: dict[str, tuple]) -> None:
+    """The defaults on standard splits, beside the best method of each set."""
     for split in range(args.splits):
         for name in args.sets:
             method, by_split = best[name]
@@ -147,7 +172,51 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             report["rows"].append({**learn_split(name, split, args), "best": there})
             print(report["rows"][-1], flush=True)
             write_report(args.output, report)
-    put_table(args.docs, "estimators", table(report["rows"]), report)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="examples.benchmarks.estimators",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
+    parser.add_argument("--sets", nargs="+", default=list(SETS[:4]), choices=SETS)
+    parser.add_argument("--splits", type=int, default=5, help="the first so many splits of each set")
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="fit so many random rows, by both networks")
+    parser.add_argument("--method", default="ensemble", help="method of the estimator")
+    parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps")
+    parser.add_argument("--best", type=Path, default=Path("docs/uci.jsonl"), help="results to compare with")
+    parser.add_argument("--output", type=Path, default=Path("output/estimators.json"), help="JSON file")
+    parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
+    parser.add_argument("--job", nargs=4, metavar=("SET", "SPLIT", "ROWS", "NETWORK"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    at_least(parser, args, ("splits",))
+    if args.rows:
+        at_least(parser, args, ("rows",), 2)
+    if not args.effort > 0:
+        parser.error("--effort must be above 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    if args.job:
+        name, split, rows, network = args.job
+        found = job(name, int(split), int(rows), network, args)
+        print(json.dumps(found))
+        return found
+    writable_file(args.output)
+    best = {} if args.rows else best_of(args.best)  # before the work starts
+    left_out = ("job", "best") if args.rows else ("job", "best", "rows")
+    options = {name: value for name, value in options_of(args).items() if name not in left_out}
+    report: dict[str, Any] = {"rows": [], "options": options, **environment(["scikit-learn"])}
+    if args.rows:
+        compare_rows(args, report)
+    else:
+        compare_splits(args, report, best)
+    for name, text in tables(report).items():
+        put_table(args.docs, name, text, report)
     return report
 
 

@@ -29,7 +29,7 @@ from examples.benchmarks.shared import environment, one_device_per_core
 from examples.benchmarks.uci_gap import COLUMNS, KINDS, gap_tables
 from examples.benchmarks.uci_table import LARGE, PUBLISHED, picture
 from examples.benchmarks.uci_table import tables as standard_tables
-from examples.shared import at_least, between_marks, writable_file
+from examples.shared import at_least, between_marks, observations_of_members, writable_file
 
 HEADS = ("homo", "hetero", "tails", "both")
 DEEP = (16, 16, 16)  # widths of a network with about as many weights as one of 50 units
@@ -62,7 +62,7 @@ def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws:
 
     from numpyro_bnn import infer
 
-    warmup, draws = max(2, round(args.effort * warmup)), max(4, round(args.effort * draws))
+    warmup, draws = max(2, round(args.effort * warmup)), max(5, round(args.effort * draws))
     options = {
         "num_chains": CHAINS // 2 if data.name in LARGE else CHAINS,
         "chain_method": infer.parallel_vectorized,
@@ -213,8 +213,11 @@ def scored(fits: Sequence[Any], data: Any, **options: Any) -> dict[str, float]:
     if "guide" not in options:
         options |= {"log_likelihood": False, "posterior_predictive": False}
     tests = [bnn.to_inference_data(fit, predictions=new, **options)["predictions"] for fit in fits]
-    names = ("y_mean", "y_log_likelihood", "y")
-    mean, log_likelihood, y = (np.concatenate([test[name] for test in tests]) for name in names)
+    mean, log_likelihood = (np.concatenate([t[name] for t in tests]) for name in ("y_mean", "y_log_likelihood"))
+    if "members" in options:
+        y = np.concatenate([observations_of_members(fit, new) for fit in fits])
+    else:
+        y = np.concatenate([test["y"] for test in tests])
     scale = float(data.y_scaler.scale_factor)
     return {
         "rmse": scale * bnn.metrics.rmse(mean.mean((0, 1)), data.y_test).value,

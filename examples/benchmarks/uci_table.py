@@ -256,9 +256,9 @@ def _cost(lines: list[dict[str, Any]]) -> str:
     rows, boosting = [], any(map(_is_boosting, lines))
     for method, head in dict.fromkeys((line["method"], line["head"]) for line in lines):
         own = [line for line in lines if (line["method"], line["head"]) == (method, head)]
-        coverage = np.mean([line["coverage"] for line in own])
+        covered = [line["coverage"] for line in own if "coverage" in line]  # earlier members had too few draws
         seconds = np.median([line["seconds"] for line in own])  # some runs wait for others
-        rows.append([f"{method}, {head}", len(own), f"{coverage:.3f}", f"{seconds:.0f}"])
+        rows.append([f"{method}, {head}", len(own), f"{np.mean(covered):.3f}" if covered else "-", f"{seconds:.0f}"])
 
     def one(name: str) -> str:
         return ", ".join(sorted({str(line[name]) for line in lines}))

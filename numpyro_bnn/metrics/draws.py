@@ -136,14 +136,14 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     """Coverage of central predictive intervals: how often they contain the target, and how wide they are.
 
     The bounds are order statistics at rank (S + 1) p, interpolated. If the S draws are exchangeable with y they
-    contain y with probability ``level``; the more common rank (S - 1) p + 1 gives intervals that are
-    too narrow. A level above (S - 1) / (S + 1) cannot be reached: the bounds are then the extreme draws.
+    contain y with probability ``level``, at most (S - 1) / (S + 1); the more common rank (S - 1) p + 1 gives
+    intervals that are too narrow. An ensemble of few members needs several draws of y from each.
 
     :param draws: (S, N) or (C, S, N) draws of y (of the observation, not of its mean).
     :param y: (N,) targets.
     :param level: probability inside, between 0 and 1.
     :return: a :class:`~numpyro_bnn.metrics.draws.Coverage`.
-    :raises ValueError: for fewer than two draws, other ranks, unequal lengths, a level outside (0, 1), NaN, infinity.
+    :raises ValueError: for a level that so few draws do not reach, other ranks, unequal lengths, NaN, infinity.
 
     Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*, definition 6.
 
@@ -154,9 +154,9 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     """
     array, target = draws_and_targets("interval_coverage", draws, y)
     check_number("interval_coverage", "level", level, strict=True, below=1.0)
-    if len(array) < 2:
-        instead = "An interval needs two draws, better hundreds."
-        raise argument_error("interval_coverage", "draws", "one draw", instead)
+    if (reach := (len(array) - 1) / (len(array) + 1)) < level - 1e-9:
+        got = f"{len(array)} draws of y, which hold a new one with probability {reach:.2f} at most"
+        raise argument_error("interval_coverage", "draws", got, "Pass more: if networks are few, several of each.")
     tail = (1 - level) / 2
     low, high = np.quantile(array, [tail, 1 - tail], axis=0, method="weibull")
     inside = (low <= target) & (target <= high)

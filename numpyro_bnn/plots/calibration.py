@@ -139,6 +139,7 @@ def _pit_panel(axis: Any, values: NDArray[np.float64], bins: int) -> None:
 
 def _coverage_panel(axis: Any, draws: NDArray[np.float64], observed: NDArray[np.float64]) -> None:
     levels = np.linspace(0.05, 0.95, 19)
+    levels = levels[levels <= (len(draws) - 1) / (len(draws) + 1) + 1e-9]  # that so few draws reach
     found = [metrics.interval_coverage(draws, observed, level).coverage for level in levels]
     axis.fill_between(levels, *_binomial_band(observed.size, levels), color="0.85", linewidth=0, label=SPREAD)
     axis.plot([0, 1], [0, 1], color=_style.DATA, linewidth=0.6)

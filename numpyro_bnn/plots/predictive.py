@@ -167,4 +167,5 @@ def _bands(axis: Any, x: NDArray, draws: NDArray, levels: Sequence[float], color
     for place, level in enumerate(sorted(levels, reverse=True), start=1):
         # Opaque tones: overlapping transparent bands would suggest levels that do not exist.
         tone = 1 - (0.15 + 0.35 * place / len(levels)) * (1 - rgb)
-        axis.fill_between(x, *_central(draws, level), color=tone, linewidth=0, label=f"{name}, {100 * level:g} %")
+        reached = min(level, (len(draws) - 1) / (len(draws) + 1))  # by the least and the largest draw
+        axis.fill_between(x, *_central(draws, level), color=tone, linewidth=0, label=f"{name}, {100 * reached:.3g} %")
