@@ -1,6 +1,5 @@
 """Published figures on the UCI regression sets, and tables that compare ours with them."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,23 +133,18 @@ def _difference(ours: dict[int, float], theirs: dict[int, float], score: str = "
 
 
 class Best(NamedTuple):
-    """Of a set: our best method, its mean log likelihood over 20 splits, and the best published one."""
+    """Of a set: our best method, its mean log likelihood with standard error, and the published ones."""
 
     method: str
     splits: int
     ours: tuple[float, float]
     published: dict[str, tuple[float, float]]  # means and standard errors
-    estimated: bool
     by_split: dict[int, float]
 
 
 def best_of(lines: Iterable[dict[str, Any]]) -> dict[str, Best]:
-    """By set, our method with the largest mean log likelihood among those with the most splits.
-
-    Some splits are harder than others, for every method. If not all twenty have been run, the mean over them is
-    estimated as the mean of probabilistic backpropagation, which has been run on all, plus the mean gain over it.
-    """
-    found, baseline = {}, _by_split()
+    """By set, our method with the largest mean log likelihood among those with the most splits."""
+    found = {}
     kept = list(lines)
     for name in PUBLISHED:
         own = [line for line in kept if line["set"] == name and (name, line["method"]) not in NOT_COUNTED]
@@ -160,12 +154,10 @@ def best_of(lines: Iterable[dict[str, Any]]) -> dict[str, Best]:
         most = max(map(len, by_method.values()))
         method, at = _largest({key: at for key, at in by_method.items() if len(at) == most})
         run = _summary_of(list(at.values()))
-        whole = _over_all(at, baseline[name]) if name in baseline else run
-        estimated = name in baseline and len(at) < len(baseline[name])
         theirs = {column: PUBLISHED[name][column]["log_likelihood"] for column in COLUMNS}
         mean, sd = theirs["deep ensembles"]
         theirs["deep ensembles"] = mean, sd / (5 if name == "protein" else 20) ** 0.5
-        found[name] = Best(", ".join(method), most, whole[:2], theirs, estimated, at)
+        found[name] = Best(", ".join(method), most, run[:2], theirs, at)
     return found
 
 
@@ -227,22 +219,6 @@ def picture(lines: Iterable[dict[str, Any]], path: Path) -> None:
     figure.supxlabel("test log likelihood, larger is better (bars: two standard errors)", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _by_split() -> dict[str, list[float]]:
-    """Log likelihoods of AutoADF by split, which the ADF page summarizes."""
-    path = Path(__file__).resolve().parents[2] / "docs" / "adf_uci.json"
-    return {row["set"]: row["by_split"]["log_likelihood"] for row in json.loads(path.read_text())["rows"]}
-
-
-def _over_all(found: dict[int, float], baseline: list[float]) -> tuple[float, float, int]:
-    """Mean over all splits of the baseline, plus the gain on those that have been run; with all of them, their own
-    mean."""
-    if len(found) == len(baseline):
-        return _summary_of(list(found.values()))
-    gains = [value - baseline[split] for split, value in found.items()]
-    gain, error, count = _summary_of(gains)
-    return gain + float(np.mean(baseline)), error, count
 
 
 def _summary_of(values: list[float]) -> tuple[float, float, int]:
