@@ -394,6 +394,7 @@ def test_laplace_in_closed_form_is_the_mixture_of_its_draws(data, targets, heter
     np.testing.assert_array_less(np.abs(each.mean(0) - found), 5 * each.std(0) / 20_000**0.5)
 
 
+@pytest.mark.core
 def test_laplace_is_exact_for_a_linear_model(data):
     """Without hidden layers, given the noise: linear regression with the prior precisions of the evidence."""
     X, y, _ = data
@@ -437,6 +438,7 @@ def test_several_targets(data):
     np.testing.assert_allclose(model.idata_["observed_data"]["y"], both, rtol=1e-5)
 
 
+@pytest.mark.core
 def test_classes_with_text_labels(data):
     X, _, labels = data
     model = Classifier("mean_field", effort=0.1, **FAST).fit(X, labels)
@@ -642,6 +644,7 @@ def test_searches_pipelines_and_clones(data):
     assert search.best_estimator_.predict(X[:2]).shape == (2,)
 
 
+@pytest.mark.core
 def test_pickle_and_export(data, fitted):
     X, y, _ = data
     idata = fitted.idata_

@@ -103,7 +103,7 @@ class LinearizedPredictive(Predictive):
     """The linearized network of a Laplace approximation: summaries in closed form, draws of the same network."""
 
     closed_form = frozenset({"moments", "quantiles", "log_density"})
-    precision = partial(jax.enable_x64, True)  # a posterior with little noise is ill-conditioned
+    precision = staticmethod(partial(jax.enable_x64, True))  # a posterior with little noise is ill-conditioned
 
     def __init__(self, guide: Any, params: Mapping[str, Any], draws: Mapping[str, np.ndarray]) -> None:
         super().__init__(guide.model, draws)
