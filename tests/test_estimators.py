@@ -634,6 +634,7 @@ def test_folds_share_programs(method, data, compiled):
     assert max(counts[2:]) <= COMPILED[method]  # the second fold has the rows of its prediction
 
 
+@pytest.mark.slow
 def test_searches_pipelines_and_clones(data):
     X, y, _ = data
     model = Regressor("mean_field", effort=0.1, **FAST)

@@ -33,8 +33,8 @@ SHORT = {
     "examples.tabular": "--splits 2 --effort 0.004 --trees 3",
     "examples.minibatch": "--width 3 --batch-size 64 --num-warmup 10 --num-samples 12 --steps-per-draw 30"
     " --nuts-rows 40 --nuts-warmup 15 --num-chains 2 --test-rows 30",
-    "examples.ensembles": "--sets energy --widths 3 --members 2 --optimizer-steps 40 --num-warmup 20 --num-samples 12"
-    " --steps-per-draw 4 --nuts-warmup 6 --max-tree-depth 2",
+    "examples.ensembles": "--sets energy --widths 3 --members 2 --optimizer-steps 600 --num-warmup 20"
+    " --num-samples 12 --steps-per-draw 4 --nuts-warmup 6 --max-tree-depth 2",
     "examples.benchmarks.microcanonical": "--sets energy --nets 1x20 --methods MCLMC --gradients 1200"
     " --draws 12 --num-chains 2 --rounds 1 --steps 4",
     "examples.benchmarks.function_agreement": "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4"
@@ -332,9 +332,10 @@ def test_ensembles(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "made in the place of energy" in out
     assert "energy errors imply a bias" in out
-    assert rows[0].gradients == 2 * 40
-    # 6 transitions of 7 steps of Adam, 14 + 12 of 4 steps of two gradients.
-    assert rows[1].gradients == 2 * (6 * 7 + 26 * 4 * 2)
+    assert rows[0].gradients == 2 * 600
+    # 6 transitions of 100 steps of Adam, 14 + 12 of 4 steps of two gradients; 24 products with the Hessian, and a
+    # gradient at each of the 6 ends of a window of the warm-up.
+    assert rows[1].gradients == 2 * (6 * 100 + 26 * 4 * 2 + 24 * 2 + 6)
     assert math.isnan(rows[0].median_ess)
     assert rows[1].median_ess > 0
     members = az.from_netcdf(tmp_path / "out" / "ensembles_energy_deep_ensemble.nc")
@@ -1468,6 +1469,7 @@ KEPT = {
     "classification": "estimators.md",
     "coupling_step": "speed.md",
     "estimators": "estimators.md",
+    "estimators_rows": "estimators.md",
     "function_agreement": "microcanonical.md",
     "compilation": "speed.md",
     "first_draw": "speed.md",
