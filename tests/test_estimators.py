@@ -549,6 +549,9 @@ def test_copies_of_rows_are_named(data):
     for model, targets in [(Regressor("adf", **TINY), y), (Classifier("mean_field", **TINY), labels)]:
         with pytest.warns(bnn.metrics.HealthWarning, match=r"fit: 20 of 120 rows repeat another"):
             model.fit(X[rows], targets[rows])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Regressor("adf", **TINY).fit(X[np.r_[:100, :11]], y[np.r_[:100, :11]])  # 11 of 111, less than a tenth
 
 
 @pytest.mark.parametrize(

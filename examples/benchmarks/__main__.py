@@ -70,12 +70,17 @@ MEASUREMENTS = {
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
     "laplace_uci": _json("laplace_uci"),
     "estimators": _json("estimators", "--docs docs/estimators.md"),
+    "estimators_rows": Measurement(
+        "benchmarks.estimators",
+        "estimators_rows.json",
+        "--docs docs/estimators.md --rows 60 150 --splits 1 --effort 0.5",
+    ),
     "classification": _json("classification", "--docs docs/estimators.md", data=False),
     "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
     "image_chains": Measurement(
         "image_chains",
         "image_chains",
-        "--docs docs/guides.md --net residual --members 4 --chains 2 --learning-rate 3e-3 --num-draws 6",
+        "--docs docs/guides.md --net residual --num-epochs 20 --chain-epochs 6 --chains 4 --learning-rate 3e-3",
         continues=True,
     ),
     "uci": Measurement(

@@ -30,9 +30,7 @@ from examples.shared import at_least, markdown, writable_file
 
 SETS = ("boston", "concrete", "energy", "yacht", "wine", "kin8nm")
 FIELDS = ("rmse", "log_likelihood")
-DEEP = {"widths": (16, 16, 16), "heteroscedastic": True, "heavy_tails": True}
-SHALLOW = {"widths": (50,), "heteroscedastic": False, "heavy_tails": True}
-NETWORKS: dict[str, dict[str, Any]] = {"default": {}, "deep": DEEP, "shallow": SHALLOW}
+NETWORKS = ("deep", "shallow")  # the defaults with many and with few rows
 
 
 def learn_split(
@@ -66,13 +64,17 @@ def job(name: str, split: int, rows: int, network: str, args: argparse.Namespace
     import warnings
 
     started = time.perf_counter()
-    from numpyro_bnn.estimators import Regressor
+    from numpyro_bnn.estimators import Regressor, methods
 
     imported = time.perf_counter() - started
     x, y, x_test, y_test = load(name, split, rows, args.data)
+    options = {}
+    if network in NETWORKS:
+        usual = methods.Regression.usual("ensemble", methods.ROWS_OF_NOISE - (network == "shallow"))
+        options = usual._asdict()
     wall, processor = time.perf_counter(), time.process_time()
     with warnings.catch_warnings(record=True) as caught:
-        model = Regressor(args.method, effort=args.effort, random_state=0, **NETWORKS[network]).fit(x, y)
+        model = Regressor(args.method, effort=args.effort, random_state=0, **options).fit(x, y)
     mean = model.predict(x_test)
     seconds = {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
     low, high = model.predict_interval(x_test, level=0.9)
@@ -136,16 +138,16 @@ def table_of_rows(found: list[dict[str, Any]]) -> str:
     lines = []
     for name, rows in dict.fromkeys((row["set"], row["rows"]) for row in found):
         own = [row for row in found if (row["set"], row["rows"]) == (name, rows)]
-        pairs = {n: [row for row in own if row["network"] == n] for n in ("deep", "shallow")}
-        values = {f: [np.array([row[f] for row in pair]) for pair in pairs.values()] for f in FIELDS}
-        deep, shallow = (f"{value.mean():.3f}" for value in values["log_likelihood"])
-        gain = f"{np.mean(values['log_likelihood'][0] - values['log_likelihood'][1]):+.3f}"
-        lines.append([name, rows, len(pairs["deep"]), deep, shallow, gain])
-        lines[-1] += [f"{value.mean():.3f}" for value in values["rmse"]]
+        pairs = [[row for row in own if row["network"] == network] for network in NETWORKS]
+        means = {field: [float(np.mean([row[field] for row in pair])) for pair in pairs] for field in FIELDS}
+        deep, shallow = means["log_likelihood"]
+        lines.append([name, rows, len(pairs[0]), f"{deep:.3f}", f"{shallow:.3f}", f"{deep - shallow:+.3f}"])
+        lines[-1] += [f"{value:.3f}" for value in means["rmse"]]
     return markdown(heads, lines)
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
+    """The table of a run, by its name on the page."""
     if report["options"].get("rows"):
         return {"estimators_rows": table_of_rows(report["rows"])}
     return {"estimators": table(report["rows"])}
@@ -154,7 +156,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 def compare_rows(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Both networks on the same random rows."""
     for split in range(args.splits):
-        for name, rows, network in product(args.sets, args.rows, ("deep", "shallow")):
+        for name, rows, network in product(args.sets, args.rows, NETWORKS):
             found = learn_split(name, split, args, rows, network)
             report["rows"].append({**found, "rows": rows, "network": network})
             print(report["rows"][-1], flush=True)
