@@ -26,7 +26,6 @@ from numpyro_bnn.runs.draws import Draws
 from numpyro_bnn.runs.folder import Folder
 from numpyro_bnn.runs.identity import described_model, described_options, read_model
 
-pytestmark = pytest.mark.core
 KEY = jax.random.key(1)
 X = jax.random.normal(jax.random.key(0), (24, 2))
 Y = jnp.tanh(X @ jnp.array([1.0, -2.0])) + 0.1 * jax.random.normal(jax.random.key(2), (24,))
@@ -108,6 +107,7 @@ def draws_of(run):
 # ------------------------------------------------------------------------------------- the draws of MCMC
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("kernel", "chains", "method", "thinning"),
     [
@@ -137,6 +137,7 @@ def test_the_chains_are_those_of_mcmc(tmp_path, kernel, chains, method, thinning
         np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.core
 def test_gibbs_runs_in_blocks_as_in_mcmc(tmp_path):
     def mcmc():
         return MCMC(blocks(), num_warmup=5, num_samples=8, progress_bar=False)
@@ -170,7 +171,11 @@ def killed_after(monkeypatch, owner, name, count):
 
 @pytest.mark.parametrize(
     "kernel",
-    ["SGLD", "NUTS", *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in ("SGLD", "NUTS"))],
+    [
+        "SGLD",
+        pytest.param("NUTS", marks=pytest.mark.core),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in ("SGLD", "NUTS")),
+    ],
 )
 def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(tmp_path, monkeypatch, kernel):
     """In warm-up, in sampling, before the draws of a block are written, and between draws and state."""
@@ -464,6 +469,7 @@ def test_another_run_is_refused_by_name(known, change, named):
     assert sorted(path.name for path in known.rglob("*")) == before
 
 
+@pytest.mark.core
 def test_another_key_or_version_is_refused(known, monkeypatch):
     with pytest.raises(ValueError, match="rng_key was"):
         runs.start(known, mcmc_of(NUTS(model)), jax.random.key(5), X, Y)
@@ -485,6 +491,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_kernels_are_described(option):
     make, one, other = OPTIONS[option]
@@ -520,6 +527,7 @@ def test_a_damaged_description_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------- what is kept
 
 
+@pytest.mark.core
 def test_chosen_sites_in_half_precision(tmp_path):
     whole = start(tmp_path / "whole", make("NUTS", 2))
     run = start(tmp_path / "run", make("NUTS", 2), sites=("w*",), dtype="float16", extra_fields=("potential_energy",))
@@ -549,6 +557,7 @@ def test_a_draw_that_half_precision_cannot_hold(tmp_path):
         start(tmp_path / "run", mcmc, jnp.float32(9e5), **options)
 
 
+@pytest.mark.core
 def test_a_run_as_mcmc_and_in_arviz(tmp_path):
     run = start(tmp_path / "run", make("NUTS", 2))
     mcmc = make("NUTS", 2)
@@ -569,6 +578,7 @@ def test_a_run_as_mcmc_and_in_arviz(tmp_path):
     assert set(disk["sample_stats"].data_vars) == set(one["sample_stats"].data_vars)
 
 
+@pytest.mark.core
 def test_a_folder_is_read_while_it_is_written(tmp_path, monkeypatch):
     seen = []
     original = Folder.commit
@@ -659,6 +669,7 @@ def test_without_a_package_the_extra_is_named(tmp_path, monkeypatch, package):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.core
 def test_mcmc_is_left_as_it_was(tmp_path):
     mcmc = make("NUTS", 2)
     start(tmp_path / "run", mcmc)
@@ -670,7 +681,9 @@ def test_mcmc_is_left_as_it_was(tmp_path):
 # --------------------------------------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize(("method", "chains"), [("parallel", 2), (infer.parallel_vectorized, 4)])
+@pytest.mark.parametrize(
+    ("method", "chains"), [pytest.param("parallel", 2, marks=pytest.mark.core), (infer.parallel_vectorized, 4)]
+)
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
 def test_chains_over_two_devices(tmp_path, method, chains):
     """What one device began, two go on with."""
@@ -704,6 +717,7 @@ def fit(path, svi=None, steps=60, key=KEY, args=(X, Y), **options):
     return runs.fit(path, svi or svi_of(), key, steps, *args, **given)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("optimizer", ["optax", "numpyro"])
 def test_a_fit_goes_on_bit_for_bit(tmp_path, monkeypatch, optimizer):
     def svi():
@@ -721,6 +735,7 @@ def test_a_fit_goes_on_bit_for_bit(tmp_path, monkeypatch, optimizer):
         assert same((found.state, found.params, found.losses), (whole.state, whole.params, whole.losses)), name
 
 
+@pytest.mark.core
 def test_bfloat16_survives(tmp_path):
     optimizer = optax.adam(0.02, mu_dtype=jnp.bfloat16)
     whole = guides.fit(svi_of(optimizer), KEY, 60, X, Y, batch_size=6, progress_bar=False)
@@ -760,6 +775,7 @@ def test_another_fit_is_refused_by_name(tmp_path, change, named):
         fit(tmp_path / "run", given.pop("svi", svi_of)(), steps=4, **given)
 
 
+@pytest.mark.core
 def test_adf_goes_on_after_any_epoch(tmp_path, monkeypatch):
     def guide():
         return guides.AutoADF(models.regression(nn.MLP([3, 1], "relu"), priors.Normal()))

@@ -23,7 +23,6 @@ from numpyro_bnn import infer, models, nn, runs
 from numpyro_bnn.runs import folder
 from numpyro_bnn.runs.spread import Spread
 
-pytestmark = pytest.mark.core
 KEY = jax.random.key(1)
 ROWS = 23  # odd: the last device has fewer
 X = np.asarray(jax.random.normal(jax.random.key(0), (ROWS, 2)))
@@ -82,6 +81,7 @@ def close(found, expected):
 # ------------------------------------------------------------------------------------------ one process
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("case", CASES)
 def test_rows_over_two_devices(tmp_path, case):
     with warnings.catch_warnings():
@@ -125,6 +125,7 @@ def program_of(monkeypatch, path, case, shape, **options):
 COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)\(")
 
 
+@pytest.mark.core
 def test_what_devices_send_each_other(tmp_path, monkeypatch):
     """Nothing between chains; between the parts of the data, sums for the gradient and no rows."""
     assert not COLLECTIVE.findall(program_of(monkeypatch, tmp_path / "chains", "NUTS", (2, 1)))
@@ -167,6 +168,7 @@ def mesh_of(*shape, names=("chain", "data")):
     return jax.make_mesh(shape, names)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
