@@ -417,6 +417,46 @@ def test_a_dense_precision_finds_the_mode():
     assert fit.losses[-1] < short.losses[-1] - 10
 
 
+@pytest.mark.parametrize("likelihood", ["heteroscedastic", "categorical"])
+def test_second_derivatives_along_a_step(likelihood):
+    """J^T F f'' against dense Hessians of the outputs and the Hessian of the log density in them."""
+    net = nn.MLP([4, {"heteroscedastic": 2, "categorical": 3}[likelihood]], "tanh")
+    y = CLASSES if likelihood == "categorical" else Y
+    options = {"prior": priors.Normal(), "likelihood": likelihood, "net": net}
+    guide, _ = fitted(network, "full", X, y, num_epochs=3, **options)
+    problem = guide._problem
+    start, back = ravel_pytree({name: guide._init_locs[name] for name in problem.sites})
+    flat, step = jax.random.normal(KEY, start.shape), jax.random.normal(jax.random.key(1), start.shape)
+
+    def outputs(flat):
+        return net.apply({name.removeprefix("net/"): value for name, value in back(flat).items()}, X)
+
+    def information(f):
+        if likelihood == "categorical":
+            return -jax.hessian(lambda f: dist.Categorical(logits=f).log_prob(0))(f)
+        return jnp.diag(jnp.array([jnp.exp(-2 * f[1]), 2.0]))
+
+    f, jacobian = outputs(flat), jax.jacfwd(outputs)(flat)
+    second = jnp.einsum("nepq,p,q->ne", jax.hessian(outputs)(flat), step, step)
+    expected = jnp.einsum("nep,nef,nf->p", jacobian, jax.vmap(information)(f), second)
+    found = ravel_pytree(problem.bend(back(flat), back(step), None, ((X, y), options)))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_a_step_of_newton_is_of_second_order():
+    """At a distance d from a root of exp(w) - y a straight step leaves d^2 / 2, the bent one less than d^3."""
+
+    def model(y=None):
+        numpyro.sample("y", dist.Normal(jnp.exp(numpyro.sample("w", dist.Normal(0.0, 1.0))), 1e-4), obs=y)
+
+    d, call = 0.1, ((jnp.asarray(2.0),), {})
+    guide, _ = fitted(model, "full", *call[0])
+    problem, v = guide._problem, {"w": jnp.log(2.0) - d}
+    found = fitting.measured(guide, problem, call, v, {})
+    moved, *_ = fitting.newton(guide, problem, call, v, found, ({}, {}), 1)
+    assert 0 < abs(moved["w"] - jnp.log(2.0)) < d**3
+
+
 def test_tuning_keeps_the_largest_evidence(monkeypatch):
     """Rounds whose precisions are far too small are tried, and not taken."""
     monkeypatch.setattr(tuning, "_fixed_point", lambda guide, problem, *_: dict.fromkeys(problem.fixed, 1e-6))

@@ -22,6 +22,8 @@ LEARNING_RATE = 3e-3
 FULL_EPOCHS = 50  # epochs of one step each that are made at once
 MIXED = 1e-3  # share of a derivative that comes from others, above which they are not independent
 TINY = 1e-6  # nats that a step of Newton must promise
+NEAR = 0.01  # distance from the mode, as in the result of a run, at which the steps end
+BENT = 0.75  # length of the second part of such a step, twice, against the first
 
 
 class Fit(NamedTuple):
@@ -136,8 +138,13 @@ def finite(loss: float) -> float:
 def newton(
     guide: Any, problem: Problem, call: Call, v: Values, found: "Precision", tuning: tuple, num_steps: int
 ) -> tuple[Values, "Precision", list[float]]:
-    """From a point near the mode to the mode, by the steps of Levenberg and Marquardt; the precision is dense."""
-    from scipy.linalg import LinAlgError, solve
+    """To the mode by the steps of Levenberg and Marquardt, bent along with the outputs; the precision is dense.
+
+    The narrow valleys of networks are curved. Along a step s the outputs have a second derivative f'', and
+    -1/2 H^-1 J^T F f'' is added to the step; one that would bend too much is tried again with more damping
+    (Transtrum & Sethna 2012).
+    """
+    from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
     def potential(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         v, (precision, spread) = given
@@ -145,34 +152,54 @@ def newton(
 
     def slope(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         value, grads = jax.value_and_grad(lambda v: potential((v, given[1]), args, kwargs))(given[0])
-        return value, jnp.concatenate([jnp.ravel(grads[name]) for name in guide._structure.sizes])
+        return value, flat(grads)
 
-    value_of, slope_of = (problem.prepared(fn.__name__, fn, call) for fn in (potential, slope))
+    def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        return flat(problem.bend(*given, None, (args, kwargs)))
+
+    def flat(values: Values) -> jax.Array:
+        return jnp.concatenate([jnp.ravel(values[name]) for name in guide._structure.sizes])
+
+    value_of, slope_of, bend_of = (problem.prepared(fn.__name__, fn, call) for fn in (potential, slope, bend))
     _, back = ravel_sites({name: v[name] for name in guide._structure.sizes})
     losses: list[float] = []
     damping = 1e-3
     for _ in range(num_steps):
         value, gradient = (np.asarray(part, np.float64) for part in slope_of((v, tuning)))
         matrix = np.asarray(_dense(guide, problem, found, v, tuning[0]), np.float64)
-        lower, gain, new = np.inf, np.inf, v
+        if losses and _distance(matrix, gradient) < NEAR:
+            break
+        lower, gain, new, diagonal = np.inf, np.inf, v, np.abs(np.diag(matrix))
         while lower >= value and gain > TINY and damping < 1e12:
             try:
-                step = -solve(matrix + damping * np.diag(np.abs(np.diag(matrix))), gradient, assume_a="pos")
+                factor = cho_factor(matrix + damping * np.diag(diagonal))
             except LinAlgError:
                 damping *= 10
                 continue
+            step = -cho_solve(factor, gradient)
             gain = -(gradient @ step)
-            new = {name: v[name] + move for name, move in back(jnp.asarray(step, float)).items()}
-            lower = float(value_of(({**v, **new}, tuning)))
-            damping = max(damping / 10, 1e-9) if lower < value else 10 * damping
+            turn = -0.5 * cho_solve(factor, np.asarray(bend_of((v, back(jnp.asarray(step, float)))), np.float64))
+            new = {name: v[name] + move for name, move in back(jnp.asarray(step + turn, float)).items()}
+            straight = 2 * np.sqrt(diagonal @ turn**2) < BENT * np.sqrt(diagonal @ step**2)
+            lower = float(value_of(({**v, **new}, tuning))) if straight else np.inf
+            damping = max(damping / 3, 1e-12) if lower < value else 2 * damping
         if not lower < value:
             break
         v = {**v, **new}
         losses.append(lower)
         found = measured(guide, problem, call, v, tuning[0])
-        if gain < TINY:
-            break
     return v, found, losses
+
+
+def _distance(matrix: np.ndarray, gradient: np.ndarray) -> float:
+    """Root mean square of gradient * posterior sd, as in the result of a run."""
+    from scipy.linalg import LinAlgError, cho_factor, cho_solve
+
+    try:
+        covariance = cho_solve(cho_factor(matrix), np.eye(len(gradient)))
+    except LinAlgError:  # not positive definite, by rounding
+        return np.inf
+    return float(np.sqrt(np.mean(gradient**2 * np.diag(covariance))))
 
 
 class Precision(NamedTuple):

@@ -69,7 +69,7 @@ class AutoLaplace(AutoBlocks):
 
     References: MacKay (1992), *A practical Bayesian framework for backpropagation networks*; Immer, Korzepa & Bauer
     (2021), *Improving predictions of Bayesian neural nets via local linearization*; Daxberger et al. (2021), *Laplace
-    redux*; Grosse & Martens (2016) for convolutions.
+    redux*; Grosse & Martens (2016) for convolutions; Transtrum & Sethna (2012) for the search.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> def model(x, y=None):
@@ -173,7 +173,8 @@ class AutoLaplace(AutoBlocks):
         r"""Find the mode, and the precision there.
 
         With ``structure="full"`` on all rows, damped steps of Newton (Levenberg and Marquardt's, by the precision
-        of the approximation) go from where the optimizer ends to the mode.
+        of the approximation, with geodesic acceleration) go from where the optimizer ends to the mode. With nearly
+        exact targets they fit a network of up to a few thousand weights far better than an optimizer can.
 
         With ``tune_prior`` the precisions of fixed Normal priors are multiplied by factors that maximize Laplace's
         evidence (MacKay's fixed point :math:`\delta = \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the

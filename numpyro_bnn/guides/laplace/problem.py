@@ -111,22 +111,37 @@ class Problem:
 
     def jacobians(self, v: Values, index: Any, call: Call, only: str | None = None) -> tuple[Jacobians, jax.Array]:
         """Jacobians of the outputs, times the root of their Fisher information, or the plain ones of a site."""
+        flat, here, names = self._outputs(v, index, call, only)
+        if only:
+            rows, width = jax.eval_shape(flat, here).shape
+            roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
+            return jacobians(flat, here, roots, jnp.ones(rows), self.capture)
+        found = self.observations(self.trace(v, index, call))
+        known = jnp.any(jnp.concatenate([found[name].weight for name in names], axis=1) > 0, axis=1)
+        roots = self._roots(found, names)
+        return jacobians(flat, here, roots, known.astype(roots.dtype), self.capture)
+
+    def _outputs(self, v: Values, index: Any, call: Call, only: str | None = None) -> tuple[Callable, Values, list]:
+        """The outputs (B, E) as a function of the sites of the Gaussian, those sites, and the observed sites."""
         names = [only] if only else [name for name, (_, used) in self.observed.items() if used]
 
         def flat(given: Mapping[str, jax.Array]) -> jax.Array:
             found = self.observations(self.trace({**v, **given}, index, call))
             return jnp.concatenate([found[name].flat(self.observed[name][1]) for name in names], axis=1)
 
-        here = {name: v[name] for name in self.sites}
-        if only:
-            rows, width = jax.eval_shape(flat, here).shape
-            roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
-            return jacobians(flat, here, roots, jnp.ones(rows), self.capture)
-        found = self.observations(self.trace(v, index, call))
+        return flat, {name: v[name] for name in self.sites}, names
+
+    def _roots(self, found: Mapping[str, Observation], names: Sequence[str]) -> jax.Array:
+        """(B, D, E) roots of the Fisher information of the rows."""
         parts = [found[name].roots(self.observed[name][1]) for name in names]
-        known = jnp.any(jnp.concatenate([found[name].weight for name in names], axis=1) > 0, axis=1)
-        roots = jax.vmap(jax.scipy.linalg.block_diag)(*parts)
-        return jacobians(flat, here, roots, known.astype(roots.dtype), self.capture)
+        return jax.vmap(jax.scipy.linalg.block_diag)(*parts)
+
+    def bend(self, v: Values, step: Values, index: Any, call: Call) -> Values:
+        """Sum over rows of J^T F f'', with f'' the second derivative of the outputs along a step, by site."""
+        flat, here, names = self._outputs(v, index, call)
+        roots = self._roots(self.observations(self.trace(v, index, call)), names)
+        second = jax.jvp(lambda at: jax.jvp(flat, (at,), (step,))[1], (here,), (step,))[1]
+        return jax.vjp(flat, here)[1](jnp.einsum("bde,bdf,bf->be", roots, roots, second))[0]
 
     # -- densities -------------------------------------------------------------------------------------
 
