@@ -82,7 +82,7 @@ SHORT = {
     "examples.benchmarks.classification": "--sets wine --splits 2 --effort 0.01",
     "examples.benchmarks.infinite_kernel": "--points 60 --depth 2 --block-size 25",
     "examples.benchmarks.adf_uci": "--sets boston --splits 2 --epochs 2 --width 5",
-    "examples.benchmarks.laplace_uci": "--sets yacht --splits 1 --rounds 2 --steps 5 --width 3",
+    "examples.benchmarks.laplace_uci": "--sets yacht --splits 1 --rounds 2 --steps 5 --widths 3",
     "examples.benchmarks.laplace_torch": "ours --structures diag --rows 8 --batch-size 4",
     "examples.benchmarks.adf_speed": "--rounds 1 --splits 2 --rows 30 --width 4",
     "examples.benchmarks.gradient_variance": "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1"
@@ -633,7 +633,7 @@ def test_laplace_uci(tmp_path, data_folder):
     page, path = page_with(tmp_path, "laplace_uci"), tmp_path / "uci.json"
     report = run("examples.benchmarks.laplace_uci", "--data", data_folder, "--output", path, "--docs", page)
     assert json.loads(path.read_text())["rows"][0]["by_split"] == report["rows"][0]["by_split"]
-    assert "| yacht | 1 |" in page.read_text()
+    assert "| yacht | 3 | 1 |" in page.read_text()
 
 
 @pytest.mark.slow

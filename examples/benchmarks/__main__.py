@@ -69,6 +69,9 @@ MEASUREMENTS = {
     "infinite_uci": _json("infinite_uci", "--docs docs/infinite.md"),
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
     "laplace_uci": _json("laplace_uci"),
+    "laplace_naval": _json(
+        "laplace_uci", "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps 1000 --splits 5"
+    ),
     "estimators": _json("estimators", "--docs docs/estimators.md"),
     "estimators_rows": Measurement(
         "benchmarks.estimators",

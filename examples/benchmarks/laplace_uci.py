@@ -30,7 +30,7 @@ SETS = ("boston", "concrete", "energy", "yacht")
 
 
 def model(x, y=None, widths=(50,)):
-    """Hidden layers of tanh units, homoscedastic noise with a flat prior on a log scale that spans seven orders of magnitude."""
+    """Layers of tanh units; one noise scale, whose log has a flat prior over seven orders of magnitude."""
     import numpyro_bnn as bnn
 
     net = bnn.random_network("net", bnn.nn.MLP([*widths, 1], "tanh"), x.shape[1:], bnn.priors.Normal())
@@ -130,8 +130,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    writable_file(args.output)
     earlier = json.loads(args.output.read_text())["rows"] if args.output.is_file() else []
+    writable_file(args.output)
     report: dict[str, Any] = {"rows": [row for row in earlier if row["set"] not in args.sets], **environment([])}
     for name in args.sets:
         with jax.enable_x64(True):  # on yacht the precision is too ill-conditioned for float32

@@ -155,7 +155,8 @@ def newton(
         return value, flat(grads)
 
     def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        return flat(problem.bend(*given, None, (args, kwargs)))
+        v, step = given
+        return flat(problem.bend(v, step, None, (args, kwargs)))
 
     def flat(values: Values) -> jax.Array:
         return jnp.concatenate([jnp.ravel(values[name]) for name in guide._structure.sizes])
