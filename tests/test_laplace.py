@@ -457,6 +457,16 @@ def test_a_step_of_newton_is_of_second_order():
     assert 0 < abs(moved["w"] - jnp.log(2.0)) < d**3
 
 
+def test_a_step_of_newton_counts_the_prior():
+    """One damped step of a linear model whose prior is stronger than its data ends at the mode."""
+    (mean, _, _), call = exact_linear(0.1), ((X, Y), {"scale": 0.1})
+    guide, _ = fitted(linear, "full", X, Y, scale=0.1)
+    v = {"w": mean + 0.1}
+    found = fitting.measured(guide, guide._problem, call, v, {})
+    moved, *_ = fitting.newton(guide, guide._problem, call, v, found, ({}, {}), 1)
+    np.testing.assert_allclose(moved["w"], mean, atol=2e-4)  # the damping is 0.001
+
+
 def test_tuning_keeps_the_largest_evidence(monkeypatch):
     """Rounds whose precisions are far too small are tried, and not taken."""
     monkeypatch.setattr(tuning, "_fixed_point", lambda guide, problem, *_: dict.fromkeys(problem.fixed, 1e-6))
