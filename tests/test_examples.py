@@ -1477,6 +1477,7 @@ KEPT = {
     "hierarchical_hmc": "hierarchical.md",
     "infinite_kernel": "infinite.md",
     "infinite_uci": "infinite.md",
+    "laplace_uci": "guides.md",
     "minibatches": "minibatches.md",
     "microcanonical": "microcanonical.md",
     "microcanonical_cost": "microcanonical.md",

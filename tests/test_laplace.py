@@ -467,6 +467,17 @@ def test_a_step_of_newton_counts_the_prior():
     np.testing.assert_allclose(moved["w"], mean, atol=2e-4)  # the damping is 0.001
 
 
+def test_a_fit_without_noise_ends_while_digits_last():
+    """The noise of an exact fit tends to 0; the last point with enough digits for the precision is kept."""
+    inputs = np.random.default_rng(0).normal(size=(200, 3))
+    exact = bnn.models.regression(nn.MLP([20, 1], "tanh"), priors.Normal())
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        guide, fit = fitted(exact, "full", inputs, np.sin(2 * inputs[:, 0]) + inputs[:, 1], num_epochs=100)
+    assert guide.median(fit.params)["sigma"] < 1e-4
+    assert np.isfinite(fit.log_evidence)
+    assert np.all(np.linalg.eigvalsh(covariance(guide, fit.params)) > 0)
+
+
 def test_tuning_keeps_the_largest_evidence(monkeypatch):
     """Rounds whose precisions are far too small are tried, and not taken."""
     monkeypatch.setattr(tuning, "_fixed_point", lambda guide, problem, *_: dict.fromkeys(problem.fixed, 1e-6))

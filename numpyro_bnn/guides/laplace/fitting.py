@@ -136,7 +136,14 @@ def finite(loss: float) -> float:
 
 
 def newton(
-    guide: Any, problem: Problem, call: Call, v: Values, found: "Precision", tuning: tuple, num_steps: int
+    guide: Any,
+    problem: Problem,
+    call: Call,
+    v: Values,
+    found: "Precision",
+    tuning: tuple,
+    num_steps: int,
+    progress_bar: bool = False,
 ) -> tuple[Values, "Precision", list[float]]:
     """To the mode by the steps of Levenberg and Marquardt, bent along with the outputs; the precision is dense.
 
@@ -164,12 +171,19 @@ def newton(
     value_of, slope_of, bend_of = (problem.prepared(fn.__name__, fn, call) for fn in (potential, slope, bend))
     _, back = ravel_sites({name: v[name] for name in guide._structure.sizes})
     losses: list[float] = []
+    kept: tuple | None = None  # the last point, if the precision is positive there
     damping = 1e-3
-    for _ in range(num_steps):
+    for _ in (bar := tqdm.tqdm(range(num_steps), disable=not progress_bar)):
         value, gradient = (np.asarray(part, np.float64) for part in slope_of((v, tuning)))
         matrix = np.asarray(_dense(guide, problem, found, v, tuning[0]), np.float64)
-        if losses and _distance(matrix, gradient) < NEAR:
+        distance = _distance(guide, problem, found, v, tuning[0], gradient)
+        if losses and distance < NEAR:
             break
+        if kept and not np.isfinite(distance):  # the fit became so close that no digits are left
+            v, found = kept
+            losses.pop()
+            break
+        kept = (v, found) if np.isfinite(distance) else None
         lower, gain, new, diagonal = np.inf, np.inf, v, np.abs(np.diag(matrix))
         while lower >= value and gain > TINY and damping < 1e12:
             try:
@@ -188,19 +202,21 @@ def newton(
             break
         v = {**v, **new}
         losses.append(lower)
+        bar.set_postfix_str(f"loss {lower:.5g}", refresh=False)
         found = measured(guide, problem, call, v, tuning[0])
+    else:
+        if kept and not np.isfinite(_distance(guide, problem, found, v, tuning[0], gradient)):
+            v, found = kept
+            losses.pop()
     return v, found, losses
 
 
-def _distance(matrix: np.ndarray, gradient: np.ndarray) -> float:
-    """Root mean square of gradient * posterior sd, as in the result of a run."""
-    from scipy.linalg import LinAlgError, cho_factor, cho_solve
-
-    try:
-        covariance = cho_solve(cho_factor(matrix), np.eye(len(gradient)))
-    except LinAlgError:  # not positive definite, by rounding
-        return np.inf
-    return float(np.sqrt(np.mean(gradient**2 * np.diag(covariance))))
+def _distance(guide: Any, problem: Problem, found: "Precision", v: Values, precision: Any, gradient: Any) -> float:
+    """From the mode, as in the result of a run; not finite if rounding leaves no positive precision."""
+    variance = gaussian_at(guide, problem, found, v, precision).variance
+    spread = np.concatenate([np.ravel(variance[name]) for name in guide._structure.sizes])
+    with np.errstate(invalid="ignore"):
+        return float(np.sqrt(np.mean((gradient * np.sqrt(spread)) ** 2)))
 
 
 class Precision(NamedTuple):

@@ -223,7 +223,9 @@ class AutoLaplace(AutoBlocks):
         options = Fit(num_epochs, optimizer, patience, progress_bar)
         search = fit_mode(problem, (args, kwargs), options)
         newton = optimizer is None and num_epochs > 0
-        return tuned(self, problem, (args, kwargs), search, start, rng_key, tune_prior, num_rounds, newton)
+        return tuned(
+            self, problem, (args, kwargs), search, start, rng_key, tune_prior, num_rounds, newton, progress_bar
+        )
 
     def _started(self, problem: Problem, call: Call, given: dict[str, Any]) -> Values:
         """Coordinates of the start."""

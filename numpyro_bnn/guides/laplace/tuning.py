@@ -58,6 +58,7 @@ def tuned(
     tune: bool | str,
     num_rounds: int,
     newton_steps: bool,
+    progress_bar: bool,
 ) -> LaplaceResult:
     """Search, measure and, if asked for, tune prior precisions in turn; returns a ``LaplaceResult``."""
     names = [name for name in problem.sites if name in problem.fixed]
@@ -74,7 +75,8 @@ def tuned(
     dense = newton_steps and guide.structure == "full" and not problem.plates
 
     def polished(v: Values, found: Precision, precision: Any, spread: Any, num_steps: int) -> tuple:
-        return newton(guide, problem, call, v, found, (precision, spread), num_steps if dense else 0)
+        bar = progress_bar and dense and num_steps > FEW_STEPS
+        return newton(guide, problem, call, v, found, (precision, spread), num_steps if dense else 0, bar)
 
     _check_rows(guide, problem, v, call)
     highest, since = -np.inf, 0
