@@ -153,22 +153,7 @@ def newton(
     """
     from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
-    def potential(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        v, (precision, spread) = given
-        return problem.potential(v, precision, spread, None, (args, kwargs))
-
-    def slope(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        value, grads = jax.value_and_grad(lambda v: potential((v, given[1]), args, kwargs))(given[0])
-        return value, flat(grads)
-
-    def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        v, step = given
-        return flat(problem.bend(v, step, None, (args, kwargs)))
-
-    def flat(values: Values) -> jax.Array:
-        return jnp.concatenate([jnp.ravel(values[name]) for name in guide._structure.sizes])
-
-    value_of, slope_of, bend_of = (problem.prepared(fn.__name__, fn, call) for fn in (potential, slope, bend))
+    value_of, slope_of, bend_of = _programs(guide, problem, call)
     _, back = ravel_sites({name: v[name] for name in guide._structure.sizes})
     losses: list[float] = []
     kept: tuple | None = None  # the last point, if the precision is positive there
@@ -209,6 +194,27 @@ def newton(
             v, found = kept
             losses.pop()
     return v, found, losses
+
+
+def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
+    """Of -log p(D, v), of it with its gradient, and of the bend along a step, both flat."""
+
+    def potential(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        v, (precision, spread) = given
+        return problem.potential(v, precision, spread, None, (args, kwargs))
+
+    def slope(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        value, grads = jax.value_and_grad(lambda v: potential((v, given[1]), args, kwargs))(given[0])
+        return value, flat(grads)
+
+    def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        v, step = given
+        return flat(problem.bend(v, step, None, (args, kwargs)))
+
+    def flat(values: Values) -> jax.Array:
+        return jnp.concatenate([jnp.ravel(values[name]) for name in guide._structure.sizes])
+
+    return [problem.prepared(fn.__name__, fn, call) for fn in (potential, slope, bend)]
 
 
 def _distance(guide: Any, problem: Problem, found: "Precision", v: Values, precision: Any, gradient: Any) -> float:
