@@ -70,7 +70,7 @@ MEASUREMENTS = {
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
     "laplace_uci": _json("laplace_uci"),
     "laplace_naval": _json(
-        "laplace_uci", "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps 1000 --splits 5"
+        "laplace_uci", "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps 1000 --splits 1"
     ),
     "estimators": _json("estimators", "--docs docs/estimators.md"),
     "estimators_rows": Measurement(

@@ -99,6 +99,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = [f"{m:.3f} ± {e:.3f}" for m, e in (row["rmse"], row["log_likelihood"], PBP[row["set"]][1])]
+        if row["rmse"][0] < 1e-3:
+            cells[0] = f"{row['rmse'][0]:.1e} ± {row['rmse'][1]:.1e}"
         coverage = f"{np.mean(row['by_split']['coverage']):.2f}"
         lines.append((row["set"], row["network"], row["splits"], *cells, coverage, f"{row['seconds']:.0f}"))
     return markdown(heads, lines)
