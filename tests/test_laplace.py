@@ -457,6 +457,42 @@ def test_a_step_of_newton_is_of_second_order():
     assert 0 < abs(moved["w"] - jnp.log(2.0)) < d**3
 
 
+@jax.custom_vjp
+def reverse_only(x):
+    return jnp.tanh(x)
+
+
+reverse_only.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
+
+
+@jax.custom_jvp
+def slope_without_slope(x):
+    return 1 - jnp.tanh(x) ** 2
+
+
+slope_without_slope.defjvp(lambda x, t: (slope_without_slope(*x), t[0] * jnp.nan))
+
+
+@jax.custom_jvp
+def no_second_derivative(x):
+    return jnp.tanh(x)
+
+
+no_second_derivative.defjvp(lambda x, t: (jnp.tanh(*x), t[0] * slope_without_slope(*x)))
+
+
+@pytest.mark.parametrize("unit", [reverse_only, no_second_derivative])
+def test_steps_of_newton_are_straight_without_second_derivatives(unit):
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3, 4]).to_event(2))
+        v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(unit(x @ w) @ v, 0.1), obs=y)
+
+    _, fit = fitted(model, "full", X, SMOOTH, num_epochs=20)
+    assert fit.converged
+
+
 def test_a_step_of_newton_counts_the_prior():
     """One damped step of a linear model whose prior is stronger than its data ends at the mode."""
     (mean, _, _), call = exact_linear(0.1), ((X, Y), {"scale": 0.1})

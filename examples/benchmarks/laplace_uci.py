@@ -23,8 +23,8 @@ import numpyro
 import numpyro.distributions as dist
 
 from examples import loaders
-from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, put_table, write_report
-from examples.shared import at_least, markdown, writable_file
+from examples.benchmarks.shared import PBP, environment, mean_and_error, options_of, provenance, write_report
+from examples.shared import at_least, between_marks, markdown, writable_file
 
 SETS = ("boston", "concrete", "energy", "yacht")
 
@@ -76,6 +76,7 @@ def learn_set(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "set": name,
         "splits": args.splits,
         "options": options_of(args),
+        **environment([]),
         "network": "x".join(map(str, args.widths)),
         "rmse": mean_and_error(np.array(by_split["rmse"])),
         "log_likelihood": mean_and_error(np.array(by_split["log_likelihood"])),
@@ -106,6 +107,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(heads, lines)
 
 
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """The table by its name on the page; below it machines, versions and options, which each row keeps."""
+    return {"laplace_uci": f"{table(report['rows'])}\n\n{provenance(report['rows'])}"}
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="examples.benchmarks.laplace_uci",
@@ -134,15 +140,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     earlier = json.loads(args.output.read_text())["rows"] if args.output.is_file() else []
     writable_file(args.output)
-    report: dict[str, Any] = {"rows": [row for row in earlier if row["set"] not in args.sets], **environment([])}
+    report: dict[str, Any] = {"rows": [row for row in earlier if row["set"] not in args.sets]}
     for name in args.sets:
         with jax.enable_x64(True):  # on yacht the precision is too ill-conditioned for float32
             row = learn_set(name, args)
         report["rows"] = sorted([*report["rows"], row], key=lambda row: row["set"])
-        report["options"] = list({str(row["options"]): row["options"] for row in report["rows"]}.values())
         print(table([row]).split("\n")[-1], flush=True)
         write_report(args.output, report)
-    put_table(args.docs, "laplace_uci", table(report["rows"]), report)
+    if args.docs is not None:
+        between_marks(args.docs, tables(report)["laplace_uci"], "laplace_uci")
     return report
 
 

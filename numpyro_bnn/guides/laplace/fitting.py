@@ -209,7 +209,11 @@ def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
 
     def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         v, step = given
-        return flat(problem.bend(v, step, None, (args, kwargs)))
+        try:
+            bent = flat(problem.bend(v, step, None, (args, kwargs)))
+        except (NotImplementedError, TypeError):  # a function that has only a rule for reverse mode: straight steps
+            return jnp.zeros_like(flat(step))
+        return jnp.where(jnp.all(jnp.isfinite(bent)), bent, 0.0)
 
     def flat(values: Values) -> jax.Array:
         return jnp.concatenate([jnp.ravel(values[name]) for name in guide._structure.sizes])

@@ -174,7 +174,7 @@ class AutoLaplace(AutoBlocks):
 
         With ``structure="full"`` on all rows, damped steps of Newton (Levenberg and Marquardt's, by the precision
         of the approximation, with geodesic acceleration) go from where the optimizer ends to the mode. With nearly
-        exact targets they fit a network of up to a few thousand weights far better than an optimizer can.
+        exact targets they fit a network of about a thousand weights far better than an optimizer can.
 
         With ``tune_prior`` the precisions of fixed Normal priors are multiplied by factors that maximize Laplace's
         evidence (MacKay's fixed point :math:`\delta = \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the

@@ -111,7 +111,7 @@ class Problem:
 
     def jacobians(self, v: Values, index: Any, call: Call, only: str | None = None) -> tuple[Jacobians, jax.Array]:
         """Jacobians of the outputs, times the root of their Fisher information, or the plain ones of a site."""
-        flat, here, names = self._outputs(v, index, call, only)
+        flat, here, names = self._flat_outputs(v, index, call, only)
         if only:
             rows, width = jax.eval_shape(flat, here).shape
             roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
@@ -121,7 +121,9 @@ class Problem:
         roots = self._roots(found, names)
         return jacobians(flat, here, roots, known.astype(roots.dtype), self.capture)
 
-    def _outputs(self, v: Values, index: Any, call: Call, only: str | None = None) -> tuple[Callable, Values, list]:
+    def _flat_outputs(
+        self, v: Values, index: Any, call: Call, only: str | None = None
+    ) -> tuple[Callable, Values, list]:
         """The outputs (B, E) as a function of the sites of the Gaussian, those sites, and the observed sites."""
         names = [only] if only else [name for name, (_, used) in self.observed.items() if used]
 
@@ -138,7 +140,7 @@ class Problem:
 
     def bend(self, v: Values, step: Values, index: Any, call: Call) -> Values:
         """Sum over rows of J^T F f'', with f'' the second derivative of the outputs along a step, by site."""
-        flat, here, names = self._outputs(v, index, call)
+        flat, here, names = self._flat_outputs(v, index, call)
         roots = self._roots(self.observations(self.trace(v, index, call)), names)
         second = jax.jvp(lambda at: jax.jvp(flat, (at,), (step,))[1], (here,), (step,))[1]
         return jax.vjp(flat, here)[1](jnp.einsum("bde,bdf,bf->be", roots, roots, second))[0]
