@@ -10,12 +10,12 @@ PYTEST_ARGS ?=
 
 help:
 	@echo "make demo   six ways to predict the strength of concrete, with intervals: table, plot, netCDF in output/ (one to two minutes)"
-	@echo "make test   run the linter, the type checker and the tests of every contract: about 20 minutes on two cores"
-	@echo "make test-all  run everything: calibration, long fits, every example and page (40 minutes on two cores)"
+	@echo "make test   run the linter, the type checker, every contract and the README: about six minutes on two cores"
+	@echo "make test-all  run everything: all rows, calibration, long fits, every example and page (about an hour and a half of minutes on two cores)"
 	@echo "make unit   run only the tests of make test"
 	@echo "make lint   run only the linter and the type checker"
 	@echo "make truth  cross models of known posteriors with every kernel and guide, write docs/what_works.md (half an hour)"
-	@echo "make faults plant hundreds of one-line faults, one at a time, and check that a test notices each"
+	@echo "make faults ROOM=infer SEED=0 COUNT=50  plant faults in a room, one at a time: which does no test notice?"
 	@echo "make bench  measure speed ratios, written to output/*.json"
 	@echo "make docs   build the documentation as a site, with warnings as errors (output/docs/index.html)"
 	@echo "make docs-figures  rerun the examples whose output and plots the site shows (an hour)"
@@ -53,14 +53,15 @@ unit: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 unit-all: $(VENV)/.test
-	@echo "The whole suite takes about 40 minutes on two cores."
 	$(PYTEST) $(PYTEST_ARGS)
 
 truth: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m truth --workers $(WORKERS)
 
+# HAND=1 plants the faults that people chose; MAP=1 measures again which tests run which lines.
 faults: $(VENV)/.test
-	$(BIN)/python tests/faults --workers $(WORKERS) --output output/faults.json
+	$(BIN)/python tests/faults --room $(ROOM) --seed $(or $(SEED),0) --count $(or $(COUNT),50) $(if $(HAND),--hand) \
+	    $(if $(MAP),--map) --workers $(WORKERS) --output output/faults.json
 
 bench: $(VENV)/.benchmarks
 	$(BIN)/python -m examples.benchmarks.gradient_cost --output output/gradient_cost.json

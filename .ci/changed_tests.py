@@ -1,7 +1,7 @@
-"""Print the test files of the modules that differ from a base commit: python .ci/changed_tests.py origin/main
+"""Print the test files of the rooms that differ from a base commit: python .ci/changed_tests.py origin/main
 
-Here a module is a folder or file of the package; its tests are ``tests/test_<module>*.py``. If the base is missing or
-is this commit, the list is empty.
+A room is a folder or file of the package; the table says which tests are about it. If the base is missing or is this
+commit, nothing is printed. `tests/use/test_repository.py` checks that the table is complete.
 """
 
 import subprocess
@@ -9,32 +9,86 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Modules whose tests have another name.
-TESTS = {"guides/adf": "adf", "networks.py": "networks", "models.py": "models"}
+# Room -> patterns of test files. Pages, examples and tasks are about all rooms, and run where they change themselves.
+TESTS: dict[str, tuple[str, ...]] = {
+    "datasets": ("theory/test_scaler.py",),
+    "estimators": ("contracts/test_estimators.py", "borders/test_sklearn.py"),
+    "guides": (
+        "contracts/test_guides.py",
+        "theory/test_elbo*.py",
+        "theory/test_evidence.py",
+        "theory/test_flows.py",
+        "theory/test_gaussian_guides.py",
+        "borders/test_svi.py",
+    ),
+    "guides/adf": ("contracts/test_adf_guide.py", "theory/test_adf*.py"),
+    "guides/laplace": ("theory/test_laplace*.py",),
+    "infer": (
+        "contracts/test_ensemble.py",
+        "contracts/test_kernels.py",
+        "contracts/test_wrappers.py",
+        "theory/test_collapse.py",
+        "theory/test_kernel_posteriors.py",
+        "theory/test_linear_fit.py",
+        "theory/test_local_sites.py",
+        "theory/test_microcanonical_chains.py",
+        "theory/test_orbit_*.py",
+        "theory/test_precision_gibbs.py",
+        "theory/test_surviving_chains.py",
+        "theory/test_tempering.py",
+        "theory/test_unit_moves.py",
+        "theory/test_warm_up.py",
+        "borders/test_mcmc.py",
+        "use/test_kernel_refusals.py",
+    ),
+    "infinite": ("theory/test_infinite_*.py",),
+    "metrics": ("theory/test_health.py", "theory/test_metrics.py", "use/test_marked_chains.py"),
+    "models": ("contracts/test_networks.py",),
+    "moments": ("contracts/test_moment_rules.py", "theory/test_moments.py"),
+    "networks": ("contracts/test_networks.py", "borders/test_modules.py"),
+    "nn": ("contracts/test_layers.py",),
+    "plots": ("use/test_plots.py",),
+    "priors": ("contracts/test_pretrained.py", "contracts/test_priors.py", "theory/test_priors.py"),
+    "program": ("borders/test_arguments.py", "theory/test_programs.py", "theory/test_truth.py"),
+    "results": ("contracts/test_exports.py", "theory/test_health.py", "use/test_export_refusals.py"),
+    "runs": ("borders/test_disk*.py", "borders/test_processes.py"),
+    "sgmcmc": ("theory/test_sgmcmc_*.py",),
+    "symmetry": (
+        "contracts/test_symmetries.py",
+        "theory/test_canonical.py",
+        "theory/test_gig.py",
+        "theory/test_orbit_*.py",
+    ),
+}
 
 
 def changed_files(base: str) -> list[str]:
     """Files that differ between the base and this commit, since they diverged."""
     command = ["git", "diff", "--name-only", f"{base}...HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return listed.stdout.splitlines() if listed.returncode == 0 else []
+
+
+def room_of(path: str) -> str:
+    """The longest room of the table that holds a file of the package."""
+    inside = path.removeprefix("numpyro_bnn/").removesuffix(".py")
+    return max((room for room in TESTS if inside == room or inside.startswith(f"{room}/")), key=len, default="")
 
 
 def tests_of(path: str) -> set[str]:
-    """Names of the test files that hold the tests of one changed file."""
-    if path.startswith("tests/test_"):
-        return {Path(path).name}
-    room = path.removeprefix("numpyro_bnn/")
-    if room == path or room.startswith("_"):
+    """Test files that a change of this file concerns."""
+    if path.startswith("tests/") and Path(path).name.startswith("test_"):
+        return {path}
+    if not path.startswith("numpyro_bnn/"):
         return set()
-    prefix = next((name for start, name in TESTS.items() if room.startswith(start)), room.split("/")[0])
-    return {file.name for file in (ROOT / "tests").glob(f"test_{prefix}*.py")}
+    files = (file for pattern in TESTS.get(room_of(path), ()) for file in (ROOT / "tests").glob(pattern))
+    return {str(file.relative_to(ROOT)) for file in files}
 
 
 def main() -> None:
     """Print the files, in order."""
     names = set().union(*map(tests_of, changed_files(sys.argv[1])))
-    print(" ".join(f"tests/{name}" for name in sorted(names) if (ROOT / "tests" / name).is_file()))
+    print(" ".join(name for name in sorted(names) if (ROOT / name).is_file()))
 
 
 if __name__ == "__main__":

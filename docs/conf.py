@@ -3,6 +3,8 @@
 import inspect
 import sys
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
 
 sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parent.parent)]
 
@@ -60,6 +62,22 @@ def add_contents(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
 
 
+def plain_type(annotation):
+    """The type of an option, without how it is checked."""
+    if get_origin(annotation) is Annotated:
+        return annotation.__origin__
+    if get_origin(annotation) in (Union, UnionType):
+        return Union[tuple(map(plain_type, get_args(annotation)))]  # noqa: UP007
+    return annotation
+
+
+def show_plain_types(app, obj, bound_method):
+    """Signatures show the types of options; the text says which values they may have."""
+    function = inspect.unwrap(obj)
+    if inspect.isfunction(function):
+        function.__annotations__ |= {name: plain_type(of) for name, of in function.__annotations__.items()}
+
+
 def keep_errors_with_means(app, docname, source):
     """A line may break before the error of a figure, as narrow screens need, but not after its sign."""
     source[0] = source[0].replace(" ± ", " ±\N{NO-BREAK SPACE}")
@@ -68,4 +86,5 @@ def keep_errors_with_means(app, docname, source):
 def setup(app):
     app.connect("source-read", keep_errors_with_means)
     app.connect("autodoc-process-docstring", add_contents)
+    app.connect("autodoc-before-process-signature", show_plain_types)
     app.connect("autodoc-skip-member", is_generated_field)

@@ -15,17 +15,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_choice,
-    check_count,
-    check_finite,
-    check_kind,
-    check_labels,
-    check_number,
-    check_rank,
-    check_same_length,
-)
+from numpyro_bnn._checks import argument_error, check_finite, check_labels, check_rank, check_same_length
+from numpyro_bnn._options import Choice, Count, Kind, Number
 from numpyro_bnn.datasets import Scaler
 
 _FOLDER_VARIABLE = "NUMPYRO_BNN_DATA"
@@ -104,7 +95,7 @@ def standardize(dataset: Dataset, targets: bool = True) -> Dataset:
     >>> data.x_test.tolist(), data.y_scaler.scale_factor     # one standardized unit, in units of the data
     ([[-1.0]], 20.0)
     """
-    check_kind("standardize", "dataset", dataset, Dataset, "Pass a `datasets.Dataset`.")
+    Kind(Dataset, "Pass a `datasets.Dataset`.").check("standardize", "dataset", dataset)
     if dataset.x_scaler is not None:
         raise argument_error("standardize", "dataset", "a standardized data set", "Pass it as it was loaded.")
     if len(dataset.x_train) == 0:
@@ -140,7 +131,7 @@ def load_sklearn(name: str, test_fraction: float = 0.2, seed: int = 0) -> Datase
     >>> data.x_train.shape, data.x_test.shape, data.feature_names[:3]
     ((398, 10), (44, 10), ('age', 'sex', 'bmi'))
     """
-    check_choice("load_sklearn", "name", name, _SKLEARN)
+    Choice(_SKLEARN).check("load_sklearn", "name", name)
     try:
         from sklearn import datasets as sklearn_datasets
     except ImportError as error:
@@ -178,13 +169,13 @@ def load_uci(name: str, split: int = 0, folder: str | os.PathLike | None = None)
     ...     load_uci("yacht", split=0, folder=folder)
     Dataset('yacht', x_train=(3, 6), y_train=(3,) float64, x_test=(1, 6), y_test=(1,) float64)
     """
-    check_choice("load_uci", "name", name, _UCI)
+    Choice(_UCI).check("load_uci", "name", name)
     path = _data_file("load_uci", folder, _UCI[name], _UCI.values())
     arrays = _read_npz("load_uci", path, ("X", "y", "train_idx", "test_idx"))
     x, y = _table("load_uci", path.name, arrays["X"], arrays["y"])
     _check_splits(path.name, arrays["train_idx"], arrays["test_idx"], len(x))
     last = len(arrays["train_idx"]) - 1
-    if check_count("load_uci", "split", split, minimum=0) > last:
+    if Count(0).check("load_uci", "split", split) > last:
         raise argument_error("load_uci", "split", split, f"Pass an integer from 0 to {last}.")
     train, test = arrays["train_idx"][split], arrays["test_idx"][split]
     return Dataset(x[train], y[train], x[test], y[test], name, _columns(x))
@@ -204,12 +195,12 @@ def load_uci_gap(name: str, column: int, kind: str = "gap", folder: str | os.Pat
 
     **Reference:** Foong et al. (2019), 'In-between' uncertainty in Bayesian neural networks (gap).
     """
-    check_choice("load_uci_gap", "name", name, _UCI)
-    check_choice("load_uci_gap", "kind", kind, ("gap", "tail"))
+    Choice(_UCI).check("load_uci_gap", "name", name)
+    Choice(("gap", "tail")).check("load_uci_gap", "kind", kind)
     path = _data_file("load_uci_gap", folder, _UCI[name], _UCI.values())
     arrays = _read_npz("load_uci_gap", path, ("X", "y"))
     x, y = _table("load_uci_gap", path.name, arrays["X"], arrays["y"])
-    if check_count("load_uci_gap", "column", column, minimum=0) >= x.shape[1]:
+    if Count(0).check("load_uci_gap", "column", column) >= x.shape[1]:
         raise argument_error("load_uci_gap", "column", column, f"Pass an integer from 0 to {x.shape[1] - 1}.")
     order = np.argsort(x[:, column], kind="stable")
     place, rows = np.arange(len(x)), len(x)
@@ -277,7 +268,7 @@ def load_neal(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     ...     load_neal("rdata", folder)
     Dataset('rdata', x_train=(3, 1), y_train=(3,) float64, x_test=(1, 1), y_test=(1,) float64)
     """
-    check_choice("load_neal", "name", name, _NEAL_SETS)
+    Choice(_NEAL_SETS).check("load_neal", "name", name)
     path = _data_file("load_neal", folder, _NEAL, [_NEAL])
     keys = (f"{name}_X", f"{name}_y", f"{name}_n_train")
     inputs, targets, count = _read_npz("load_neal", path, keys).values()
@@ -311,7 +302,7 @@ def load_images(name: str, folder: str | os.PathLike | None = None) -> Dataset:
     ...     load_images("kmnist", folder)
     Dataset('kmnist', x_train=(0, 28, 28, 1), y_train=(0,) int32, x_test=(2, 28, 28, 1), y_test=(2,) int32)
     """
-    check_choice("load_images", "name", name, _IMAGES)
+    Choice(_IMAGES).check("load_images", "name", name)
     file, parts = _IMAGES[name]
     path = _data_file("load_images", folder, file, [known for known, _ in _IMAGES.values()])
     arrays = _read_npz("load_images", path, [f"{axis}_{part}" for part in parts for axis in "xy"])
@@ -327,8 +318,8 @@ def _random_split(
     call: str, name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], test_fraction: Any, seed: Any
 ) -> Dataset:
     """Split the rows at random (not stratified); the same seed gives the same split on every machine."""
-    seed = check_count(call, "seed", seed, minimum=0)
-    check_number(call, "test_fraction", test_fraction, strict=True, below=1.0)
+    seed = Count(0).check(call, "seed", seed)
+    Number(strict=True, below=1).check(call, "test_fraction", test_fraction)
     num_test = round(len(x) * float(test_fraction))
     if not 0 < num_test < len(x):
         instead = f"It leaves {num_test} of {len(x)} rows for testing: keep at least one row on either side."
@@ -357,7 +348,7 @@ def _data_file(call: str, folder: str | os.PathLike | None, relative: str, sibli
     if not given:
         instead = f"Pass the folder of the data, or set the variable {_FOLDER_VARIABLE}."
         raise argument_error(call, "folder", folder, instead)
-    check_kind(call, "folder", given, str | os.PathLike, "Pass the path of a folder.")
+    Kind(str | os.PathLike, "Pass the path of a folder.").check(call, "folder", given)
     root = Path(given)
     if not root.is_dir():
         raise argument_error(call, "folder", repr(str(root)), "No such folder: pass the one that holds the data.")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_choice, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._options import Choice
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -83,7 +84,7 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     >>> bool(1500 < ess(draws, "bulk") < 2500)
     True
     """
-    check_choice("ess", "kind", kind, ("bulk", "tail", "mean"))
+    Choice(("bulk", "tail", "mean")).check("ess", "kind", kind)
     # The quantiles are named because the default differs between the two ArviZ versions.
     options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
     return _by_column(_by_chain("ess", draws), _arviz().ess, method=kind, **options)

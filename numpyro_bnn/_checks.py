@@ -1,13 +1,15 @@
 """Argument checks, done before any work, and the common form of error messages, which say what to write instead."""
 
-import math
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
-from operator import index
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+PACKAGE = str(Path(__file__).parent)
 
 LONGEST = 300  # characters of a value in a message
 # Values of the data that a program is traced on, by the id of their tracers.
@@ -28,21 +30,15 @@ def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[
     :param instead: a sentence that says what to write instead.
     :param kind: ``ValueError`` (default) or ``TypeError``.
     """
-    return kind(f"{call}: argument `{argument}` got {got if isinstance(got, str) else _shown(got)}. {instead}")
+    return kind(f"{call}: argument `{argument}` got {got if isinstance(got, str) else shown(got)}. {instead}")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value for a message: arrays by shape and dtype, anything else by ``repr``."""
     if hasattr(value, "dtype") and np.ndim(value):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
     return f"a {type(value).__name__}" if len(text) > LONGEST else text
-
-
-def check_kind(call: str, argument: str, value: Any, kind: Any, instead: str) -> None:
-    """Refuse a value of another type; the kind ``callable`` stands for all functions and callable objects."""
-    if not (callable(value) if kind is callable else isinstance(value, kind)):
-        raise argument_error(call, argument, repr(value) if isinstance(value, str) else value, instead, TypeError)
 
 
 def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
@@ -56,65 +52,12 @@ def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
     return argument_error(call, argument, repr(got), f"{hint}Known: {', '.join(names)}.")
 
 
-def check_count(call: str, argument: str, value: Any, minimum: int = 1) -> int:
-    """Return the argument as an ``int``; refuse anything but an integer (NumPy's too) of at least ``minimum``."""
-    try:
-        count = None if isinstance(value, bool | np.bool) else index(value)
-    except TypeError:
-        count = None
-    if count is None or count < minimum:
-        raise argument_error(call, argument, _shown(value), f"Pass an integer of at least {minimum}.")
-    return count
-
-
-def check_number(
-    call: str,
-    argument: str,
-    value: Any,
-    *,
-    minimum: float = 0.0,
-    strict: bool = False,
-    below: float = math.inf,
-    infinite: bool = False,
-    most: float = math.inf,
-) -> None:
-    """Refuse non-numbers, NaN, infinity, and numbers below (or at) ``minimum``, not ``below``, or above ``most``."""
-    if isinstance(value, jax.core.Tracer):
-        return  # its value is not known yet
-    try:
-        number = None if isinstance(value, str | bool | np.bool) else float(value)
-    except (TypeError, ValueError):
-        number = None
-    bounds = [f"{'above' if strict else 'at least'} {minimum:g}"] if math.isfinite(minimum) else []
-    bounds += [f"{word} {limit:g}" for word, limit in (("below", below), ("at most", most)) if math.isfinite(limit)]
-    instead = " ".join(["Pass a finite number", " and ".join(bounds)]).strip() + "."
-    if number is None:
-        raise argument_error(call, argument, _shown(value), instead, TypeError)
-    high_enough = number > minimum if strict else number >= minimum
-    small_enough = number < below or (infinite and number == math.inf)
-    if not (high_enough and small_enough and -math.inf < number <= most):  # NaN is none of these
-        raise argument_error(call, argument, _shown(value), instead)
-
-
-def check_choice(call: str, argument: str, value: Any, choices: Iterable[str]) -> None:
-    """Refuse a name that is not in a table, and suggest the closest one."""
-    known = tuple(choices)
-    if not isinstance(value, str) or value not in known:
-        raise unknown_name(call, argument, value, known)
-
-
-def check_flag(call: str, argument: str, value: Any) -> None:
-    """Refuse anything but ``True`` and ``False``: the text ``"no"`` would count as true."""
-    if not isinstance(value, bool | np.bool):
-        raise argument_error(call, argument, _shown(value), "Pass True or False.", TypeError)
-
-
-def check_key(call: str, argument: str, value: Any) -> None:
-    """Refuse anything but random keys, typed or raw."""
-    dtype = getattr(value, "dtype", None)
-    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and (dtype != np.uint32 or not np.ndim(value)):
-        raise argument_error(call, argument, type(value).__name__, "Pass a key, e.g. `jax.random.key(0)`.", TypeError)
+def outside() -> int:
+    """The ``stacklevel`` of a warning about the line of the user that called the package."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def as_floats(call: str, argument: str, value: Any, dtype: Any = np.float64) -> np.ndarray:

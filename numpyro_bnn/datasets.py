@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._checks import argument_error, as_floats, check_finite
 
 __all__ = ["Scaler"]
 
@@ -35,6 +35,14 @@ class Scaler:
 
     mean: np.ndarray
     scale: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "scale"):
+            object.__setattr__(self, name, as_floats("Scaler", name, getattr(self, name)))
+            check_finite("Scaler", name, getattr(self, name))
+        if self.scale.shape != self.mean.shape or not np.all(self.scale > 0):
+            instead = f"Pass positive numbers of shape {self.mean.shape}, one for each mean."
+            raise argument_error("Scaler", "scale", self.scale, instead)
 
     @classmethod
     def fit(cls, train: ArrayLike) -> "Scaler":

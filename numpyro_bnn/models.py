@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,19 @@ from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Count, Number, Switch, checked
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
+from numpyro_bnn.nn.base import Net
 from numpyro_bnn.priors.base import as_prior, is_positive
 from numpyro_bnn.program.plates import full_plates, unobserved
 
 __all__ = ["classification", "regression"]
 
 
+@checked("models.regression")
 def regression(
-    net: Layer, prior: Any = None, noise: Any = None, heteroscedastic: bool = False, heavy_tails: bool = False
+    net: Net, prior: Any = None, noise: Any = None, heteroscedastic: Switch = False, heavy_tails: Switch = False
 ) -> Callable[..., None]:
     """Regression with normal or Student's t noise: y_n ~ N(f(x_n), sigma^2), f a random network.
 
@@ -49,14 +52,11 @@ def regression(
     ['sigma', 'y']
     """
     call = "models.regression"
-    _checks.check_flag(call, "heteroscedastic", heteroscedastic)
-    _checks.check_flag(call, "heavy_tails", heavy_tails)
     if heteroscedastic and noise is not None:
         instead = "With `heteroscedastic=True` the network predicts the noise: leave it out."
         raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
     _check_noise(call, noise)
-    _checks.check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
     as_prior(prior or {}, call)
     options = {"noise": noise, "heteroscedastic": heteroscedastic, "heavy_tails": heavy_tails}
     return partial(_regression, net=net, prior=prior, **options)
@@ -106,7 +106,8 @@ def check_not_repeated(call: str, y: Any) -> None:
         raise argument_error(call, "heavy_tails", True, instead)
 
 
-def classification(net: Layer, num_classes: int, prior: Any = None) -> Callable[..., None]:
+@checked("models.classification")
+def classification(net: Net, num_classes: Annotated[int, Count(2)], prior: Any = None) -> Callable[..., None]:
     """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
 
     The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and integer
@@ -125,8 +126,6 @@ def classification(net: Layer, num_classes: int, prior: Any = None) -> Callable[
     >>> trace["y"]["value"].shape
     (7,)
     """
-    num_classes = _checks.check_count("models.classification", "num_classes", num_classes, minimum=2)
-    _checks.check_kind("models.classification", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
     as_prior(prior or {}, "models.classification")
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
@@ -157,7 +156,7 @@ def _check_noise(call: str, noise: Any) -> None:
     if random and not is_positive(noise.support):
         raise argument_error(call, "noise", noise, "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.")
     for value in [] if random or isinstance(noise, jax.core.Tracer) else np.ravel(np.asarray(noise, dtype=object)):
-        _checks.check_number(call, "noise", value, strict=True)
+        Number(strict=True).check(call, "noise", value)
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
@@ -168,7 +167,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     size = jnp.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
-    if not whole and batch_size is not None and _checks.check_count(call, "batch_size", batch_size) > size:
+    if not whole and batch_size is not None and Count().check(call, "batch_size", batch_size) > size:
         raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
 
 

@@ -1,7 +1,7 @@
 """Networks whose parameters are NumPyro sample sites."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -10,7 +10,8 @@ import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Kind, NetworkName, checked
 from numpyro_bnn.nn import BatchStatistics, Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors import Normal, noncenter
@@ -19,6 +20,10 @@ from numpyro_bnn.priors.base import as_prior
 __all__ = ["RandomNetwork", "random_network"]
 
 Statistics = Mapping[str, BatchStatistics]
+SPECIFICATION = (
+    "Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules use NumPyro's"
+    " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
+)
 
 
 class RandomNetwork:
@@ -47,7 +52,10 @@ class RandomNetwork:
         return self.net.statistics(self.params, x)
 
 
-def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None) -> RandomNetwork:
+@checked("random_network")
+def random_network(
+    name: NetworkName, net: Annotated[Layer, Kind(Layer, SPECIFICATION)], input_shape: Shape, prior: Any = None
+) -> RandomNetwork:
     """Sample every parameter of a network from its prior, and return the network as a callable.
 
     The sites are ``<name>/<layer>.kernel``, ``<name>/<layer>.bias`` and so on, and the hyper-sites of the prior.
@@ -73,11 +81,6 @@ def random_network(name: str, net: Layer, input_shape: Shape, prior: Any = None)
     >>> trace["net/Dense_0.kernel"]["value"].shape, trace["y"]["value"].shape
     ((3, 8), (5,))
     """
-    others = "use NumPyro's `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same priors."
-    instead = f"Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules {others}"
-    check_kind("random_network", "net", net, Layer, instead)
-    if not isinstance(name, str) or not name:
-        raise argument_error("random_network", "name", repr(name), 'Pass a string, e.g. `"net"`.', TypeError)
     shapes = net.param_shapes(input_shape)
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):

@@ -1,6 +1,8 @@
-"""Shared fixtures: fixed seeds, quiet progress bars, the benchmark data folder."""
+"""What all tests share: settings of JAX, fixtures, and the seconds of a processor that each file takes."""
 
 import os
+import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -21,10 +23,16 @@ os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # NumPyro's setup of a model compiles hundreds of tiny programs; workers share them, also between runs.
-CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+CACHE = os.environ.get("NUMPYRO_BNN_TEST_CACHE") or Path(__file__).parent.parent / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+MEMORY_LIMIT_BYTES = 3 * 2**30  # of a worker: above it, compiled programs are dropped between files
+SLOWEST_FILES = 10
+
+
+# -- compiling ---------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,17 +42,8 @@ def pytest_runtest_protocol(item):
     return (yield)
 
 
-@pytest.fixture
-def key():
-    """The fixed seed of a test."""
-    return jax.random.key(0)
-
-
-MOST_MEMORY = 3 * 2**30  # bytes of a worker: above it, compiled programs are dropped between files
-
-
-def memory():
-    """Bytes of memory of this process now, or its peak where the system reports only that."""
+def resident_bytes():
+    """Memory of this process now, or its peak where the system reports only that."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -58,8 +57,92 @@ def memory():
 def compiled_programs_fit_in_memory():
     """Keep compiled programs across files until a worker grows large."""
     yield
-    if memory() > MOST_MEMORY:
+    if resident_bytes() > MEMORY_LIMIT_BYTES:
         jax.clear_caches()
+
+
+# -- seconds of a processor, by file and in collection ---------------------------------------------------
+
+
+def computes():
+    """Whether JAX has started a device: from then on it refuses another number of them."""
+    try:
+        for number in (2, jax.config.jax_num_cpu_devices):
+            jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        return True
+    return False
+
+
+class ProcessorSeconds:
+    """Adds up what the tests of each file take, over all workers; the terminal shows the slowest files."""
+
+    def __init__(self):
+        self.by_file = Counter()
+        self.collection = Counter()  # file -> the most that any worker took to import it
+        self.collection_of_worker = 0.0
+        self.computed = ""  # the first file that uses a device when it is imported
+
+    def pytest_collection_finish(self, session):
+        if self.computed and not getattr(session.config, "workerinput", None):
+            raise pytest.UsageError(
+                f"{self.computed} computes at import: every worker pays for it, put it in a function"
+            )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector):
+        start = time.process_time()
+        report = yield
+        if isinstance(collector, pytest.Module):
+            if not self.by_file and not self.computed and computes():
+                self.computed = collector.nodeid
+            seconds = time.process_time() - start
+            self.collection[collector.nodeid] = max(seconds, self.collection[collector.nodeid])
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        start = time.process_time()
+        result = yield
+        self.by_file[item.nodeid.split("::")[0]] += time.process_time() - start
+        return result
+
+    def pytest_sessionfinish(self, session):
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["seconds"] = (dict(self.by_file), dict(self.collection))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        by_file, collection = getattr(node, "workeroutput", {}).get("seconds", ({}, {}))
+        self.by_file.update(by_file)
+        self.collection_of_worker = max(self.collection_of_worker, sum(collection.values()))
+        for name, seconds in collection.items():
+            self.collection[name] = max(seconds, self.collection[name])
+
+    def pytest_terminal_summary(self, terminalreporter):
+        self.collection_of_worker = max(self.collection_of_worker, sum(self.collection.values()))
+        write = terminalreporter.write_line
+        terminalreporter.section("seconds of a processor")
+        write(f"{sum(self.by_file.values()):8.1f} s  all tests")
+        for name, seconds in self.by_file.most_common(SLOWEST_FILES):
+            write(f"{seconds:8.1f} s  {name}")
+        write(f"{self.collection_of_worker:8.1f} s  collection, in the slowest worker")
+        for name, seconds in self.collection.most_common(3):
+            write(f"{seconds:8.1f} s  {name}")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(ProcessorSeconds(), "processor_seconds")
+
+
+# -- fixtures ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key():
+    """The fixed seed of a test."""
+    return jax.random.key(0)
 
 
 @pytest.fixture
@@ -94,13 +177,13 @@ def data_folder():
 
 @pytest.fixture
 def compiled():
-    """Names of the programs compiled since the start of the test."""
-    found: list[str] = []
+    """One entry for every program compiled since the start of the test."""
+    programs: list[str] = []
 
     def note(event, seconds, **labels):
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
+            programs.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
+    yield programs
     jax.monitoring.unregister_event_duration_listener(note)

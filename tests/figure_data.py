@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
+from helpers import results
 from numpy.typing import NDArray
-
-from numpyro_bnn import _arviz
 
 SIGMA = 0.15
 SAMPLE = ("chain", "draw", "data")
@@ -28,16 +27,16 @@ def example_results(num_points: int = 120, num_chains: int = 4, num_samples: int
     covariance = np.linalg.inv(phi.T @ phi / SIGMA**2 + np.eye(centers.size))
     root = np.linalg.cholesky(covariance)
     w = covariance @ phi.T @ y / SIGMA**2 + rng.normal(size=(num_chains, num_samples, centers.size)) @ root.T
-    groups = {"posterior": _arviz.dataset({"w": (("chain", "draw", "w_dim_0"), w)})}
+    groups = {"posterior": {"w": (("chain", "draw", "w_dim_0"), w)}}
     for name, features in (("posterior_predictive", phi), ("predictions", phi_new)):
         mean = w @ features.T
         draws = mean + SIGMA * rng.normal(size=mean.shape)
-        groups[name] = _arviz.dataset({"y": (SAMPLE, draws), "y_mean": (SAMPLE, mean)})
+        groups[name] = {"y": (SAMPLE, draws), "y_mean": (SAMPLE, mean)}
     data = ("data",)
-    groups["observed_data"] = _arviz.dataset({"y": (data, y)})
-    groups["constant_data"] = _arviz.dataset({"x": (data, x)})
-    groups["predictions_constant_data"] = _arviz.dataset({"x": (data, x_new), "y": (data, y_new)})
-    return _arviz.inference_data(groups)
+    groups["observed_data"] = {"y": (data, y)}
+    groups["constant_data"] = {"x": (data, x)}
+    groups["predictions_constant_data"] = {"x": (data, x_new), "y": (data, y_new)}
+    return results(groups)
 
 
 def example_classes(num_points: int = 500, num_classes: int = 3, spread: float = 1.0, seed: int = 0) -> Any:
@@ -57,10 +56,10 @@ def example_classes(num_points: int = 500, num_classes: int = 3, spread: float =
     probs = (odds / odds.sum(axis=-1, keepdims=True)).reshape(2, 100, num_points, num_classes)
     drawn = {"y": (SAMPLE, labels[1:].reshape(2, 100, num_points))}
     groups = {
-        "predictions": _arviz.dataset({**drawn, "y_probs": ((*SAMPLE, "y_probs_dim_1"), probs)}),
-        "predictions_constant_data": _arviz.dataset({"y": (("data",), labels[0])}),
+        "predictions": {**drawn, "y_probs": ((*SAMPLE, "y_probs_dim_1"), probs)},
+        "predictions_constant_data": {"y": (("data",), labels[0])},
     }
-    return _arviz.inference_data(groups)
+    return results(groups)
 
 
 def _truth(x: NDArray[np.float64]) -> NDArray[np.float64]:

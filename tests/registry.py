@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer import NUTS, Gibbs
 
 from numpyro_bnn import guides, infer, nn, priors, symmetry
 
@@ -104,17 +105,25 @@ PRIOR_VARIANTS = {
     "GPFilters centered",
 }
 LAYER_VARIANTS = {
+    "Dense without bias",
+    "Conv2d VALID, strides, no bias",
     "Conv2d padded",
     "MaxPool SAME",
     "MaxPool global",
+    "AvgPool SAME",
     "AvgPool global",
+    "Flatten rank 2",
+    "BatchNorm of images",
     "BatchNorm without gain and shift",
+    "LayerNorm without gain",
+    "Residual with shortcut",
     "MLP with norm",
     "CNN",
-    *(f"Activation {name}" for name in ("erf", "gelu", "silu", "softplus")),
+    "ResNet",
+    *(f"Activation {name}" for name in nn.ACTIVATIONS if name != "relu"),
 }
 
-# (test, row): cause. A row that no longer fails, or that names no test or no row, fails the suite.
+# (test, row): cause. A row that no longer fails, fails the suite.
 KNOWN_FAILURES: dict[tuple[str, str], str] = {
     ("test_prior_takes_equinox_convolutions", "GPFilters"): (
         "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
@@ -183,6 +192,9 @@ KERNELS: dict[str, KernelRow] = {
     ),
 }
 
+# Variants of a class that another row also tests.
+KERNEL_VARIANTS = {"PSGLD of the warm start", "SGHMC with control variates", "MCLMC with noise preconditioning"}
+
 
 # -- symmetries -------------------------------------------------------------------------------------
 
@@ -243,6 +255,12 @@ SYMMETRY_VARIANTS = {
     "Shift of logits by input",
     "SignFlip of a layer",
     "Permutation through Flatten",
+    "Scale of a layer",
+    "Rescale of a residual stream",
+    "JointScale non-centered",
+    "SignFlip of a residual stream",
+    "Permutation with hyper-parameters",
+    "Permutation of a residual stream",
 }
 
 
@@ -273,7 +291,7 @@ _FEATURES, _BN, _LN = (3,), nn.BatchNorm, nn.LayerNorm
 _AVG = nn.AvgPool(2)
 
 # Two hidden layers each, unless stated.
-SYMMETRIC_NETS: dict[str, NetRow] = {
+NETS: dict[str, NetRow] = {
     "linear": NetRow(nn.Dense(2), _FEATURES, {}),
     "MLP relu": NetRow(nn.MLP([4, 3, 2], "relu"), _FEATURES, _kinds(rescale=2, order=2)),
     "MLP leaky relu": NetRow(nn.MLP([4, 3, 2], "leaky_relu"), _FEATURES, _kinds(rescale=2, order=2)),
@@ -397,13 +415,126 @@ NET_VARIANTS = {
     "LayerNorm relu",
     "CNN max",
     "CNN average tanh",
-    "ResNet",
     "ResNet tanh",
     "ResNet LayerNorm",
     "ResNet BatchNorm tanh, no gain",
     "pre-activation BatchNorm",
     "residual of BatchNorm",
     "CNN LayerNorm tanh, no gain",
+    "MLP identity",
+    "MLP softplus",
+    "BatchNorm tanh",
+    "BatchNorm relu, no gain or shift",
+    "BatchNorm after relu",
+    "LayerNorm of the inputs",
+    "CNN BatchNorm relu",
+    "ResNet BatchNorm",
+    "residual with projection",
+    "ResNet",
+    "one hidden unit",
+    "LayerNorm over pixels",
+    "LayerNorm after a maximum",
+    "block that ends with BatchNorm",
+    "residual of a dense layer",
+}
+
+
+# -- wrappers ---------------------------------------------------------------------------------------
+
+
+class WrapperRow(NamedTuple):
+    """A kernel around another one, or around a model that was transformed.
+
+    :param model: name of a model of the zoo.
+    :param make: the kernel, from a model and its arguments.
+    :param stats: extra statistic -> its dimensions beyond chain and draw.
+    :param new_sites: names of latent sites that the transformation adds.
+    """
+
+    model: str
+    make: Callable[..., Any]
+    stats: Mapping[str, tuple[str, ...]] = {}
+    new_sites: Collection[str] = ()
+
+
+_ORBIT, _UNIT = {"orbit_accept_prob": ("symmetry",)}, {"unit_accept_prob": ()}
+_HIDDEN, _OUTPUT = ("net/Dense_0.kernel", "net/Dense_0.bias"), ("net/Dense_1.kernel", "net/Dense_1.bias")
+_UNITS = [(_HIDDEN[0], 1), (_HIDDEN[1], 0), (_OUTPUT[0], 0)]
+_GAUGE = tuple(f"{name}_gauge" for name, _ in _UNITS)
+
+
+def _nuts(model: Callable) -> Any:
+    return NUTS(model, step_size=0.1, adapt_step_size=False, max_tree_depth=3)
+
+
+def _mclmc(model: Callable) -> Any:
+    return infer.MCLMC(model, steps_per_draw=3)
+
+
+def _mala(model: Callable) -> Any:
+    return infer.MALA(model, 1e-3, steps_per_draw=3, warm_start=0.0)
+
+
+def _orbit(kernel: Any) -> Any:
+    return infer.OrbitMoves(kernel, [symmetry.SignFlip(_UNITS), symmetry.Permutation(_UNITS)])
+
+
+def _unit(kernel: Any) -> Any:
+    return infer.UnitMoves(kernel, {_HIDDEN[0]: -1, _HIDDEN[1]: 0}, num_moves=5)
+
+
+def _gibbs(model: Callable, inner: Callable = _nuts) -> Any:
+    return Gibbs([(infer.PrecisionGibbs(model), ["sigma"]), (inner(model), None)])
+
+
+def _collapsed(model: Callable, args: tuple) -> Callable:
+    return infer.collapse(model, list(_OUTPUT), *args)
+
+
+def _quotient(model: Callable, args: tuple) -> Callable:
+    return symmetry.quotient(model, symmetry.find(model, *args), *args)
+
+
+WRAPPERS: dict[str, WrapperRow] = {
+    "OrbitMoves around NUTS": WrapperRow("network", lambda m, _: _orbit(_nuts(m)), _ORBIT),
+    "OrbitMoves around MALA": WrapperRow("network", lambda m, _: _orbit(_mala(m)), _ORBIT),
+    "UnitMoves around MCLMC": WrapperRow("network", lambda m, _: _unit(_mclmc(m)), _UNIT),
+    "UnitMoves around NUTS": WrapperRow("network", lambda m, _: _unit(_nuts(m)), _UNIT),
+    "UnitMoves around OrbitMoves": WrapperRow("network", lambda m, _: _unit(_orbit(_nuts(m))), _UNIT),
+    "UnitMoves around Gibbs": WrapperRow(
+        "spread", lambda m, _: infer.UnitMoves(_gibbs(m), {"w": 0}, num_moves=5), _UNIT
+    ),
+    "PrecisionGibbs beside NUTS": WrapperRow("spread", lambda m, _: _gibbs(m)),
+    "PrecisionGibbs beside UnitMoves": WrapperRow(
+        "spread", lambda m, _: _gibbs(m, lambda m: infer.UnitMoves(_nuts(m), {"w": 0}, num_moves=5))
+    ),
+    "collapse under NUTS": WrapperRow("network", lambda m, args: _nuts(_collapsed(m, args))),
+    "collapse under MALA": WrapperRow("network", lambda m, args: _mala(_collapsed(m, args))),
+    "collapse under MCLMC": WrapperRow("network", lambda m, args: _mclmc(_collapsed(m, args))),
+    "collapse under OrbitMoves": WrapperRow(
+        "network",
+        lambda m, args: infer.OrbitMoves(_nuts(_collapsed(m, args)), [symmetry.Permutation(_UNITS[:2])]),
+        _ORBIT,
+    ),
+    "collapse under ParallelTempering": WrapperRow(
+        "network", lambda m, args: infer.ParallelTempering(_nuts(_collapsed(m, args)), 2)
+    ),
+    "quotient under NUTS": WrapperRow("network", lambda m, args: _nuts(_quotient(m, args)), new_sites=_GAUGE),
+    "quotient under MALA": WrapperRow("network", lambda m, args: _mala(_quotient(m, args)), new_sites=_GAUGE),
+}
+# Rows whose wrapper and whose inner kernel other rows test.
+WRAPPER_VARIANTS = {
+    "OrbitMoves around MALA",
+    "UnitMoves around MCLMC",
+    "UnitMoves around NUTS",
+    "UnitMoves around OrbitMoves",
+    "PrecisionGibbs beside NUTS",
+    "PrecisionGibbs beside UnitMoves",
+    "collapse under NUTS",
+    "collapse under MCLMC",
+    "collapse under OrbitMoves",
+    "collapse under ParallelTempering",
+    "quotient under NUTS",
 }
 
 

@@ -1,8 +1,8 @@
-"""Reference numbers of laplace-torch, for `tests/test_laplace_torch.py`, and times of its precision beside ours.
+"""Reference numbers of laplace-torch (`tests/theory/test_laplace_torch.py`), and times of its precision beside ours.
 
 Run it where `torch` and `laplace-torch` are installed; it imports nothing else:
 
-    python examples/benchmarks/laplace_torch.py reference --output tests/laplace_torch.json
+    python examples/benchmarks/laplace_torch.py reference --output tests/theory/laplace_torch.json
     python examples/benchmarks/laplace_torch.py torch --structures kron  # processor seconds
 
 and, where this package is, `python -m examples.benchmarks.laplace_torch ours --structures kron`. Weights and data

@@ -11,7 +11,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import priors
-from numpyro_bnn._checks import argument_error, check_flag
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Level, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
 
@@ -77,7 +78,8 @@ class Classifier(ClassifierMixin, Network):
         best = np.argmax(self.predict_proba(X), axis=1)  # refuses before there are classes
         return self.classes_[best]
 
-    def conformal_set(self, X: Any, X_held_out: Any, y_held_out: Any, level: float = 0.9) -> np.ndarray:
+    @checked("estimators.{}.conformal_set")
+    def conformal_set(self, X: Any, X_held_out: Any, y_held_out: Any, level: Level = 0.9) -> np.ndarray:
         r"""Sets of classes that hold the label of a new row with probability ``level``, whatever the model.
 
         .. math:: C(x) = \{k : p(k | x, D) \ge q\}, \quad q = \text{the } \lceil (n + 1)\, \mathrm{level} \rceil
@@ -100,12 +102,14 @@ class Classifier(ClassifierMixin, Network):
         least = -self._conformal("conformal_set", scores, len(y_held_out), level)
         return self._log_probs(X, 1.0) >= least
 
-    def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
+    @checked("estimators.{}.sample")
+    def sample(
+        self, X: Any, num_samples: PositiveInt = 100, *, noise: Switch = True, random_state: Any = None
+    ) -> np.ndarray:
         """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S, N, K).
 
         :raises ValueError: after :meth:`calibrate`, as a temperature of the mean probabilities has no joint draws.
         """
-        check_flag(f"{self._call}.sample", "noise", noise)
         if getattr(self, "calibration_", 1) != 1:
             got, instead = (
                 f"a temperature of {self.calibration_:.3g}",

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -15,7 +15,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_kind, check_number
+from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._options import Choice, Count, Kind, Positive, PositiveInt, Switch, check_option, checked, options_of
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
@@ -62,21 +63,25 @@ def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     return int(copies) if copies > (1 + by_chance) / 2 * equal.sum() else 0
 
 
+Method: TypeAlias = Annotated[str, Choice(methods.METHODS)]
+Callback: TypeAlias = Annotated[Callable[[int, int], Any], Kind(callable, "Pass a function of (done, total).")]
+
+
 class Network(BaseEstimator):
     """What both estimators share."""
 
     def __init__(
         self,
-        method: str = "ensemble",
+        method: Method = "ensemble",
         *,
         widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
-        num_chains: int | None = None,
-        num_samples: int | None = None,
-        effort: float = 1.0,
-        callback: Callable[[int, int], Any] | None = None,
-        progress_bar: bool = False,
+        num_chains: PositiveInt | None = None,
+        num_samples: PositiveInt | None = None,
+        effort: Positive = 1.0,
+        callback: Callback | None = None,
+        progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
         self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
@@ -98,21 +103,15 @@ class Network(BaseEstimator):
     def _check_settings(self) -> None:
         """Refuse settings before any work."""
         call = self._call
-        check_choice(call, "method", self.method, methods.METHODS)
+        for name in options_of(init := type(self).__init__):
+            check_option(call, init, name, getattr(self, name))
         widths = () if self.widths is None else self.widths
         if not isinstance(widths, Sequence) or isinstance(widths, str):
             raise argument_error(call, "widths", self.widths, "Pass the hidden widths, e.g. `(50,)`.", TypeError)
         for width in widths:
-            check_count(call, "widths", width)
+            Count().check(call, "widths", width)
         nn.MLP([1, 1], self._activation)
         as_prior(self.prior or {}, call)
-        check_number(call, "effort", self.effort, strict=True)
-        for name in ("num_chains", "num_samples"):
-            if getattr(self, name) is not None:
-                check_count(call, name, getattr(self, name))
-        callback = print if self.callback is None else self.callback
-        check_kind(call, "callback", callback, callable, "Pass a function of (done, total).")
-        check_flag(call, "progress_bar", self.progress_bar)
 
     def _fit(
         self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any, widths: Sequence[int]
@@ -174,19 +173,19 @@ class Network(BaseEstimator):
         if warn:
             far, limit, words = extrapolated(self._data[0], rows)
             if far > limit:
-                warnings.warn(f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=3)
+                warnings.warn(f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside())
         return self._predictive(name, rows, *by_row, **options)
 
     def uncertainty(self, X: Any) -> Uncertainty:
         """How much of the uncertainty about new observations is noise, and how much more data would remove."""
         raise NotImplementedError
 
-    def most_uncertain(self, X: Any, num_rows: int = 1) -> np.ndarray:
+    @checked("estimators.{}.most_uncertain")
+    def most_uncertain(self, X: Any, num_rows: PositiveInt = 1) -> np.ndarray:
         """Indices of the rows about which the network knows least, the largest epistemic uncertainty first.
 
         Several targets count by the sum of their variances in standardized units.
         """
-        num_rows = check_count(f"{self._call}.most_uncertain", "num_rows", num_rows)
         epistemic = self.uncertainty(X).epistemic
         if epistemic.ndim == 2:
             epistemic = np.sum(epistemic / self._y_scaler.scale**2, axis=1)
@@ -228,18 +227,15 @@ class Network(BaseEstimator):
 
     def _conformal(self, method: str, scores: Callable[[], np.ndarray], num_rows: int, level: float) -> np.ndarray:
         """The score below which that of a new row lies with probability ``level``, by scores of held-out rows."""
-        call = f"{self._call}.{method}"
-        check_number(call, "level", level, strict=True, below=1)
         rank = int(np.ceil((num_rows + 1) * level - 1e-9))
         if rank > num_rows:
             least = int(np.ceil(level / (1 - level) - 1e-9))
             got, instead = f"{num_rows} rows", f"Hold out at least {least} rows for this level."
-            raise argument_error(call, "X_held_out", got, instead)
+            raise argument_error(f"{self._call}.{method}", "X_held_out", got, instead)
         return np.sort(scores(), axis=0)[rank - 1]
 
-    def _components(self, X: Any, num_samples: Any, random_state: Any) -> tuple[tuple, np.random.Generator]:
+    def _components(self, X: Any, count: int, random_state: Any) -> tuple[tuple, np.random.Generator]:
         """What some draws say of new rows, each draw used as often as the others or once less; and a generator."""
-        count = check_count(f"{self._call}.sample", "num_samples", num_samples)
         check_is_fitted(self)
         generator = np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
         total = self._predictive.num_draws

@@ -10,10 +10,11 @@ from scipy.stats import norm
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from numpyro_bnn._checks import argument_error, check_flag, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
+from numpyro_bnn.estimators.network import CHECKED_ROWS, Callback, Method, Network, Uncertainty
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
 
@@ -64,18 +65,18 @@ class Regressor(RegressorMixin, Network):
 
     def __init__(
         self,
-        method: str = "ensemble",
+        method: Method = "ensemble",
         *,
         widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
-        heteroscedastic: bool | None = None,
-        heavy_tails: bool | None = None,
-        num_chains: int | None = None,
-        num_samples: int | None = None,
-        effort: float = 1.0,
-        callback: Callable[[int, int], Any] | None = None,
-        progress_bar: bool = False,
+        heteroscedastic: Switch | None = None,
+        heavy_tails: Switch | None = None,
+        num_chains: PositiveInt | None = None,
+        num_samples: PositiveInt | None = None,
+        effort: Positive = 1.0,
+        callback: Callback | None = None,
+        progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
         self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
@@ -93,8 +94,6 @@ class Regressor(RegressorMixin, Network):
         """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
         self._check_settings()
         hetero, tails = self.heteroscedastic, self.heavy_tails
-        check_flag(self._call, "heteroscedastic", hetero is not None and hetero)
-        check_flag(self._call, "heavy_tails", tails is not None and tails)
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
             raise argument_error(self._call, "heavy_tails", tails, instead)
@@ -134,22 +133,22 @@ class Regressor(RegressorMixin, Network):
         values = values * self._y_scaler.scale + (self._y_scaler.mean if shift else 0.0)
         return values[..., None] if self._columns == (1,) else values
 
-    def predict(self, X: Any, return_std: bool = False) -> Any:
+    @checked("estimators.{}.predict")
+    def predict(self, X: Any, return_std: Switch = False) -> Any:
         """The mean of the predictive distribution, shaped like y; with ``return_std`` also its standard deviation.
 
         The variance is that of a new observation: the mean variance of the noise, plus the variance of the function.
         """
-        check_flag(f"{self._call}.predict", "return_std", return_std)
         mean, noise, spread = self._summary("moments", X, warn=True)
         sd = self.calibration_ * np.sqrt(noise + spread)
         return (self._in_units(mean), self._in_units(sd, shift=False)) if return_std else self._in_units(mean)
 
-    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+    @checked("estimators.{}.predict_interval")
+    def predict_interval(self, X: Any, level: Level = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """The central interval of probability ``level``, by quantiles of the mixture: lower and upper ends, like y.
 
         With several targets it is that of each target alone.
         """
-        check_number(f"{self._call}.predict_interval", "level", level, strict=True, below=1)
         levels = np.array([(1 - level) / 2, (1 + level) / 2])
         ends = self._summary("quantiles", X, warn=True, options=(levels,))
         if self.calibration_ != 1:
@@ -157,8 +156,9 @@ class Regressor(RegressorMixin, Network):
             ends = tuple(mean + self.calibration_ * (end - mean) for end in ends)
         return self._in_units(ends[0]), self._in_units(ends[1])
 
+    @checked("estimators.{}.conformal_interval")
     def conformal_interval(
-        self, X: Any, X_held_out: Any, y_held_out: Any, level: float = 0.9
+        self, X: Any, X_held_out: Any, y_held_out: Any, level: Level = 0.9
     ) -> tuple[np.ndarray, np.ndarray]:
         r"""An interval around the mean that holds a new observation with probability ``level``, whatever the model.
 
@@ -193,12 +193,14 @@ class Regressor(RegressorMixin, Network):
         like_y = (slice(None), None) if self._columns == (1,) else ()
         return Uncertainty((noise * scale)[like_y], (spread * scale)[like_y])
 
-    def sample(self, X: Any, num_samples: int = 100, *, noise: bool = True, random_state: Any = None) -> np.ndarray:
+    @checked("estimators.{}.sample")
+    def sample(
+        self, X: Any, num_samples: PositiveInt = 100, *, noise: Switch = True, random_state: Any = None
+    ) -> np.ndarray:
         """Joint draws (S, N) of new observations at the rows X; with ``noise=False`` of the function.
 
         All rows of a draw have the same weights, so differences between rows may be computed draw by draw.
         """
-        check_flag(f"{self._call}.sample", "noise", noise)
         (draws, sds, *df), generator = self._components(X, num_samples, random_state)
         if noise:
             unit = np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0]) if df else generator.normal(size=sds.shape)

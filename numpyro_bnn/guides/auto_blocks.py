@@ -16,6 +16,7 @@ from numpyro.infer.util import transform_fn
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import elementwise
+from numpyro_bnn._options import Model, Prefix, Switch, checked
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
@@ -75,20 +76,19 @@ class AutoBlocks(CompiledAutoNormal):
     {'auto_w_loc': (3,), 'auto_w_scale_tril': (3, 3), 'sigma_auto_loc': (), 'sigma_auto_scale': ()}
     """
 
+    @checked("guides.{}")
     def __init__(
         self,
-        model: Callable,
+        model: Model,
         blocks: Blocks = (),
         *,
         init_scale: Any = 0.1,
         init_loc_fn: Callable = init_to_fan_in,
-        condition_on_scales: bool = False,
-        prefix: str = "auto",
+        condition_on_scales: Switch = False,
+        prefix: Prefix = "auto",
         create_plates: Callable | None = None,
     ) -> None:
         self._call = f"guides.{type(self).__name__}"
-        if not callable(model):
-            raise argument_error(self._call, "model", repr(model), "Pass a NumPyro model (a function).", TypeError)
         initialization.check_init_scale(self._call, init_scale)
         self._asked = checked_blocks(self._call, blocks)
         self._condition_on_scales = condition_on_scales

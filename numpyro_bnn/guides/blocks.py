@@ -15,7 +15,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_bnn._checks import argument_error, check_count, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._options import PositiveInt, check_fields
 from numpyro_bnn.nn.base import Shape
 
 Patterns: TypeAlias = str | Sequence[str]
@@ -78,6 +79,9 @@ class Family(ABC):
     """
 
     gaussian: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(f"guides.{type(self).__name__}", self)
 
     @abstractmethod
     def distribution(self, block: Block) -> dist.Distribution:
@@ -146,12 +150,9 @@ class LowRank(Family):
     (3, 2)
     """
 
-    rank: int = 10
+    rank: PositiveInt = 10
 
     gaussian: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", check_count("guides.LowRank", "rank", self.rank))
 
     def distribution(self, block: Block) -> dist.Distribution:
         """Parameters ``loc``, ``scale`` (D,) and ``cov_factor`` (D, rank), which multiplies the scale."""

@@ -1,7 +1,7 @@
 """AutoCoupling: a guide made of coupling flows, over all sites or chosen blocks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from numpyro.distributions.transforms import Transform
 from numpyro.infer.autoguide import AutoContinuous
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, Model, Natural, PositiveInt, PositiveOrInfinite, checked
 from numpyro_bnn.guides.auto_blocks import AutoBlocks
 from numpyro_bnn.guides.blocks import Block, Patterns
-from numpyro_bnn.guides.flows import Coupling
+from numpyro_bnn.guides.flows import MASKS, Coupling
 
 
 class AutoCoupling(AutoBlocks):
@@ -59,16 +60,17 @@ class AutoCoupling(AutoBlocks):
     (100,)
     """
 
+    @checked("guides.{}")
     def __init__(
         self,
-        model: Callable,
+        model: Model,
         blocks: Patterns | Sequence[Patterns] | None = None,
         *,
-        num_flows: int = 4,
+        num_flows: PositiveInt = 4,
         hidden: Sequence[int] = (32,),
-        mask: str = "alternating",
-        bound: float = 2.0,
-        seed: int = 0,
+        mask: Annotated[str, Choice(MASKS)] = "alternating",
+        bound: PositiveOrInfinite = 2.0,
+        seed: Natural = 0,
         **options: Any,
     ) -> None:
         family = Coupling(num_flows, hidden, mask, bound, seed)

@@ -1,13 +1,14 @@
 """Assess a fit: ELBO, importance-weighted bound and PSIS k-hat, each bound with its standard error."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, as_floats, check_count, check_key
+from numpyro_bnn._checks import argument_error, as_floats
+from numpyro_bnn._options import Count, Natural, PositiveInt, RandomKey, checked
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
@@ -69,14 +70,15 @@ class Evidence(NamedTuple):
         return "\n".join(lines)
 
 
+@checked("guides.evidence")
 def evidence(
     guide: Any,
     params: Mapping[str, Any],
     *args: Any,
-    rng_key: jax.Array,
-    num_samples: int = 1000,
+    rng_key: RandomKey,
+    num_samples: Annotated[int, Count(2)] = 1000,
     model: Callable | None = None,
-    draws_per_chunk: int | None = None,
+    draws_per_chunk: PositiveInt | None = None,
     **kwargs: Any,
 ) -> Evidence:
     r"""Estimate how far a fitted guide is from the posterior, and bound the evidence, on the full data.
@@ -121,10 +123,6 @@ def evidence(
     call = "guides.evidence"
     refuse_tracers(call, "Call it outside: it compiles its own program.", args, kwargs, params, rng_key)
     args, kwargs = as_arrays(args, kwargs, call)
-    check_key(call, "rng_key", rng_key)
-    num_samples = check_count(call, "num_samples", num_samples, 2)
-    if draws_per_chunk is not None:
-        draws_per_chunk = check_count(call, "draws_per_chunk", draws_per_chunk)
     model = getattr(guide, "model", None) if model is None else model
     sites = check(call, model, guide, params, args, kwargs)  # type: ignore[arg-type]
     if not sites.has_density:
@@ -145,7 +143,8 @@ def evidence(
     return _summary(call, np.asarray(weights, dtype=np.float64), sites.num_observations)
 
 
-def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
+@checked("guides.summarize")
+def summarize(log_weights: ArrayLike, num_observations: Natural = 0) -> Evidence:
     """Estimate evidence, effective draws and k-hat from log weights.
 
     :param log_weights: (S,), e.g. the field of that name of :func:`evidence`.
@@ -155,7 +154,6 @@ def summarize(log_weights: ArrayLike, num_observations: int = 0) -> Evidence:
     >>> round(summarize([-1.0, -2.0, -3.0]).elbo, 6)
     -2.0
     """
-    check_count("guides.summarize", "num_observations", num_observations, minimum=0)
     log_w = as_floats("guides.summarize", "log_weights", log_weights)
     if log_w.ndim != 1 or len(log_w) < 2:
         instead = "Pass two or more, as a vector (S,)."

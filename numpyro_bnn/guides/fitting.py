@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn import _checks
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_finite, outside
+from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
@@ -45,15 +45,16 @@ class Keeper(Protocol):
         """Keep a state and what was recorded before it; unless it is the last one, only now and then."""
 
 
+@checked(CALL)
 def fit(
-    svi: SVI,
-    rng_key: jax.Array,
-    num_steps: int,
+    svi: Annotated[SVI, Kind(SVI, "Pass a `numpyro.infer.SVI`.")],
+    rng_key: RandomKey,
+    num_steps: PositiveInt,
     *args: Any,
-    init_state: Any = None,
-    init_params: Mapping[str, Any] | None = None,
-    progress_bar: bool = True,
-    stable_update: bool = False,
+    init_state: Annotated[SVIState, Kind(SVIState, "Pass the `state` of an earlier result.")] | None = None,
+    init_params: Annotated[Mapping, Kind(Mapping, "Pass a dictionary of values by name.")] | None = None,
+    progress_bar: Switch = True,
+    stable_update: Switch = False,
     keeper: Keeper | None = None,
     **kwargs: Any,
 ) -> SVIRunResult:
@@ -94,11 +95,6 @@ def fit(
     >>> round(float(result.params["mean_auto_loc"]), 1)
     3.0
     """
-    _checks.check_kind(CALL, "svi", svi, SVI, "Pass a `numpyro.infer.SVI`.")
-    _checks.check_flag(CALL, "stable_update", stable_update)
-    _checks.check_flag(CALL, "progress_bar", progress_bar)
-    _checks.check_key(CALL, "rng_key", rng_key)
-    num_steps = _checks.check_count(CALL, "num_steps", num_steps)
     instead = "It runs on the host: inside `jit` or `vmap`, scan over `svi.update`."
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
     args, kwargs = as_arrays(args, kwargs, CALL)
@@ -111,7 +107,7 @@ def fit(
     run = _Run(svi, take, num_steps, keeper, [losses], (state, len(losses)))
     message = run.go(progress_bar)
     if message:
-        warnings.warn(f"{CALL}: {message}", stacklevel=2)
+        warnings.warn(f"{CALL}: {message}", stacklevel=outside())
     return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses))
 
 
@@ -219,8 +215,6 @@ def _start(
     svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, expected: dict[str, Any]
 ) -> Any:
     """The state to start from; refuse a state or parameters of another model, guide or optimizer."""
-    _checks.check_kind(CALL, "init_state", init_state, SVIState | None, "Pass the `state` of an earlier result.")
-    _checks.check_kind(CALL, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by name.")
     if init_state is not None and init_params is not None:
         raise argument_error(CALL, "init_params", "values beside `init_state`, which has its own", "Pass only one.")
     state = init_state
@@ -285,13 +279,13 @@ def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_pa
 def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Refuse initial values of other parameters, of other shapes, or that are not finite."""
     for name, value in given.items():
-        _checks.check_choice(CALL, "init_params", name, known)
+        Choice(known).check(CALL, "init_params", name)
         shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (value, known[name])]
         if shapes[0] != shapes[1]:
             got = f"shape {shapes[0]} for {name!r}"
             raise argument_error(CALL, "init_params", got, f"Pass a value of shape {shapes[1]}.")
         for leaf in jax.tree.leaves(value):
-            _checks.check_finite(CALL, f"init_params[{name!r}]", leaf)
+            check_finite(CALL, f"init_params[{name!r}]", leaf)
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import array_equiv
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, Count, Natural, PositiveInt, PositiveOrInfinite, Switch
 from numpyro_bnn.guides.blocks import Block, Family, declare_loc, declare_scale
 
 MASKS = ("alternating", "random")
@@ -168,20 +169,17 @@ class Coupling(Family):
     -3.676
     """
 
-    num_flows: int = 4
+    num_flows: PositiveInt = 4
     hidden: Sequence[int] = (32,)
-    mask: str = "alternating"
-    bound: float = 2.0
-    seed: int = 0
+    mask: Annotated[str, Choice(MASKS)] = "alternating"
+    bound: PositiveOrInfinite = 2.0
+    seed: Natural = 0
 
     def __post_init__(self) -> None:
-        call = "guides.Coupling"
-        check_count(call, "seed", self.seed, minimum=0)
+        super().__post_init__()
         widths = (self.hidden,) if np.ndim(self.hidden) == 0 else self.hidden
-        object.__setattr__(self, "hidden", tuple(check_count(call, "hidden", width) for width in widths))
-        object.__setattr__(self, "num_flows", check_count(call, "num_flows", self.num_flows))
-        check_choice(call, "mask", self.mask, MASKS)
-        check_number(call, "bound", self.bound, strict=True, infinite=True)
+        counts = tuple(Count().check("guides.Coupling", "hidden", width) for width in widths)
+        object.__setattr__(self, "hidden", counts)
 
     def transforms(self, name: str, dim: int) -> list[Transform]:
         """Declare the conditioners ``<name>_flow<i>_...`` and build the flow f: R^D -> R^D from them.
@@ -242,7 +240,7 @@ class Flowjax(Family):
     """
 
     flow: Any
-    standardized: bool = True
+    standardized: Switch = True
 
     def __post_init__(self) -> None:
         call, flow = "guides.Flowjax", self.flow
@@ -257,6 +255,7 @@ class Flowjax(Family):
         if flow.cond_shape is not None:
             got = f"a conditional flow (cond_shape {flow.cond_shape})"
             raise argument_error(call, "flow", got, "Pass an unconditional one.")
+        super().__post_init__()
 
     def distribution(self, block: Block) -> dist.Distribution:
         """Parameters ``loc``, ``scale`` (D,), unless ``standardized=False``, and those of the flow."""

@@ -1,9 +1,10 @@
 """Gaussian guides: independent weights (Bayes by Backprop), or one joint Gaussian per layer of a network."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from numpyro_bnn._checks import argument_error, check_flag, check_kind
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Kind, Model, Switch, checked
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, is_identity
 from numpyro_bnn.guides.blocks import Family, FullRank, Patterns
 
@@ -77,19 +78,18 @@ class AutoStructured(AutoBlocks):
     ['auto_net/Dense_0_scale_tril', 'auto_net/Dense_1_scale_tril']
     """
 
+    @checked("guides.{}")
     def __init__(
         self,
-        model: Callable,
-        family: Family | None = None,
+        model: Model,
+        family: Annotated[Family, Kind(Family, "Pass a family, e.g. `guides.FullRank()` or `guides.LowRank(10)`.")]
+        | None = None,
         *,
         blocks: Mapping[Any, Family] | Sequence[Patterns] | None = None,
-        include_scales: bool = False,
+        include_scales: Switch = False,
         **settings: Any,
     ) -> None:
         family = FullRank() if family is None else family
-        instead = "Pass a family, e.g. `guides.FullRank()` or `guides.LowRank(10)`."
-        check_kind("guides.AutoStructured", "family", family, Family, instead)
-        check_flag("guides.AutoStructured", "include_scales", include_scales)
         self._family, self._by_layer, self._include_scales = family, blocks is None, include_scales
         chosen: Any = blocks or ()
         if not isinstance(chosen, Mapping):

@@ -12,8 +12,9 @@ import numpy as np
 from numpyro.infer import init_to_median
 from numpyro.util import find_stack_level
 
-from numpyro_bnn._checks import argument_error, check_kind, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
+from numpyro_bnn._options import Kind
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
@@ -48,7 +49,7 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
     if site is None:
         return partial(init_to_fan_in)
     instead = "Pass it as a strategy, `init_strategy=init_to_fan_in`."
-    check_kind("guides.init_to_fan_in", "site", site, Mapping, instead)
+    Kind(Mapping, instead).check("guides.init_to_fan_in", "site", site)
     if site["type"] != "sample" or site["is_observed"] or site["fn"].support.is_discrete:
         return None
     if site["value"] is not None:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,19 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_kind, check_number
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
+from numpyro_bnn._options import (
+    Choice,
+    FractionBelow1,
+    Kind,
+    Model,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveInt,
+    checked,
+)
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.preconditioning import NAMES, NoisePreconditioner, is_named, learns_from_noise, resolve
@@ -71,20 +82,21 @@ class SGMCMCKernel(ArgumentKernel):
     usual_preconditioner = "identity"  # the default where it is not learned from gradient noise
     uses_minibatches = True
 
+    @checked("infer.{}")
     def __init__(
         self,
-        model: Callable,
-        step_size: float | Callable | None = None,
+        model: Model,
+        step_size: Positive | Callable | None = None,
         *,
-        steps_per_draw: int = 100,
-        temperature: float = 1.0,
-        gradient: str = "minibatch",
-        minibatches: str = "with_replacement",
+        steps_per_draw: PositiveInt = 100,
+        temperature: NonNegative = 1.0,
+        gradient: Annotated[str, Choice(GRADIENTS)] = "minibatch",
+        minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement",
         preconditioner: Any = None,
-        warm_start: Any = WarmStart.share,
+        warm_start: FractionBelow1 | WarmStart = WarmStart.share,
         optimizer: Any = None,
-        bias_tolerance: float = 0.05,
-        init_strategy: Callable = init_to_uniform,
+        bias_tolerance: Positive = 0.05,
+        init_strategy: Annotated[Callable, Kind(callable, "Pass e.g. `init_to_median`.")] = init_to_uniform,
     ) -> None:
         self._model = model
         self._step_size = step_size
@@ -93,7 +105,7 @@ class SGMCMCKernel(ArgumentKernel):
         self._gradient = gradient
         self._minibatches = minibatches
         self._preconditioner = preconditioner
-        self._warm_start = warm_start_of(self._call, warm_start, optimizer)
+        self._warm_start = warm_start_of(warm_start, optimizer)
         self._warm_start_given = isinstance(warm_start, WarmStart) or warm_start != WarmStart.share
         self._bias_tolerance = bias_tolerance
         self._init_strategy = init_strategy
@@ -106,17 +118,9 @@ class SGMCMCKernel(ArgumentKernel):
 
     def _check_arguments(self) -> None:
         call, preconditioner = self._call, self._preconditioner
-        check_kind(call, "model", self._model, callable, "Pass a NumPyro model (a function).")
-        check_kind(call, "init_strategy", self._init_strategy, callable, "Pass e.g. `init_to_median`.")
-        check_number(call, "temperature", self._temperature, strict=self.exact)
-        check_number(call, "bias_tolerance", self._bias_tolerance, strict=True)
-        if self._step_size is not None and not callable(self._step_size):
-            check_number(call, "step_size", self._step_size, strict=True)
-        self._steps_per_draw = check_count(call, "steps_per_draw", self._steps_per_draw)
-        check_choice(call, "gradient", self._gradient, GRADIENTS)
-        check_choice(call, "minibatches", self._minibatches, MINIBATCHES)
+        Number(strict=self.exact).check(call, "temperature", self._temperature)
         if isinstance(preconditioner, str):
-            check_choice(call, "preconditioner", preconditioner, (*NAMES, *self.preconditioners))
+            Choice((*NAMES, *self.preconditioners)).check(call, "preconditioner", preconditioner)
         if is_named(preconditioner, "warm_start") and not self._warm_start.share:
             raise argument_error(call, "preconditioner", "'warm_start'", "Set `warm_start=0.5` (say) with it.")
 

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from numpyro_bnn._checks import check_kind
+from numpyro_bnn._options import Kind, checked
+
+OneChain: TypeAlias = Annotated[Callable, Kind(callable, "Pass it to MCMC: `chain_method=parallel_vectorized`.")]
 
 
-def parallel_vectorized(fn: Callable) -> Callable:
+@checked("infer.parallel_vectorized")
+def parallel_vectorized(fn: OneChain) -> Callable:
     """Run chains on all local devices: vectorized on each device, the devices in parallel.
 
     A ``chain_method`` for ``numpyro.infer.MCMC`` and any kernel; ``"parallel"`` needs one device per chain, and
@@ -28,8 +31,6 @@ def parallel_vectorized(fn: Callable) -> Callable:
     >>> parallel_vectorized(lambda x: {"double": 2 * x})(jnp.arange(3))["double"].tolist()
     [0, 2, 4]
     """
-    instead = "Pass it to MCMC: `chain_method=parallel_vectorized`."
-    check_kind("infer.parallel_vectorized", "fn", fn, callable, instead)
     chunk = jax.vmap(fn)
 
     @cache

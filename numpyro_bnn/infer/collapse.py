@@ -12,9 +12,10 @@ from jax import lax, random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
+from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.linear_blocks import Blocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
@@ -26,7 +27,8 @@ CALL = "infer.collapse"
 FACTOR = "_collapsed_log_likelihood"
 
 
-def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -> Callable:
+@checked("infer.collapse")
+def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> Callable:
     r"""Marginalize sites that enter a model linearly, exactly; draws of them come back with each sample.
 
     For data and weights :math:`y \sim N(f + A w, S)`, :math:`w \sim N(m, D)`, where f, A, m, S and D depend on all
@@ -69,7 +71,6 @@ def collapse(model: Callable, sites: Sequence[str], *args: Any, **kwargs: Any) -
     >>> mcmc.get_samples()["net/Dense_1.kernel"].shape
     (5, 3, 1)
     """
-    check_kind(CALL, "model", model, callable, "Pass a NumPyro model (a function).")
     names, (args, kwargs) = _check_names(sites), as_arrays(args, kwargs)
     with isolated():
         reading = Reading(model, args, kwargs)

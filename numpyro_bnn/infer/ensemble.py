@@ -1,12 +1,12 @@
 """``ensemble``: the recipe for prediction."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import jax
 from numpyro.infer import MCMC
 
-from numpyro_bnn._checks import check_count
+from numpyro_bnn._options import Count, FractionBelow1, Model, PositiveInt, checked
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.orbit import OrbitMoves
@@ -20,13 +20,14 @@ ENERGY_VARIANCE = (0.5, 0.0005)  # first: far from the member, last: the accurac
 PER_STEP = 2  # gradients of a step
 
 
+@checked("infer.ensemble")
 def ensemble(
-    model: Callable,
-    num_gradients: int = 60_000,
+    model: Model,
+    num_gradients: Annotated[int, Count(100)] = 60_000,
     *,
-    num_chains: int = 8,
-    num_samples: int = 250,
-    held_out: float = 0.1,
+    num_chains: PositiveInt = 8,
+    num_samples: PositiveInt = 250,
+    held_out: FractionBelow1 = 0.1,
     symmetries: Sequence[Any] = (),
     **options: Any,
 ) -> MCMC:
@@ -61,10 +62,6 @@ def ensemble(
     """
     import optax
 
-    call = "infer.ensemble"
-    check_count(call, "num_gradients", num_gradients, minimum=100)
-    check_count(call, "num_chains", num_chains)
-    check_count(call, "num_samples", num_samples)
     steps = int(min(OPTIMIZED * num_gradients, max(MOST_OPTIMIZED, LEAST_STEPS * num_gradients)))
     others = num_gradients - steps
     each = max(1, round((1 - WARMUP) * others / (PER_STEP * num_samples)))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, Model, Number, PositiveOrInfinite, checked
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.chain import Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.preconditioning import NoisePreconditioner, is_named
@@ -85,13 +86,14 @@ class MCLMC(SGMCMCKernel):
     preconditioners = ("variance",)
     usual_preconditioner = "variance"
 
+    @checked("infer.{}")
     def __init__(
         self,
-        model: Callable,
+        model: Model,
         step_size: Any = None,
         *,
-        decoherence_length: float | None = None,
-        integrator: str | None = None,
+        decoherence_length: PositiveOrInfinite | None = None,
+        integrator: Annotated[str, Choice(sorted(INTEGRATORS))] | None = None,
         energy_variance: Any = None,
         **options: Any,
     ) -> None:
@@ -103,14 +105,11 @@ class MCLMC(SGMCMCKernel):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         call, pair = self._call, self._energy_variance
-        check_number(call, "temperature", self._temperature, strict=True)
-        if self._decoherence_length is not None:
-            check_number(call, "decoherence_length", self._decoherence_length, strict=True, infinite=True)
-        self.dynamics(lambda z: z, 1.0)  # checks the integrator
+        Number(strict=True).check(call, "temperature", self._temperature)
         if isinstance(pair, tuple) and len(pair) != 2:
             raise argument_error(call, "energy_variance", pair, "Pass a number or (first, last).")
         for target in self.energy_targets:
-            check_number(call, "energy_variance", target, strict=True)
+            Number(strict=True).check(call, "energy_variance", target)
 
     @property
     def energy_targets(self) -> tuple[float, float]:

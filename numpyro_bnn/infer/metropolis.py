@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Fraction, FractionBelow1, Model, PositiveInt, checked
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.momentum import friction_of
 from numpyro_bnn.infer.target import Target
@@ -52,7 +53,10 @@ class MALA(_AllDataKernel):
 
     target_accept_prob = 0.574
 
-    def __init__(self, model: Callable, step_size: Any = None, *, steps_per_draw: int = 10, **options: Any) -> None:
+    @checked("infer.{}")
+    def __init__(
+        self, model: Model, step_size: Any = None, *, steps_per_draw: PositiveInt = 10, **options: Any
+    ) -> None:
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
@@ -84,23 +88,20 @@ class GHMC(_AllDataKernel):
 
     target_accept_prob = 0.8
 
+    @checked("infer.{}")
     def __init__(
         self,
-        model: Callable,
+        model: Model,
         step_size: Any = None,
         *,
-        num_steps: int = 100,
-        momentum_decay: float = 1.0,
-        jitter: float = 0.1,
-        steps_per_draw: int = 1,
+        num_steps: PositiveInt = 100,
+        momentum_decay: Fraction = 1.0,
+        jitter: FractionBelow1 = 0.1,
+        steps_per_draw: PositiveInt = 1,
         **options: Any,
     ) -> None:
         self._num_steps, self._momentum_decay, self._jitter = num_steps, momentum_decay, jitter
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        self.dynamics(lambda z: z, 1.0)  # checks its numbers
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
@@ -136,14 +137,15 @@ class GGMC(SGMCMCKernel):
     exact = True
     target_accept_prob = 0.65
 
+    @checked("infer.{}")
     def __init__(
         self,
-        model: Callable,
+        model: Model,
         step_size: Any = None,
         *,
-        num_steps: int = 10,
-        momentum_decay: float = 0.1,
-        steps_per_draw: int = 10,
+        num_steps: PositiveInt = 10,
+        momentum_decay: Fraction = 0.1,
+        steps_per_draw: PositiveInt = 10,
         **options: Any,
     ) -> None:
         self._num_steps, self._momentum_decay = num_steps, momentum_decay
@@ -154,8 +156,6 @@ class GGMC(SGMCMCKernel):
         if self._minibatches != "with_replacement":
             instead = "It is exact with independent minibatches only: draw them with replacement."
             raise argument_error(self._call, "minibatches", self._minibatches, instead)
-        check_number(self._call, "momentum_decay", self._momentum_decay, most=1)
-        self.dynamics(lambda z: z, 1.0)  # checks the number of steps
 
     def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.GGMC(full_potential, self._num_steps, friction_of(self._momentum_decay, step_size))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_bnn._checks import argument_error, check_key
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import KEY
 from numpyro_bnn.program.arguments import as_arrays, fingerprints, is_table, plain_values, with_plain_values
 from numpyro_bnn.program.compiled import NEEDS_VALUES
 
@@ -93,7 +94,7 @@ def _with_arrays(method: Callable) -> Callable:
             return method(*bound.args, **bound.kwargs)
 
         if name == "init":
-            check_key(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])
+            KEY.check(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])
             parallel = _is_tracer(bound.arguments["rng_key"])  # `pmap` takes no references
             self._inputs = None if parallel else self._inputs or {}
             # A new run reads its data again: `MCMC` keeps programs by the identity of data; values may change.

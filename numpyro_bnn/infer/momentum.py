@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Fraction, Model, checked
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.tuning import Noise
 
@@ -21,15 +22,15 @@ def friction_of(momentum_decay: float, step_size: Any) -> Any:
 
 
 class _WithMomentum(SGMCMCKernel):
+    @checked("infer.{}")
     def __init__(
-        self, model: Callable, step_size: Any = None, *, momentum_decay: float = 0.1, **options: Any
+        self, model: Model, step_size: Any = None, *, momentum_decay: Fraction = 0.1, **options: Any
     ) -> None:
         self._momentum_decay = momentum_decay
         super().__init__(model, step_size, **options)
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        check_number(self._call, "momentum_decay", self._momentum_decay, most=1)
         if self._momentum_decay == 0 and self._step_size is None:
             raise argument_error(self._call, "momentum_decay", 0, "Pass a `step_size`, or a decay above 0.")
 

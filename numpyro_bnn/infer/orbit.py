@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_bnn._checks import argument_error, check_flag, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Positive, Switch, checked
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry import Symmetry, check
@@ -80,16 +81,20 @@ class OrbitMoves(Wrapper):
     (5, 2)
     """
 
+    @checked("infer.{}")
     def __init__(
-        self, kernel: MCMCKernel, symmetries: Sequence[Symmetry], *, exact: bool = True, tolerance: float = TOLERANCE
+        self,
+        kernel: MCMCKernel,
+        symmetries: Sequence[Symmetry],
+        *,
+        exact: Switch = True,
+        tolerance: Positive = TOLERANCE,
     ) -> None:
         super().__init__(kernel)
         self._symmetries = as_symmetries("infer.OrbitMoves", symmetries)
         if not self._symmetries:
             instead = "Declare one, e.g. `symmetry.Permutation(...)`, or run the inner kernel alone."
             raise argument_error("infer.OrbitMoves", "symmetries", "none", instead)
-        check_flag("infer.OrbitMoves", "exact", exact)
-        check_number("infer.OrbitMoves", "tolerance", tolerance, strict=True)
         self._exact = exact
         self._tolerance = tolerance
         self._plans: tuple[Plan, ...] = ()

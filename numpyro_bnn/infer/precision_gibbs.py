@@ -12,9 +12,10 @@ from jax import random
 from numpyro.distributions.util import is_identically_one
 from numpyro.util import identity, is_prng_key
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
+from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
@@ -79,8 +80,8 @@ class PrecisionGibbs(ArgumentKernel):
 
     sample_field = "z"
 
-    def __init__(self, model: Callable) -> None:
-        check_kind("infer.PrecisionGibbs", "model", model, callable, "Pass a NumPyro model (a function).")
+    @checked("infer.{}")
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._plan: tuple[ConjugateSite, ...] = ()
         self._sample_fn: Callable | None = None

@@ -8,7 +8,8 @@ import jax
 from jax import lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import FractionBelow1, Model, Positive, PositiveInt, checked
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.chain import Policy
 from numpyro_bnn.infer.target import Target
@@ -92,24 +93,21 @@ class CyclicalSGLD(SGLD):
     (500, 100)
     """
 
+    @checked("infer.{}")
     def __init__(
         self,
-        model: Callable,
-        step_size: float,
+        model: Model,
+        step_size: Positive,
         *,
-        cycle_length: int = 2000,
-        draws_per_cycle: int = 10,
-        explore: float = 0.5,
+        cycle_length: PositiveInt = 2000,
+        draws_per_cycle: PositiveInt = 10,
+        explore: FractionBelow1 = 0.5,
         **options: Any,
     ) -> None:
         call = "infer.CyclicalSGLD"
-        check_number(call, "step_size", step_size, strict=True)
         if "steps_per_draw" in options or options.get("warm_start"):
             instead = "Set `cycle_length`, `draws_per_cycle` and `explore`."
             raise argument_error(call, "steps_per_draw or warm_start", "a value", instead)
-        cycle_length = check_count(call, "cycle_length", cycle_length)
-        draws_per_cycle = check_count(call, "draws_per_cycle", draws_per_cycle)
-        check_number(call, "explore", explore, below=1)
         self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle
         if self.steps_per_draw < 1:
             came = (cycle_length, draws_per_cycle, explore)

@@ -15,7 +15,8 @@ from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
 
-from numpyro_bnn._checks import argument_error, check_finite, check_kind
+from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._options import Kind
 from numpyro_bnn.infer.model_checks import (
     KEY,
     check_indices,
@@ -228,7 +229,7 @@ def given_values(
     """Take initial values that a user gives instead of ``z``; refuse other sites or shapes."""
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
         given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
-    check_kind(call, "init_params", given, Mapping, "Pass a dictionary of unconstrained values by site.")
+    Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(call, "init_params", given)
     shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
     if shapes != wanted:
         raise argument_error(call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}.")

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.model_checks import weight_jacobians
 from numpyro_bnn.infer.precision_gibbs import held_values
@@ -93,8 +94,14 @@ class ParallelTempering(OuterKernel):
 
     sample_field = "z"
 
+    @checked("infer.{}")
     def __init__(
-        self, kernel: MCMCKernel, num_replicas: int = 8, *, lowest: float = 0.01, temper: str = "likelihood"
+        self,
+        kernel: MCMCKernel,
+        num_replicas: Annotated[int, Count(2)] = 8,
+        *,
+        lowest: Level = 0.01,
+        temper: Annotated[str, Choice(TEMPERED)] = "likelihood",
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))
@@ -104,9 +111,6 @@ class ParallelTempering(OuterKernel):
                 came = f"{type(inner).__name__} with temperature {temperature}"
                 raise argument_error(call, "kernel", came, "Its replicas set the temperatures: leave it at 1.")
             inner = getattr(inner, "kernel", None)
-        num_replicas = check_count(call, "num_replicas", num_replicas, 2)
-        check_number(call, "lowest", lowest, strict=True, below=1.0)
-        check_choice(call, "temper", temper, TEMPERED)
         self._kernel = kernel
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
         self._num_replicas, self._lowest, self._temper = num_replicas, lowest, temper

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from numpyro_bnn._checks import check_count, check_number
+from numpyro_bnn._options import Level, NonNegative, Number, PositiveInt, checked
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Statistics
 from numpyro_bnn.sgmcmc.streams import FullData
@@ -123,7 +123,10 @@ def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.maximum(sixth, 0.0) ** (1 / 6), second)
 
 
-def temperature_band(num_parameters: int, temperature: float = 1.0, level: float = 0.95) -> tuple[float, float]:
+@checked("infer.temperature_band")
+def temperature_band(
+    num_parameters: PositiveInt, temperature: NonNegative = 1.0, level: Level = 0.95
+) -> tuple[float, float]:
     r"""Central interval of the temperature statistics of one draw, as a check that a chain is at equilibrium.
 
     The central quantiles of T chi^2_P / P, by the Wilson-Hilferty approximation. At stationarity the kinetic
@@ -142,10 +145,6 @@ def temperature_band(num_parameters: int, temperature: float = 1.0, level: float
     >>> [round(bound, 2) for bound in temperature_band(50)]
     [0.65, 1.43]
     """
-    call = "infer.temperature_band"
-    check_count(call, "num_parameters", num_parameters)
-    check_number(call, "temperature", temperature)
-    check_number(call, "level", level, strict=True, below=1)
     z, spread = NormalDist().inv_cdf(0.5 + level / 2), 2 / (9 * num_parameters)
     low, high = (temperature * (1 - spread + sign * z * spread**0.5) ** 3 for sign in (-1, 1))
     return max(low, 0.0), high
@@ -236,7 +235,7 @@ def implied_bias(energy_variance: Any) -> Any:
     0.05
     """
     for value in np.ravel(np.asarray(energy_variance, object)):
-        check_number("infer.implied_bias", "energy_variance", value)
+        Number().check("infer.implied_bias", "energy_variance", value)
     given = np.asarray(energy_variance, np.float64)
     first = np.cbrt(given / 4)
     bias = first * (1 + first) + given / 4  # above the root, so Newton's method descends to it

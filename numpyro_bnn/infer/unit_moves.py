@@ -10,8 +10,9 @@ import numpyro.distributions as dist
 from jax import lax, random
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_bnn._checks import argument_error, check_count, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
+from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
@@ -80,14 +81,15 @@ class UnitMoves(Wrapper):
     (5,)
     """
 
-    def __init__(self, kernel: MCMCKernel, units: Mapping[str, int], *, num_moves: int = 100) -> None:
+    @checked("infer.{}")
+    def __init__(self, kernel: MCMCKernel, units: Mapping[str, int], *, num_moves: PositiveInt = 100) -> None:
         super().__init__(kernel)
         good = isinstance(units, Mapping) and units and all(isinstance(axis, int) for axis in units.values())
         if not good:
             instead = "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`."
             raise argument_error(self._call, "units", units, instead, TypeError)
         self._units = dict(units)
-        self._num_moves = check_count(self._call, "num_moves", num_moves)
+        self._num_moves = num_moves
         self._num_units = 0
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jax import lax, random
 from numpyro import handlers
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import FractionBelow1, Kind, Positive, PositiveInt, check_fields
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.target import Target, bind, stream_of
 from numpyro_bnn.program.compiled import run
@@ -28,6 +29,10 @@ class Member(NamedTuple):
     optimizer: Any
     position: jax.Array
     score: jax.Array
+
+
+def _is_optimizer(value: Any) -> bool:
+    return all(hasattr(value, method) for method in ("init", "update"))
 
 
 @dataclass(frozen=True)
@@ -51,23 +56,14 @@ class WarmStart:
     50
     """
 
-    share: float = 0.25
-    num_steps: int | None = None
-    optimizer: Any = None
-    held_out: float = 0.0
-    spread: float = 1.0
+    share: FractionBelow1 = 0.25
+    num_steps: PositiveInt | None = None
+    optimizer: Annotated[Any, Kind(_is_optimizer, "Pass one of optax, e.g. `optax.adam(0.01)`.")] | None = None
+    held_out: FractionBelow1 = 0.0
+    spread: Positive = 1.0
 
     def __post_init__(self) -> None:
-        call = "infer.WarmStart"
-        check_number(call, "share", self.share, below=1)
-        check_number(call, "held_out", self.held_out, below=1)
-        check_number(call, "spread", self.spread, strict=True)
-        if not (self.optimizer is None or all(hasattr(self.optimizer, n) for n in ("init", "update"))):
-            raise argument_error(
-                call, "optimizer", self.optimizer, "Pass one of optax, e.g. `optax.adam(0.01)`.", TypeError
-            )
-        if self.num_steps is not None:
-            check_count(call, "num_steps", self.num_steps)
+        check_fields("infer.WarmStart", self)
 
     @property
     def transformation(self) -> Any:
@@ -87,11 +83,10 @@ class WarmStart:
         return Member(self.transformation.init(position), position, worst)
 
 
-def warm_start_of(call: str, warm_start: Any, optimizer: Any) -> WarmStart:
+def warm_start_of(warm_start: float | WarmStart, optimizer: Any) -> WarmStart:
     """Combine what a user passes for ``warm_start=`` and ``optimizer=``."""
     if isinstance(warm_start, WarmStart):
         return warm_start if warm_start.optimizer is not None else replace(warm_start, optimizer=optimizer)
-    check_number(call, "warm_start", warm_start, below=1)
     return WarmStart(warm_start, optimizer=optimizer)
 
 

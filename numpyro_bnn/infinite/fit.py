@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error, as_floats, check_count, check_flag, check_number
+from numpyro_bnn._checks import argument_error, as_floats
+from numpyro_bnn._options import Positive, PositiveInt, PositiveOrInfinite, Switch, checked
 from numpyro_bnn.infinite.kernels import kernels
 from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments
 from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
 from numpyro_bnn.nn import Dense, Layer
-from numpyro_bnn.nn.base import Shape, fan_in, role
+from numpyro_bnn.nn.base import Net, Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
 
 # Bounds of standard deviations: of weights (times the root of the fan-in) and biases; of the noise, per sd of y.
@@ -45,17 +46,18 @@ class PriorFit(NamedTuple):
     num_evaluations: int
 
 
+@checked("infinite.prior_fit")
 def prior_fit(
-    net: Layer,
+    net: Net,
     x: Any,
     y: Any,
     *,
     prior: Any = None,
     scales: Scales = None,
-    noise_sd: float | None = None,
-    ard: bool = False,
-    log_sd: float = 3.0,
-    max_steps: int = 200,
+    noise_sd: Positive | None = None,
+    ard: Switch = False,
+    log_sd: PositiveOrInfinite = 3.0,
+    max_steps: PositiveInt = 200,
 ) -> PriorFit:
     r"""Empirical Bayes: prior scales and noise that maximize the marginal likelihood of the infinitely wide network.
 
@@ -89,11 +91,6 @@ def prior_fit(
     call = "infinite.prior_fit"
     x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
-    check_number(call, "log_sd", log_sd, strict=True, infinite=True)
-    check_flag(call, "ard", ard)
-    max_steps = check_count(call, "max_steps", max_steps)
-    if noise_sd is not None:
-        check_number(call, "noise_sd", noise_sd, strict=True)
     with jax.enable_x64(True):
         found = prior_moments(call, net, x.shape[1:], prior, scales)
         spread = float(np.std(y)) or 1.0

@@ -2,23 +2,25 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_count, check_finite
+from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._options import PositiveInt, Switch, checked
 from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments, weight_fan_in
 from numpyro_bnn.infinite.rules import Context, Covariance, Inputs, Units, contains, propagate
 from numpyro_bnn.nn import BatchNorm, Layer
-from numpyro_bnn.nn.base import Params
+from numpyro_bnn.nn.base import Net, Params
 
 # Number of pairs of data points beyond which a kernel is computed in blocks, and the rows of a block.
 LARGEST = 2**24
 BLOCK_SIZE = 512
 # Numbers in the Jacobian of one block of data points: 128 MiB in float32.
 JACOBIAN = 2**25
+BlockSize: TypeAlias = PositiveInt | None
 
 
 class Kernels(NamedTuple):
@@ -28,8 +30,9 @@ class Kernels(NamedTuple):
     ntk: Any
 
 
+@checked("infinite.nngp")
 def nngp(
-    net: Layer, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: int | None = None
+    net: Net, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: BlockSize = None
 ) -> Any:
     r"""Prior covariance of the outputs of a network as its hidden layers get infinitely wide (the NNGP kernel).
 
@@ -67,8 +70,9 @@ def nngp(
     return both_kernels("infinite.nngp", net, x1, x2, prior, scales, block_size, want_ntk=False).nngp
 
 
+@checked("infinite.ntk")
 def ntk(
-    net: Layer, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: int | None = None
+    net: Net, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: BlockSize = None
 ) -> Any:
     r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely wide network.
 
@@ -114,9 +118,7 @@ def both_kernels(
     if x2 is not None and x1.shape[1:] != x2.shape[1:]:
         raise argument_error(call, "x2", f"shape {x2.shape}", f"Pass (N2, *{x1.shape[1:]}), like x1.")
     found = _prior_moments(call, net, x1, prior, scales)
-    if block_size is not None:
-        block_size = check_count(call, "block_size", block_size)
-    elif not isinstance(x1, jax.core.Tracer) and not isinstance(x2, jax.core.Tracer):
+    if block_size is None and not isinstance(x1, jax.core.Tracer) and not isinstance(x2, jax.core.Tracer):
         block_size = BLOCK_SIZE if len(x1) * len(x1 if x2 is None else x2) > LARGEST else None
     return kernels(net, found.sites, found.normal, x1, x2, want_ntk, block_size)
 
@@ -200,16 +202,17 @@ def _inputs(call: str, argument: str, value: Any) -> Any:
     return value if hasattr(value, "dtype") else np.asarray(value)
 
 
+@checked("infinite.empirical_ntk")
 def empirical_ntk(
-    net: Layer,
+    net: Net,
     params: Params,
     x1: Any,
     x2: Any = None,
     *,
     prior: Any = None,
     scales: Scales = None,
-    full: bool = False,
-    block_size: int | None = None,
+    full: Switch = False,
+    block_size: BlockSize = None,
 ) -> Any:
     r"""Neural tangent kernel of one network with given parameters.
 
@@ -253,7 +256,7 @@ def empirical_ntk(
     weights = {name: variances[name] / weight_fan_in(name, np.shape(params[name])) for name in params}
     outputs = int(np.prod(net.output_shape(shape)))
     fits = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
-    size = fits if block_size is None else check_count(call, "block_size", block_size)
+    size = fits if block_size is None else block_size
     first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
     pairs = (outputs, outputs) if full else ()
     result = np.empty((len(first), len(second), *pairs), jnp.result_type(*params.values(), float))

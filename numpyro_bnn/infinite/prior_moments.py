@@ -9,7 +9,7 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
 
-from numpyro_bnn._checks import argument_error, check_kind, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
@@ -37,7 +37,6 @@ def prior_moments(
     call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Scales = None
 ) -> PriorMoments:
     """Evaluate a prior, its hyper-sites at ``scales``, at every parameter of a network."""
-    check_kind(call, "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
     shapes = net.param_shapes(input_shape)
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):

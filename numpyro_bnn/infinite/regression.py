@@ -9,10 +9,12 @@ import numpy as np
 from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 
-from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_key, check_number, check_same_length
+from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_same_length
+from numpyro_bnn._options import Positive, RandomKey, Switch, checked
 from numpyro_bnn.infinite.kernels import nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
+from numpyro_bnn.nn.base import Net
 
 # Jitter added to the diagonal, relative to its mean: none, then from a few rounding errors upwards by factors of ten.
 STEPS = 8
@@ -61,7 +63,8 @@ class GPRegression:
     _lower: np.ndarray
     _whitened: np.ndarray
 
-    def predict(self, x: Any = None, diagonal: bool = False) -> Prediction:
+    @checked("GPRegression.predict")
+    def predict(self, x: Any = None, diagonal: Switch = False) -> Prediction:
         """Posterior mean and covariance of the function.
 
         :param x: ``(M, *input_shape)``; by default the inputs of the data.
@@ -105,14 +108,14 @@ class GPRegression:
         check_finite("GPRegression.log_density", "y", y)
         return norm.logpdf(np.asarray(y), mean, sd).reshape(len(mean), -1).sum(axis=1)
 
-    def sample(self, rng_key: jax.Array, x: Any = None, sample_shape: tuple[int, ...] = ()) -> np.ndarray:
+    @checked("GPRegression.sample")
+    def sample(self, rng_key: RandomKey, x: Any = None, sample_shape: tuple[int, ...] = ()) -> np.ndarray:
         """Posterior draws of the function, without noise.
 
         :param rng_key: key of the draws.
         :param x: inputs ``(M, *input_shape)``; by default the inputs of the data.
         :return: ``(*sample_shape, M)``, or ``(*sample_shape, M, K)``.
         """
-        check_key("GPRegression.sample", "rng_key", rng_key)
         mean, covariance = self.predict(x)
         with jax.enable_x64(True):
             lower = np.asarray(factorize(jnp.asarray(covariance)).lower)
@@ -123,8 +126,9 @@ class GPRegression:
         return nngp(self.net, x1, x2, prior=self.prior, scales=self.scales)
 
 
+@checked("infinite.gp_regression")
 def gp_regression(
-    net: Layer, x: Any, y: Any, *, noise_sd: float, prior: Any = None, scales: Scales = None
+    net: Net, x: Any, y: Any, *, noise_sd: Positive, prior: Any = None, scales: Scales = None
 ) -> GPRegression:
     r"""Exact posterior of an infinitely wide Bayesian network with normal noise: Gaussian process regression.
 
@@ -156,7 +160,6 @@ def gp_regression(
     call = "infinite.gp_regression"
     x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
-    check_number(call, "noise_sd", noise_sd, strict=True)
     with jax.enable_x64(True):
         factor = factorize(with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd))
         if bool(jnp.isnan(factor.lower).any()):

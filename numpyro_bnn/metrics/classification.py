@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_count, check_finite
+from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import Score, mean_score, probs_and_labels, standard_error, vector
 
@@ -111,7 +112,8 @@ def log_score(probs: ArrayLike, labels: ArrayLike) -> Score:
         return mean_score(np.log(array[np.arange(known.size), known]))
 
 
-def ece(probs: ArrayLike, labels: ArrayLike, bins: int = 15) -> Reliability:
+@checked("ece")
+def ece(probs: ArrayLike, labels: ArrayLike, bins: PositiveInt = 15) -> Reliability:
     r"""Expected calibration error and reliability curve of the most probable class.
 
     .. math:: \sum_{m=1}^{M} \frac{n_m}{N} \left| \mathrm{acc}_m - \mathrm{conf}_m \right|
@@ -132,7 +134,6 @@ def ece(probs: ArrayLike, labels: ArrayLike, bins: int = 15) -> Reliability:
     0.2
     """
     array, known = probs_and_labels("ece", probs, labels)
-    bins = check_count("ece", "bins", bins)
     top = array.max(axis=1)
     right = (array.argmax(axis=1) == known).astype(np.float64)
     edges = np.linspace(0.0, 1.0, bins + 1)

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_count, check_finite, check_number, check_same_length
+from numpyro_bnn._checks import argument_error, check_finite, check_same_length
+from numpyro_bnn._options import Count, Level, checked
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, stacked, standard_error, vector
 
@@ -132,7 +133,8 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
     return mean_score(np.abs(errors).mean(axis=0) - half_spread)
 
 
-def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Coverage:
+@checked("interval_coverage")
+def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Coverage:
     """Coverage of central predictive intervals: how often they contain the target, and how wide they are.
 
     The bounds are order statistics at rank (S + 1) p, interpolated. If the S draws are exchangeable with y they
@@ -153,7 +155,6 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: float = 0.9) -> Cov
     [True, True, False]
     """
     array, target = draws_and_targets("interval_coverage", draws, y)
-    check_number("interval_coverage", "level", level, strict=True, below=1.0)
     if (reach := (len(array) - 1) / (len(array) + 1)) < level - 1e-9:
         got = f"{len(array)} draws of y, which hold a new one with probability {reach:.2f} at most"
         raise argument_error("interval_coverage", "draws", got, "Pass more: if networks are few, several of each.")
@@ -186,7 +187,7 @@ def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArr
     """
     array, target = draws_and_targets("pit", draws, y)
     if not isinstance(rng, np.random.Generator):
-        rng = check_count("pit", "rng", rng, minimum=0)
+        rng = Count(0).check("pit", "rng", rng)
     below, ties = (array < target).sum(axis=0), (array == target).sum(axis=0)
     uniform = np.random.default_rng(rng).random(target.size)
     return (below + (1 + ties) * uniform) / (array.shape[0] + 1)

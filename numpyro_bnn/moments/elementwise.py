@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import check_kind
+from numpyro_bnn._options import Kind
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import moments_of
 from numpyro_bnn.moments.interpret import Equation
@@ -38,7 +38,7 @@ def register_elementwise(*names: str) -> None:
     >>> register_elementwise("tanh")
     """
     for name in names:
-        check_kind("moments.register_elementwise", "names", name, str, 'Pass names of primitives, e.g. `"tanh"`.')
+        Kind(str, 'Pass names of primitives, e.g. `"tanh"`.').check("moments.register_elementwise", "names", name)
     RULES.update(dict.fromkeys(names, elementwise))
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import check_count, check_kind
+from numpyro_bnn._options import Count, Kind, Switch, checked
 from numpyro_bnn.moments.expectation import NODES, moments_of
 from numpyro_bnn.moments.interpret import Equation, Interpreter, Rule
 from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian
@@ -16,7 +16,11 @@ from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian
 RULES: dict[str, Rule] = {}
 
 
-def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]:
+@checked("moments.propagate")
+def propagate(
+    fn: Annotated[Callable[..., Any], Kind(callable, "Pass a function of arrays.")],
+    num_nodes: Annotated[int, Count(2)] = 32,
+) -> Callable[..., Any]:
     """Propagate means and variances through a JAX program.
 
     :param fn: any function of arrays made of supported operations.
@@ -40,8 +44,6 @@ def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]
     >>> h.mean.shape, round(float(h.mean[0, 0]), 3), round(float(h.var[0, 0]), 3)
     ((1, 3), 1.995, 8.521)
     """
-    check_kind("moments.propagate", "fn", fn, callable, "Pass a function of arrays.")
-    num_nodes = check_count("moments.propagate", "num_nodes", num_nodes, 2)
     interpreter = Interpreter(RULES, lambda value: isinstance(value, Term), "moments.propagate")
 
     @wraps(fn)
@@ -67,8 +69,9 @@ def propagate(fn: Callable[..., Any], num_nodes: int = 32) -> Callable[..., Any]
     return propagated
 
 
+@checked("moments.register")
 def register(
-    *names: str, view: bool = False, reduces: bool = False, multiplies: bool = False
+    *names: str, view: Switch = False, reduces: Switch = False, multiplies: Switch = False
 ) -> Callable[[Rule], Rule]:
     """Add a rule for primitives: ``rule(equation, *operands)`` computes the output from Gaussians and plain arrays.
 
@@ -93,10 +96,10 @@ def register(
     """
 
     for name in names:
-        check_kind("moments.register", "names", name, str, 'Pass names of primitives, e.g. `"cumsum"`.')
+        Kind(str, 'Pass names of primitives, e.g. `"cumsum"`.').check("moments.register", "names", name)
 
     def decorate(rule: Rule) -> Rule:
-        check_kind("moments.register", "rule", rule, callable, "Put it above a function, `@register(...)`.")
+        Kind(callable, "Put it above a function, `@register(...)`.").check("moments.register", "rule", rule)
         for name in names:
             RULES[name] = _from_moments(rule, view, reduces, multiplies)
         return rule

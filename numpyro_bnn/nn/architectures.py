@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Count, PositiveInt, checked
 from numpyro_bnn.nn.base import Layer
 from numpyro_bnn.nn.conv import AvgPool, Conv2d, MaxPool
 from numpyro_bnn.nn.layers import Dense, Flatten, Residual, Sequential
@@ -11,7 +12,7 @@ from numpyro_bnn.nn.layers import Dense, Flatten, Residual, Sequential
 def _widths(call: str, argument: str, value: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise argument_error(call, argument, value, "Pass a list of positive integers, e.g. `[50, 50, 1]`.")
-    return tuple(check_count(call, argument, n) for n in value)
+    return tuple(Count().check(call, argument, n) for n in value)
 
 
 def _norms(norm: Layer | None) -> list[Layer | str]:
@@ -64,10 +65,11 @@ def CNN(
     return Sequential([*layers, Flatten(), *MLP(_widths("nn.CNN", "widths", widths), activation, norm).layers])
 
 
+@checked("nn.ResNet")
 def ResNet(
     channels: Sequence[int],
-    outputs: int,
-    blocks: int = 1,
+    outputs: PositiveInt,
+    blocks: PositiveInt = 1,
     activation: Layer | str = "relu",
     norm: Layer | None = None,
 ) -> Sequential:
@@ -88,8 +90,6 @@ def ResNet(
     (10,)
     """
     stages = _widths("nn.ResNet", "channels", channels)
-    outputs = check_count("nn.ResNet", "outputs", outputs)
-    blocks = check_count("nn.ResNet", "blocks", blocks)
     layers: list[Layer | str] = [Conv2d(stages[0], 3), *_norms(norm), activation]
     previous = stages[0]
     for stage, out in enumerate(stages):

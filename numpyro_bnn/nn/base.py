@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import argument_error, check_key
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Kind, RandomKey, check_fields, checked
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
 Shape = tuple[int, ...]
@@ -73,6 +74,9 @@ class Layer(ABC):
     (5, 1)
     """
 
+    def __post_init__(self) -> None:
+        check_fields(f"nn.{type(self).__name__}", self)
+
     @abstractmethod
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         """Return ``({parameter: shape}, output_shape)`` for one input without batch axes.
@@ -134,9 +138,9 @@ class Layer(ABC):
         self.forward(context, _as_inputs(x))
         return context.seen
 
-    def init(self, rng_key: jax.Array, input_shape: Shape) -> dict[str, jax.Array]:
+    @checked("nn.Layer.init")
+    def init(self, rng_key: RandomKey, input_shape: Shape) -> dict[str, jax.Array]:
         """Draw initial parameters for an optimizer: kernels N(0, 1/fan_in), biases 0, normalization gains 1."""
-        check_key("nn.Layer.init", "rng_key", rng_key)
         shapes = self.param_shapes(input_shape)
         params = {}
         for name, key in zip(shapes, jax.random.split(rng_key, max(len(shapes), 1)), strict=False):
@@ -156,6 +160,9 @@ class Layer(ABC):
         wiring.output, _ = self.connect(wiring, "", x, tuple(input_shape))
         wiring[wiring.output].fixed = True
         return wiring
+
+
+Net: TypeAlias = Annotated[Layer, Kind(Layer, "Pass a specification such as `nn.MLP([50, 1])`.")]
 
 
 def shape_error(layer: Layer, path: str, expected: str, got: Shape) -> Exception:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._options import Choice, Count, PositiveInt, Switch
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -23,13 +24,13 @@ def _pair(call: str, argument: str, value: int | Pair) -> Pair:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
     if len(pair) != 2:
         raise argument_error(call, argument, value, "Pass a positive integer or a pair of them, e.g. `(3, 3)`.")
-    height, width = (check_count(call, argument, n) for n in pair)
+    height, width = (Count().check(call, argument, n) for n in pair)
     return height, width
 
 
 def _padding(call: str, value: str | int) -> Padding:
     if not isinstance(value, str):
-        zeros = check_count(call, "padding", value, minimum=0)
+        zeros = Count(0).check(call, "padding", value)
         return ((zeros, zeros), (zeros, zeros))
     if value not in ("SAME", "VALID"):
         raise unknown_name(call, "padding", value, ["SAME", "VALID", "an integer"])
@@ -70,18 +71,17 @@ class Conv2d(Layer):
     (24, 24, 16)
     """
 
-    channels: int
+    channels: PositiveInt
     window: int | Pair = 3
     strides: int | Pair = 1
     padding: str | int = "SAME"
-    use_bias: bool = True
+    use_bias: Switch = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "channels", check_count("nn.Conv2d", "channels", self.channels))
+        super().__post_init__()
         object.__setattr__(self, "window", _pair("nn.Conv2d", "window", self.window))
         object.__setattr__(self, "strides", _pair("nn.Conv2d", "strides", self.strides))
         _padding("nn.Conv2d", self.padding)
-        check_flag("nn.Conv2d", "use_bias", self.use_bias)
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 3:
@@ -117,14 +117,14 @@ class _Pool(Layer):
     linear: ClassVar[bool]
     window: int | Pair | None = 2
     strides: int | Pair | None = None
-    padding: str = "VALID"
+    padding: Annotated[str, Choice(("SAME", "VALID"))] = "VALID"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         call = f"nn.{type(self).__name__}"
         for name in ("window", "strides"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _pair(call, name, value))
-        check_choice(call, "padding", self.padding, ("SAME", "VALID"))
 
     def _geometry(self, spatial: Shape) -> tuple[Pair, Pair]:
         window: Pair = spatial if self.window is None else self.window  # type: ignore[assignment]

@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.special
 
-from numpyro_bnn._checks import argument_error, check_choice, check_count, check_flag, check_kind, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, Kind, Number, PositiveInt, Switch
 from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
@@ -42,12 +44,8 @@ class Dense(Layer):
     {'kernel': (3, 4), 'bias': (4,)}
     """
 
-    units: int
-    use_bias: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "units", check_count("nn.Dense", "units", self.units))
-        check_flag("nn.Dense", "use_bias", self.use_bias)
+    units: PositiveInt
+    use_bias: Switch = True
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 1:
@@ -83,13 +81,8 @@ class Activation(Layer):
     [0.0, 2.0]
     """
 
-    name: str
-    negative_slope: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_choice("nn.Activation", "name", self.name, ACTIVATIONS)
-        slope = self.negative_slope
-        check_number("nn.Activation", "negative_slope", slope, minimum=-float("inf"), strict=True)
+    name: Annotated[str, Choice(ACTIVATIONS)]
+    negative_slope: Annotated[float, Number(-inf)] = 0.01
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         return {}, input_shape
@@ -113,10 +106,7 @@ class Flatten(Layer):
     (2304,)
     """
 
-    rank: int = 3
-
-    def __post_init__(self) -> None:
-        check_count("nn.Flatten", "rank", self.rank)
+    rank: PositiveInt = 3
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != self.rank:
@@ -136,8 +126,7 @@ def _as_layer(call: str, argument: str, value: Layer | str) -> Layer:
     if isinstance(value, str):
         return Activation(value)
     instead = "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
-    check_kind(call, argument, value, Layer, instead)
-    return value
+    return Kind(Layer, instead).check(call, argument, value)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_flag
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Switch
 from numpyro_bnn.nn.base import BatchStatistics, ForwardContext, Layer, Shape, join, per_feature, shape_error
 from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 
@@ -54,12 +55,8 @@ class _Norm(Layer):
     """Base class: the learned gain and shift of the last axis."""
 
     reach: ClassVar[Reach]
-    use_scale: bool = True
-    use_bias: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("use_scale", "use_bias"):
-            check_flag(f"nn.{type(self).__name__}", name, getattr(self, name))
+    use_scale: Switch = True
+    use_bias: Switch = True
 
     def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) < 1:

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_choice, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._options import Choice
 from numpyro_bnn.metrics._inputs import sound_chains
 
 # Groups of draws, each with the group that holds its inputs.
@@ -80,7 +81,7 @@ def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | Non
     data = _held(idata, INPUTS[drawn.group])
     known = [name for name in _names(data) if name != drawn.site and data[name].shape[:1] == (size,)]
     if x is not None:
-        check_choice(call, "x", x, known)
+        Choice(known).check(call, "x", x)
     elif len(known) != 1:
         raise argument_error(call, "x", f"nothing, and there are {len(known)} inputs", f"Name one of {known}.")
     name = known[0] if x is None else x
@@ -117,8 +118,7 @@ def _site_name(call: str, idata: Any, site: str | None) -> str:
         drawn = [name for group in INPUTS for name in _names(_held(idata, group))]
         known = list(dict.fromkeys(name for name in drawn if not name.endswith(("_mean", "_probs"))))
     if site is not None:
-        check_choice(call, "site", site, known)
-        return site
+        return Choice(known).check(call, "site", site)
     if len(known) != 1:
         raise argument_error(call, "site", f"nothing, and there are {len(known)} sites", f"Name one of {known}.")
     return known[0]
@@ -131,8 +131,7 @@ def _observed(call: str, idata: Any, group: str, site: str, target: str | None) 
     data = _held(idata, INPUTS[group])
     if target is None:
         return data.get(site)
-    check_choice(call, "target", target, _names(data))
-    return data[target]
+    return data[Choice(_names(data)).check(call, "target", target)]
 
 
 def _held(idata: Any, group: str) -> Any:

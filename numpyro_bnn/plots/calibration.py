@@ -6,13 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import metrics
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Natural, PositiveInt, checked
 from numpyro_bnn.metrics.classification import Reliability
 from numpyro_bnn.plots import _read, _style
 
 SPREAD = "95 % if calibrated"
 
 
+@checked("plots.calibration")
 @_style.styled
 def calibration(
     idata: Any,
@@ -20,8 +22,8 @@ def calibration(
     site: str | None = None,
     group: str | None = None,
     target: str | None = None,
-    bins: int = 10,
-    seed: int = 0,
+    bins: PositiveInt = 10,
+    seed: Natural = 0,
     ax: Any = None,
 ) -> "NDArray[Any]":
     """Check the calibration of predictions in two views; gray bands contain 95 % of what a calibrated model gives.
@@ -49,7 +51,6 @@ def calibration(
     """
     call = "plots.calibration"
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
-    bins = check_count(call, "bins", bins)
     if drawn.y is None and not drawn.classes:
         raise argument_error(call, "site", repr(drawn.site), "Draws of observations are needed, not of the mean.")
     observed = drawn.targets()
@@ -65,6 +66,7 @@ def calibration(
     return axes
 
 
+@checked("plots.reliability_diagram")
 @_style.styled
 def reliability_diagram(
     idata: Any,
@@ -72,7 +74,7 @@ def reliability_diagram(
     site: str | None = None,
     group: str | None = None,
     target: str | None = None,
-    bins: int = 15,
+    bins: PositiveInt = 15,
     ax: Any = None,
 ) -> Any:
     """Reliability diagram: accuracy of the most probable class by its probability, and the fraction of points there.
@@ -102,7 +104,6 @@ def reliability_diagram(
     'share of right labels'
     """
     call = "plots.reliability_diagram"
-    bins = check_count(call, "bins", bins)
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
     probs = drawn.class_probabilities(call)
     labels = drawn.targets().astype(np.int64)

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import metrics
-from numpyro_bnn._checks import argument_error, check_kind, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Kind, Level, Number, checked
 from numpyro_bnn.plots import _read, _style
 
 
@@ -48,9 +49,9 @@ def predictive_band(
     ('distance [km]', 'y')
     """
     call = "plots.predictive_band"
-    check_kind(call, "levels", levels, Sequence, "Pass several, e.g. `(0.5, 0.9)`.")
+    Kind(Sequence, "Pass several, e.g. `(0.5, 0.9)`.").check(call, "levels", levels)
     for level in levels:
-        check_number(call, "levels", level, strict=True, below=1.0)
+        Number(strict=True, below=1).check(call, "levels", level)
     drawn = _read.predicted(call, idata, site, group)
     if drawn.classes:
         instead = "Bands are for numbers; draw `plots.calibration`."
@@ -76,10 +77,11 @@ def predictive_band(
     return axis
 
 
+@checked("plots.predicted_vs_observed")
 @_style.styled
 def predicted_vs_observed(
     idata: Any,
-    level: float = 0.9,
+    level: Level = 0.9,
     *,
     site: str | None = None,
     group: str | None = None,
@@ -113,7 +115,6 @@ def predicted_vs_observed(
     'observed y'
     """
     call = "plots.predicted_vs_observed"
-    check_number(call, "level", level, strict=True, below=1.0)
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
     if drawn.classes or drawn.y is None:
         got = f"{drawn.site!r}, {'a class label' if drawn.classes else 'without draws of it'}"

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
 
-from numpyro_bnn._checks import argument_error, check_flag, check_kind, check_number, unknown_name
+from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._options import Kind, Model, Number, Option, Positive, Switch, check_fields, checked
 from numpyro_bnn.nn.base import Shape, fan_in, input_axis, output_axis, role
 
 PriorLike: TypeAlias = Callable[[str, Shape], dist.Distribution] | dist.Distribution
@@ -40,17 +41,12 @@ class Prior(ABC):
     0.5
     """
 
-    fan_in_scaling: bool = True
-    bias_scale: float = 1.0
-    gain_scale: float = 0.5
-
-    positive: ClassVar[tuple[str, ...]] = ()  # further fields that must be positive
+    fan_in_scaling: Switch = True
+    bias_scale: Positive = 1.0
+    gain_scale: Positive = 0.5
 
     def __post_init__(self) -> None:
-        for argument in ("fan_in_scaling", "centered", "marginal"):
-            check_flag(f"priors.{type(self).__name__}", argument, getattr(self, argument, False))
-        for argument in ("bias_scale", "gain_scale", *self.positive):
-            _check_positive(f"priors.{type(self).__name__}", argument, getattr(self, argument))
+        check_fields(f"priors.{type(self).__name__}", self)
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         shape = tuple(shape)
@@ -73,15 +69,24 @@ class Prior(ABC):
         return fan_in(name, shape) ** -0.5 if self.fan_in_scaling else 1.0
 
 
-def _check_positive(call: str, argument: str, value: Any) -> None:
-    """Refuse a number that is not positive and a distribution whose support is not positive."""
-    if argument == "scale_prior":
-        check_kind(call, argument, value, dist.Distribution, "Pass a distribution, e.g. `dist.HalfNormal(1.0)`.")
-    if argument not in ("scale_prior", "amplitude", "length_scale") or not isinstance(value, dist.Distribution):
-        check_number(call, argument, value, strict=True)
-    elif not is_positive(value.support) or value.shape() != ():
-        instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
-        raise argument_error(call, argument, value, instead)
+@dataclass(frozen=True, eq=False)
+class PositiveScalar(Option):
+    """A distribution of a positive number; with ``fixed`` also such a number."""
+
+    fixed: bool
+
+    def check(self, call: str, argument: str, value: Any) -> Any:
+        if self.fixed and not isinstance(value, dist.Distribution):
+            return Number(strict=True).check(call, argument, value)
+        Kind(dist.Distribution, "Pass a distribution, e.g. `dist.HalfNormal(1.0)`.").check(call, argument, value)
+        if not is_positive(value.support) or value.shape() != ():
+            instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
+            raise argument_error(call, argument, value, instead)
+        return value
+
+
+ScalePrior: TypeAlias = Annotated[dist.Distribution, PositiveScalar(fixed=False)]
+Scale: TypeAlias = Annotated[float | dist.Distribution, PositiveScalar(fixed=True)]
 
 
 def is_positive(support: Any) -> bool:
@@ -148,7 +153,8 @@ class _NonCenter(handlers.reparam):
         msg["name"] = full
 
 
-def noncenter(model: Callable | None = None) -> handlers.reparam:
+@checked("priors.noncenter")
+def noncenter(model: Model | None = None) -> handlers.reparam:
     """Sample the weights of a hierarchical prior in non-centered form, as scale times a unit normal.
 
     Models with :func:`~numpyro_bnn.random_network` need no call: it does this itself. Wrap a model with NumPyro's own
@@ -168,7 +174,6 @@ def noncenter(model: Callable | None = None) -> handlers.reparam:
     >>> [(name, site["type"]) for name, site in trace.items()]
     [('kernel_scale', 'sample'), ('kernel_base', 'sample'), ('kernel', 'deterministic')]
     """
-    check_kind("priors.noncenter", "model", model, Callable | None, "Pass a NumPyro model (a function).")
     return _NonCenter(model, config=_noncenter_config)
 
 

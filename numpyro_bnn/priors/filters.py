@@ -1,7 +1,7 @@
 """Smooth convolution filters: a Gaussian process over the positions of the filter."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,10 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 
-from numpyro_bnn._checks import argument_error, check_choice
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, Kind, Positive, Switch
 from numpyro_bnn.nn.base import Shape, inputs_first
-from numpyro_bnn.priors.base import NonCentered, Prior
+from numpyro_bnn.priors.base import NonCentered, Prior, Scale
 from numpyro_bnn.priors.independent import Normal
 
 # Stationary covariances as functions of distance over length scale: a new one is a new row.
@@ -26,7 +27,6 @@ COVARIANCES = {
 
 def filter_covariance(window: tuple[int, int], covariance: str, length_scale: float | jax.Array) -> jax.Array:
     """Correlation matrix (h*w, h*w) of the positions of a filter, row-major, distances in pixels."""
-    check_choice("priors.filter_covariance", "covariance", covariance, COVARIANCES)
     grid = jnp.stack(jnp.meshgrid(*(jnp.arange(n) for n in window), indexing="ij"), axis=-1).reshape(-1, 2)
     return COVARIANCES[covariance](jnp.sqrt(jnp.sum((grid[:, None] - grid[None]) ** 2, axis=-1)) / length_scale)
 
@@ -86,20 +86,12 @@ class GPFilters(Prior):
     (3, 3, 1, 4)
     """
 
-    positive: ClassVar = ("amplitude", "length_scale", "jitter")
-    amplitude: float | dist.Distribution = 1.0
-    length_scale: float | dist.Distribution = 1.0
-    covariance: str = "rbf"
-    other: Prior | None = None
-    jitter: float = 1e-5
-    centered: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("priors.GPFilters", "covariance", self.covariance, COVARIANCES)
-        if not (self.other is None or isinstance(self.other, Prior)):
-            instead = "Pass a prior such as `priors.Normal()`."
-            raise argument_error("priors.GPFilters", "other", self.other, instead, TypeError)
+    amplitude: Scale = 1.0
+    length_scale: Scale = 1.0
+    covariance: Annotated[str, Choice(COVARIANCES)] = "rbf"
+    other: Annotated[Prior, Kind(Prior, "Pass a prior such as `priors.Normal()`.")] | None = None
+    jitter: Positive = 1e-5
+    centered: Switch = False
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         if len(shape) != 4:

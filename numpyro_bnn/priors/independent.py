@@ -1,12 +1,11 @@
 """Independent priors of fixed scale: normal, Laplace, Student t, and a mixture of two normals."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import jax.numpy as jnp
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import check_number
+from numpyro_bnn._options import Level, Positive, Switch
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Prior
 
@@ -26,8 +25,7 @@ class Normal(Prior):
     0.5
     """
 
-    positive: ClassVar = ("scale",)
-    scale: float = 1.0
+    scale: Positive = 1.0
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         return dist.Normal(0.0, self.scale * self.fan_in_factor(name, shape))
@@ -47,8 +45,7 @@ class Laplace(Prior):
     True
     """
 
-    positive: ClassVar = ("scale",)
-    scale: float = 1.0
+    scale: Positive = 1.0
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         return dist.Laplace(0.0, self.scale / 2**0.5 * self.fan_in_factor(name, shape))
@@ -70,9 +67,8 @@ class StudentT(Prior):
     0.5
     """
 
-    positive: ClassVar = ("df", "scale")
-    df: float = 3.0
-    scale: float = 1.0
+    df: Positive = 3.0
+    scale: Positive = 1.0
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         return dist.StudentT(self.df, 0.0, self.scale * self.fan_in_factor(name, shape))
@@ -96,16 +92,11 @@ class ScaleMixture(Prior):
     0.2575
     """
 
-    positive: ClassVar = ("wide_scale", "narrow_scale")
-    weight: float = 0.5
-    wide_scale: float = 1.0
-    narrow_scale: float = 0.0025
+    weight: Level = 0.5
+    wide_scale: Positive = 1.0
+    narrow_scale: Positive = 0.0025
     # Keyword-only here too: otherwise it would become the first positional argument.
-    fan_in_scaling: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("priors.ScaleMixture", "weight", self.weight, strict=True, below=1)
+    fan_in_scaling: Switch = field(default=False, kw_only=True)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         return self._mixture(self.fan_in_factor(name, shape))

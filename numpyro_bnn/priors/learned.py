@@ -1,27 +1,27 @@
 """Priors with learned scales: per layer, per input, per weight (horseshoe), or a Gamma precision per group."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error, check_choice
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import GroupStudentT
+from numpyro_bnn._options import Choice, Positive, Switch
 from numpyro_bnn.nn.base import Shape
-from numpyro_bnn.priors.base import Prior, gaussian, unit_shape
+from numpyro_bnn.priors.base import Prior, ScalePrior, gaussian, unit_shape
 
 
 @dataclass(frozen=True)
 class _LearnedScale(Prior):
     """w ~ N(0, s^2 / fan_in), s ~ scale_prior, one s per unit of the kernel."""
 
-    positive: ClassVar = ("scale_prior",)
     unit: ClassVar[str]
-    scale_prior: dist.Distribution
-    centered: bool = False
+    scale_prior: ScalePrior
+    centered: Switch = False
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         units = unit_shape(name, shape, self.unit)
@@ -51,7 +51,7 @@ class Hierarchical(_LearnedScale):
     """
 
     unit: ClassVar[str] = "layer"
-    scale_prior: dist.Distribution = field(default_factory=lambda: dist.HalfNormal(1.0))
+    scale_prior: ScalePrior = field(default_factory=lambda: dist.HalfNormal(1.0))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ARD(_LearnedScale):
     """
 
     unit: ClassVar[str] = "input"
-    scale_prior: dist.Distribution = field(default_factory=lambda: dist.HalfCauchy(1.0))
+    scale_prior: ScalePrior = field(default_factory=lambda: dist.HalfCauchy(1.0))
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,10 @@ class GammaPrecision(Prior):
     (0.25, 400.0)
     """
 
-    positive: ClassVar = ("scale", "alpha")
-    scale: float = 1.0
-    alpha: float = 0.5
-    centered: bool = False
-    marginal: bool = False
+    scale: Positive = 1.0
+    alpha: Positive = 0.5
+    centered: Switch = False
+    marginal: Switch = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,14 +153,9 @@ class Horseshoe(Prior):
     {'Dense_0.kernel_global': (), 'Dense_0.kernel_local': (4,)}
     """
 
-    positive: ClassVar[tuple[str, ...]] = ("global_scale",)
-    global_scale: float = 1.0
-    unit: str = "weight"
-    centered: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(f"priors.{type(self).__name__}", "unit", self.unit, ("weight", "input", "output"))
+    global_scale: Positive = 1.0
+    unit: Annotated[str, Choice(("weight", "input", "output"))] = "weight"
+    centered: Switch = False
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         units = unit_shape(name, shape, self.unit)
@@ -197,9 +191,8 @@ class RegularizedHorseshoe(Horseshoe):
     ['Dense_0.kernel_global', 'Dense_0.kernel_local', 'Dense_0.kernel_slab']
     """
 
-    positive: ClassVar = ("global_scale", "slab_scale", "slab_df")
-    slab_scale: float = 2.0
-    slab_df: float = 4.0
+    slab_scale: Positive = 2.0
+    slab_df: Positive = 4.0
 
     def _shrink(self, name: str, tau: jax.Array, local: jax.Array) -> jax.Array:
         half = self.slab_df / 2

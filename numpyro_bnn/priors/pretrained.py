@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._options import Positive
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
 
@@ -118,9 +119,8 @@ class Centered(_Given, Prior):
     ([1.0], 0.05)
     """
 
-    positive: ClassVar = ("scale",)
     params: Any
-    scale: float = 1.0
+    scale: Positive = 1.0
 
     def __post_init__(self) -> None:
         Prior.__post_init__(self)

@@ -14,8 +14,9 @@ from numpyro.distributions import biject_to
 from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_factor, is_latent, unmasked_elements, unwrapped
+from numpyro_bnn._options import Kind
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import full_plates
 
@@ -104,8 +105,9 @@ def check(
     Only shapes and masks are computed.
     """
     for name, value in (("guide", guide), ("model", model)):
-        check_kind(call, name, value, callable, "Pass a NumPyro guide and, unless it is an autoguide, its `model=`.")
-    check_kind(call, "params", params, Mapping, "Pass the parameters of the fit, e.g. `svi.run(...).params`.")
+        instead = "Pass a NumPyro guide and, unless it is an autoguide, its `model=`."
+        Kind(callable, instead).check(call, name, value)
+    Kind(Mapping, "Pass the parameters of the fit, e.g. `svi.run(...).params`.").check(call, "params", params)
     set_up(guide, args, kwargs)
     traces: dict[str, Trace] = {}
 

@@ -2,20 +2,26 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
+from numpyro_bnn._options import Kind, checked
 
 CALL = "runs.Rows"
+MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
 MOST_BYTES = 1 << 28  # that are read at once
 # Why kernels that do not work by minibatches alone refuse rows on disk.
 BY_BATCHES = "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or `held_out` all are needed"
 HEAD = 1000  # rows that stand for all of them where their values do not matter
+
+
+def _has_rows(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__")) and len(value.shape) > 0
 
 
 class Rows:
@@ -35,10 +41,8 @@ class Rows:
     (3, (3, 2), [[4.0, 5.0], [0.0, 1.0]])
     """
 
-    def __init__(self, source: Any) -> None:
-        instead = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
-        array = hasattr(source, "shape") and hasattr(source, "dtype") and hasattr(source, "__getitem__")
-        check_kind(CALL, "source", source, object if array and len(source.shape) else (), instead)
+    @checked(CALL)
+    def __init__(self, source: Annotated[Any, Kind(_has_rows, MEMORY_MAP)]) -> None:
         kind = np.dtype(source.dtype).kind
         if kind not in "biuf":
             raise argument_error(CALL, "source", f"dtype {source.dtype}", "Pass an array of numbers.", TypeError)

@@ -8,14 +8,15 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from os import PathLike
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_count, check_flag, unknown_name
+from numpyro_bnn._checks import argument_error, outside, unknown_name
+from numpyro_bnn._options import Kind, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
@@ -31,25 +32,28 @@ from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL
 from numpyro_bnn.runs import Run
 
+Named: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionary.")]
 
+
+@checked(CALL)
 def to_inference_data(
     result: Any,
     predictions: Mapping[str, Any] | None = None,
     *,
-    members: bool = False,
+    members: Switch = False,
     guide: Any = None,
     args: tuple = (),
-    kwargs: Mapping[str, Any] | None = None,
-    num_samples: int = 1000,
-    rng_key: jax.Array | None = None,
-    log_likelihood: bool = True,
-    posterior_predictive: bool | None = None,
-    draws_per_chunk: int | None = None,
-    coords: Mapping[str, Sequence] | None = None,
-    prediction_coords: Mapping[str, Sequence] | None = None,
-    dims: Mapping[str, Sequence[str]] | None = None,
-    attrs: Mapping[str, str | int | float] | None = None,
-    progress_bar: bool = True,
+    kwargs: Named | None = None,
+    num_samples: PositiveInt = 1000,
+    rng_key: RandomKey | None = None,
+    log_likelihood: Switch = True,
+    posterior_predictive: Switch | None = None,
+    draws_per_chunk: PositiveInt | None = None,
+    coords: Named | None = None,
+    prediction_coords: Named | None = None,
+    dims: Named | None = None,
+    attrs: Named | None = None,
+    progress_bar: Switch = True,
 ) -> Any:
     """Convert an inference result to ArviZ: posterior, predictions, log likelihood, data, settings.
 
@@ -108,10 +112,7 @@ def to_inference_data(
     >>> dict(idata["predictions"]["y_mean"].sizes)
     {'chain': 1, 'draw': 10, 'data': 2}
     """
-    check_flag(CALL, "progress_bar", progress_bar)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
-    if draws_per_chunk is not None:
-        draws_per_chunk = check_count(CALL, "draws_per_chunk", draws_per_chunk)
     if predictions is not None and not isinstance(predictions, Mapping):
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
@@ -174,7 +175,7 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     if off := report.warnings:
         listed = "".join(f"\n- {finding}" for finding in off)
         text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{listed}"
-        warnings.warn(text, HealthWarning, stacklevel=3)
+        warnings.warn(text, HealthWarning, stacklevel=outside())
     return idata
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpyro import handlers
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS
@@ -118,7 +118,7 @@ class Exporter:
         rows = max((shape[0] for shape in shapes if shape), default=0)
         if asked is None and rows > MOST_ROWS:
             message = f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for it by"
-            warnings.warn(f"{message} `posterior_predictive=True`, or leave it out by `False`.", stacklevel=3)
+            warnings.warn(f"{message} `posterior_predictive=True`, or leave it out by `False`.", stacklevel=outside())
             return False
         return asked is not False
 

@@ -11,7 +11,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.svi import SVIRunResult
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments, fingerprints
@@ -161,11 +161,9 @@ def from_guide(
 
     :param result: returned by ``SVI.run`` or ``AutoADF.run``, or anything else with ``params``.
     :param weigh: also compute log densities and importance weights of the draws, and from these ELBO and k-hat.
-    :raises ValueError: for ``num_samples`` below 1.
     :raises TypeError: for a result without parameters, or a guide that cannot be sampled.
     """
     _check_guide(result, guide)
-    num_samples = check_count(CALL, "num_samples", num_samples)
     arguments = bind(guide.model, args, kwargs)
     args, kwargs = arguments.call()
     check_row_lengths(CALL, guide.model, args, kwargs)

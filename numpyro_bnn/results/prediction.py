@@ -1,15 +1,15 @@
 """``predict``: predictions for new inputs from exported or saved draws."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_flag
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn.networks import record_statistics
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
@@ -18,8 +18,9 @@ from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
 
+@checked("predict")
 def predict(
-    model: Callable, idata: Any, *args: Any, rng_key: Array | None = None, progress_bar: bool = True, **kwargs: Any
+    model: Model, idata: Any, *args: Any, rng_key: RandomKey | None = None, progress_bar: Switch = True, **kwargs: Any
 ) -> Any:
     """Predictions for new inputs from exported or saved draws: the group ``predictions`` of ``to_inference_data``.
 
@@ -49,7 +50,6 @@ def predict(
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
-    check_flag("predict", "progress_bar", progress_bar)
     held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs)
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
     with record_statistics() as recorded:

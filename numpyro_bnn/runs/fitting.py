@@ -5,13 +5,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_bnn import guides
-from numpyro_bnn._checks import argument_error, check_count, check_flag, check_key, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Positive, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
 from numpyro_bnn.program.arguments import as_arrays
@@ -28,16 +28,17 @@ from numpyro_bnn.runs.identity import (
 CALL = "runs.fit"
 
 
+@checked(CALL)
 def fit(
     folder: str | os.PathLike,
     method: SVI | AutoADF,
-    rng_key: jax.Array,
-    num_steps: int,
+    rng_key: RandomKey,
+    num_steps: PositiveInt,
     *args: Any,
     init_params: Mapping[str, Any] | None = None,
-    block_seconds: float = 10.0,
-    stable_update: bool = False,
-    progress_bar: bool = True,
+    block_seconds: Positive = 10.0,
+    stable_update: Switch = False,
+    progress_bar: Switch = True,
     **kwargs: Any,
 ) -> SVIRunResult | ADFResult:
     """Fit a guide and keep the run in a folder; the same call goes on where an earlier one ended.
@@ -79,11 +80,6 @@ def fit(
     if isinstance(method, AutoADF) and (init_params is not None or stable_update):
         instead = "They are options of an `SVI`."
         raise argument_error(CALL, "method", "an AutoADF with `init_params` or `stable_update`", instead)
-    check_key(CALL, "rng_key", rng_key)
-    check_count(CALL, "num_steps", num_steps)
-    check_number(CALL, "block_seconds", block_seconds, strict=True)
-    for name, flag in (("stable_update", stable_update), ("progress_bar", progress_bar)):
-        check_flag(CALL, name, flag)
     refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", rng_key, args, kwargs)
     given = as_arrays(args, kwargs, CALL)
     description = {

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._options import Kind
 from numpyro_bnn.program.rows import Rows
 
 FORMAT = 1
@@ -50,7 +51,7 @@ class Folder:
     """
 
     def __init__(self, call: str, path: str | os.PathLike) -> None:
-        check_kind(call, "folder", path, str | os.PathLike, "Pass the name of a folder.")
+        Kind(str | os.PathLike, "Pass the name of a folder.").check(call, "folder", path)
         self.call, self.path = call, Path(path)
         filelock = import_extra(call, "filelock")
         try:
@@ -132,7 +133,7 @@ class Folder:
             text = (
                 f"{self.call}: block {number} in {str(self.path)!r} is damaged: the run goes on from the one before."
             )
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=outside())
         if numbers:
             instead = "Delete the folder and start again, or restore it from a copy."
             raise self.error("whose last blocks are all damaged", instead)

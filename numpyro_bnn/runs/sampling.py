@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import tqdm
 from numpyro.infer import MCMC
 
-from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_key, check_kind, check_number
+from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
@@ -43,11 +44,13 @@ class Run:
         self._chains, self._draws, self._given = chains, draws, given
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
 
-    def get_samples(self, group_by_chain: bool = False) -> dict[str, np.ndarray]:
+    @checked("Run.get_samples")
+    def get_samples(self, group_by_chain: Switch = False) -> dict[str, np.ndarray]:
         """Draws by site as ``MCMC.get_samples`` returns them, read from disk: (C * S, ...), or (C, S, ...)."""
         return self._read(SITES, group_by_chain)
 
-    def get_extra_fields(self, group_by_chain: bool = False) -> dict[str, np.ndarray]:
+    @checked("Run.get_extra_fields")
+    def get_extra_fields(self, group_by_chain: Switch = False) -> dict[str, np.ndarray]:
         """Statistics of the draws, by field, as ``MCMC.get_extra_fields`` returns them."""
         return self._read(STATISTICS, group_by_chain)
 
@@ -68,18 +71,19 @@ class Run:
         return found
 
 
+@checked(CALL)
 def start(
     folder: str | os.PathLike,
-    mcmc: MCMC,
-    rng_key: jax.Array,
+    mcmc: Annotated[MCMC, Kind(MCMC, "Pass a `numpyro.infer.MCMC`.")],
+    rng_key: RandomKey,
     *args: Any,
     extra_fields: Sequence[str] = (),
     init_params: Any = None,
     sites: Collection[str] | None = None,
-    dtype: str | None = None,
+    dtype: Annotated[str, Choice(DTYPES)] | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    block_seconds: float = 10.0,
-    progress_bar: bool = True,
+    block_seconds: Positive = 10.0,
+    progress_bar: Switch = True,
     **kwargs: Any,
 ) -> Run:
     """Run an ``MCMC`` and keep it in a folder; the same call goes on where an earlier one ended.
@@ -123,8 +127,7 @@ def start(
     ...     run.get_samples()["mean"].shape
     (20,)
     """
-    _check(mcmc, rng_key, extra_fields, sites, dtype, progress_bar, (args, kwargs, init_params))
-    check_number(CALL, "block_seconds", block_seconds, strict=True)
+    _check(mcmc, extra_fields, sites, (rng_key, args, kwargs, init_params))
     import_extra(CALL, "zarr")
     names = (*mcmc.sampler.default_fields, *extra_fields)
     fields = tuple(dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field))
@@ -157,7 +160,7 @@ def start(
         loop.begin(rng_key, init_params)
         message = loop.go(progress_bar and spread.leads)
     if message:
-        warnings.warn(f"{CALL}: {message}", stacklevel=2)
+        warnings.warn(f"{CALL}: {message}", stacklevel=outside())
     complete = loop.draws_done >= loop.draws_wanted
     return Run(chains, loop.draws, loop.last, loop.draws_done, complete, (args, kwargs))
 
@@ -309,20 +312,13 @@ def _value(state: Any, name: str) -> Any:
     return state
 
 
-def _check(
-    mcmc: MCMC, rng_key: Any, extra_fields: Any, sites: Any, dtype: Any, progress_bar: Any, given: Any
-) -> None:
+def _check(mcmc: MCMC, extra_fields: Any, sites: Any, given: Any) -> None:
     """Refuse what cannot be run in blocks, before any work."""
-    check_kind(CALL, "mcmc", mcmc, MCMC, "Pass a `numpyro.infer.MCMC`.")
-    check_key(CALL, "rng_key", rng_key)
-    check_flag(CALL, "progress_bar", progress_bar)
-    refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", rng_key, given)
+    refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", given)
     for name, value in (("extra_fields", extra_fields), ("sites", sites)):
         listed = isinstance(value, Collection) and not isinstance(value, str)
         if value is not None and not (listed and all(isinstance(part, str) for part in value)):
             raise argument_error(CALL, name, value, "Pass a tuple of names.", TypeError)
-    if dtype is not None:
-        check_choice(CALL, "dtype", dtype, DTYPES)
     if mcmc.sampler.model is None:
         got = "an MCMC of a potential function"
         raise argument_error(CALL, "mcmc", got, "Make the kernel from a model, so that its draws have names.")

@@ -11,8 +11,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._options import Kind
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
 from numpyro_bnn.program.rows import refuse_rows
 from numpyro_bnn.runs.folder import raw, restored, with_keys
@@ -115,7 +116,7 @@ class Spread:
         # Without the copies at the end it may be shorter.
         if any((length, *others) in moved for length in range(rows - self.mesh.shape[DATA] + 1, rows + 1)):
             text = "Take rows in the model by `numpyro.subsample(x, event_dim)`, as XLA cannot split `x[index]`."
-            warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=8)
+            warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=outside())
 
     # -- agreement -----------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
         mesh = chain_mesh(mcmc.num_chains, jax.devices()) if split else None
         spread = Spread(call, mesh)
     else:
-        check_kind(call, "mesh", mesh, Mesh, 'Pass e.g. `jax.make_mesh((2, 4), ("chain", "data"))`.')
+        Kind(Mesh, 'Pass e.g. `jax.make_mesh((2, 4), ("chain", "data"))`.').check(call, "mesh", mesh)
         if not set(AXES) >= set(mesh.axis_names) >= {CHAIN}:
             instead = 'Name its axes "chain", and "data" for rows.'
             raise argument_error(call, "mesh", f"axes {mesh.axis_names}", instead)

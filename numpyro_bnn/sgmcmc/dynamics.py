@@ -1,12 +1,13 @@
 """Dynamics without a Metropolis test: Langevin (overdamped, underdamped, thermostat) and microcanonical."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_choice, check_flag, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Choice, NonNegative, NonNegativeOrInfinite, Positive, PositiveOrInfinite, Switch
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
     Dynamics,
@@ -79,12 +80,9 @@ def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) ->
 
 @dataclass(frozen=True)
 class _Underdamped(Dynamics):
-    friction: float
+    friction: NonNegativeOrInfinite
 
     cached = 1
-
-    def __post_init__(self) -> None:
-        check_number(f"sgmcmc.{type(self).__name__}", "friction", self.friction, infinite=True)
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
@@ -171,11 +169,8 @@ class NoseHoover(_Underdamped):
     1
     """
 
-    mass: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("sgmcmc.NoseHoover", "friction", self.friction)
-        check_number("sgmcmc.NoseHoover", "mass", self.mass, strict=True)
+    friction: NonNegative
+    mass: Positive = 1.0
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = super().init(context, position, draw)
@@ -293,23 +288,13 @@ class Microcanonical(Dynamics):
     (2, 1)
     """
 
-    length: float | None = None
-    integrator: str = "mclachlan"
-    fresh: bool = False
-    energy: bool = True
-    max_energy_error: float | None = None
+    length: PositiveOrInfinite | None = None
+    integrator: Annotated[str, Choice(INTEGRATORS)] = "mclachlan"
+    fresh: Switch = False
+    energy: Switch = True
+    max_energy_error: PositiveOrInfinite | None = None
 
     cached = 1
-
-    def __post_init__(self) -> None:
-        call = "sgmcmc.Microcanonical"
-        if self.max_energy_error is not None:
-            check_number(call, "max_energy_error", self.max_energy_error, strict=True, infinite=True)
-        if self.length is not None:
-            check_number(call, "length", self.length, strict=True, infinite=True)
-        check_choice(call, "integrator", self.integrator, INTEGRATORS)
-        for name in ("fresh", "energy"):
-            check_flag(call, name, getattr(self, name))
 
     @property
     def reports_energy(self) -> bool:

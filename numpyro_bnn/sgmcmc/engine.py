@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_count, check_kind, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Count, Kind, NonNegative, Number, Positive, PositiveInt, checked
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -191,12 +192,12 @@ class Sampler:
         """Make one step; ``run(state, n)`` equals n of them."""
         return self._advance(state, self._draw(state.seeds, state.step, state.position))
 
-    def run(self, state: State, num_steps: int) -> State:
+    @checked("sgmcmc.Sampler.run")
+    def run(self, state: State, num_steps: PositiveInt) -> State:
         """Make ``num_steps`` steps in one compiled loop, with random numbers drawn ahead in blocks.
 
         :param num_steps: a Python integer, at least 1.
         """
-        check_count("sgmcmc.Sampler.run", "num_steps", num_steps)
         prepare, sampler, row_bytes = self._separated(state)
         normals = self.dynamics.rows * state.position.shape[0]
         most = min(_BLOCK_STEPS, _BLOCK_NORMALS // normals, _BLOCK_BYTES // max(1, row_bytes))
@@ -240,7 +241,7 @@ class Sampler:
         if not jnp.issubdtype(position.dtype, jnp.floating):
             raise argument_error(call, "position", f"dtype {position.dtype}", "Pass floating numbers.", TypeError)
         if isinstance(num_warmup, int):
-            check_count(call, "num_warmup", num_warmup, minimum=0)
+            Count(0).check(call, "num_warmup", num_warmup)
             if num_warmup == 0 and self.preconditioner.adapts:
                 instead = "The preconditioner learns during warm-up: pass `num_warmup` of at least 1."
                 raise argument_error(call, "num_warmup", num_warmup, instead)
@@ -317,13 +318,15 @@ class Sampler:
         return Statistics(steps, kinetic, virial, accept, spent, energy, num_refused, *means)
 
 
+@checked("sgmcmc.build")
 def build(
-    gradient: Gradient,
-    dynamics: Dynamics,
-    preconditioner: Preconditioner | None = None,
+    gradient: Annotated[Gradient, Kind(Gradient, "Pass an instance of `Gradient`.")],
+    dynamics: Annotated[Dynamics, Kind(Dynamics, "Pass an instance of `Dynamics`.")],
+    preconditioner: Annotated[Preconditioner, Kind(Preconditioner, "Pass an instance, e.g. `sgmcmc.RMSProp()`.")]
+    | None = None,
     *,
-    schedule: Schedule | float,
-    temperature: Callable[[Array], Any] | float = 1.0,
+    schedule: Positive | Schedule,
+    temperature: NonNegative | Schedule = 1.0,
 ) -> Sampler:
     """Assemble an MCMC sampler from its parts.
 
@@ -344,15 +347,10 @@ def build(
     """
     call = "sgmcmc.build"
     preconditioner = Identity() if preconditioner is None else preconditioner
-    for argument, part, kind in (("gradient", gradient, Gradient), ("dynamics", dynamics, Dynamics)):
-        check_kind(call, argument, part, kind, f"Pass an instance of `{kind.__name__}`.")
-    check_kind(call, "preconditioner", preconditioner, Preconditioner, "Pass an instance, e.g. `sgmcmc.RMSProp()`.")
     dynamics.check(gradient)
     if dynamics.exact and not callable(temperature):
-        check_number(call, "temperature", temperature, strict=True)
+        Number(strict=True).check(call, "temperature", temperature)
     if dynamics.exact and preconditioner.biased:
         instead = f"{type(dynamics).__name__} is exact only with a frozen one."
         raise argument_error(call, "preconditioner", preconditioner, instead)
-    step_size = as_schedule(call, "schedule", schedule, strict=True)
-    heat = as_schedule(call, "temperature", temperature, strict=False)
-    return Sampler(gradient, dynamics, preconditioner, step_size, heat)
+    return Sampler(gradient, dynamics, preconditioner, as_schedule(schedule), as_schedule(temperature))

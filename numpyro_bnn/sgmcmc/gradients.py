@@ -6,7 +6,7 @@ unscaled, the likelihood times N / B, so that its mean over minibatches is the f
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,20 @@ from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
+from numpyro_bnn._options import Kind
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
-Potential = Callable[[Array, Any], Array]
-FullPotential = Callable[[Array], Array]
+FUNCTION = Kind(callable, "Pass a function.")
+Potential: TypeAlias = Annotated[Callable[[Array, Any], Array], FUNCTION]
+FullPotential: TypeAlias = Annotated[Callable[[Array], Array], FUNCTION]
+
+
+def _draws(stream: Any) -> bool:
+    return callable(getattr(stream, "draw", None))
+
+
+Minibatches: TypeAlias = Annotated[Stream, Kind(_draws, "Pass a stream, e.g. `sgmcmc.WithReplacement(N, B)`.")]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Minibatch(Gradient):
     """
 
     potential_fn: Potential
-    stream: Stream
+    stream: Minibatches
 
     def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
         return _value_and_grad(self.potential_fn, position, batch)
@@ -104,7 +113,7 @@ class ControlVariates(Gradient):
 
     potential_fn: Potential
     full_potential_fn: FullPotential
-    stream: Stream
+    stream: Minibatches
     center: Array | None = None
 
     evaluations = 2

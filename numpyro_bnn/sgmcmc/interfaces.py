@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import argument_error, check_kind
+from numpyro_bnn._options import check_fields
 
 Array = jax.Array
 
@@ -84,11 +84,7 @@ class Gradient:
     evaluations: int = 1
 
     def __post_init__(self) -> None:
-        for name in vars(self).keys() & {"potential_fn", "full_potential_fn"}:
-            check_kind(f"sgmcmc.{type(self).__name__}", name, vars(self)[name], callable, "Pass a function.")
-        if "stream" in vars(self) and not callable(getattr(self.stream, "draw", None)):
-            instead = "Pass a stream, e.g. `sgmcmc.WithReplacement(N, B)`."
-            raise argument_error(f"sgmcmc.{type(self).__name__}", "stream", self.stream, instead, TypeError)
+        check_fields(f"sgmcmc.{type(self).__name__}", self)
 
     def init(self, position: Array) -> Any:
         """Return the state of the estimator; by default there is none."""
@@ -105,6 +101,9 @@ class Gradient:
 
 class Preconditioner:
     """A symmetric positive definite G = L L', the inverse of a mass matrix."""
+
+    def __post_init__(self) -> None:
+        check_fields(f"sgmcmc.{type(self).__name__}", self)
 
     @property
     def adapts(self) -> bool:
@@ -144,6 +143,9 @@ class Dynamics:
     exact: bool = False
     #: Gradient estimates that `init` evaluates.
     cached: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(f"sgmcmc.{type(self).__name__}", self)
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.stats import norm
 
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Fraction, FractionBelow1, NonNegativeOrInfinite, PositiveInt
 from numpyro_bnn.sgmcmc.dynamics import refreshed
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -112,18 +113,12 @@ class HMC(Dynamics):
     11
     """
 
-    num_steps: int
-    momentum_decay: float = 1.0
-    jitter: float = 0.1
+    num_steps: PositiveInt
+    momentum_decay: Fraction = 1.0
+    jitter: FractionBelow1 = 0.1
 
     exact = True
     rows = 2
-
-    def __post_init__(self) -> None:
-        call = "sgmcmc.HMC"
-        check_count(call, "num_steps", self.num_steps)
-        check_number(call, "momentum_decay", self.momentum_decay, most=1)
-        check_number(call, "jitter", self.jitter, below=1.0)
 
     @property
     def evaluations(self) -> int:
@@ -200,14 +195,10 @@ class GGMC(Dynamics):
     """
 
     full_potential_fn: Callable[[Array], Array]
-    num_steps: int
-    friction: float
+    num_steps: PositiveInt
+    friction: NonNegativeOrInfinite
 
     exact = True
-
-    def __post_init__(self) -> None:
-        check_count("sgmcmc.GGMC", "num_steps", self.num_steps)
-        check_number("sgmcmc.GGMC", "friction", self.friction, infinite=True)
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_bnn._checks import argument_error, check_count, check_flag, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Count, FractionBelow1, Positive, Switch
 from numpyro_bnn.sgmcmc.interfaces import Array, Preconditioner
 
 
@@ -143,7 +144,7 @@ class Blocks(Preconditioner):
         return [getattr(part, method)(own, block, *options) for (_, part), own, block in blocks]
 
     def init(self, position: Array) -> tuple[Any, ...]:
-        total = sum(check_count("sgmcmc.Blocks", "parts", size) for size, _ in self.parts)
+        total = sum(Count().check("sgmcmc.Blocks", "parts", size) for size, _ in self.parts)
         if total != position.shape[0]:
             instead = f"Cover all {position.shape[0]} coordinates."
             raise argument_error("sgmcmc.Blocks", "parts", f"sizes that sum to {total}", instead)
@@ -191,16 +192,10 @@ class RMSProp(Preconditioner):
     [0.5]
     """
 
-    decay: float = 0.99
-    damping: float = 1e-5
-    num_data: float = 1
-    running: bool = False
-
-    def __post_init__(self) -> None:
-        check_flag("sgmcmc.RMSProp", "running", self.running)
-        check_number("sgmcmc.RMSProp", "decay", self.decay, below=1.0)
-        check_number("sgmcmc.RMSProp", "damping", self.damping, strict=True)
-        check_number("sgmcmc.RMSProp", "num_data", self.num_data, strict=True)
+    decay: FractionBelow1 = 0.99
+    damping: Positive = 1e-5
+    num_data: Positive = 1
+    running: Switch = False
 
     @property
     def adapts(self) -> bool:

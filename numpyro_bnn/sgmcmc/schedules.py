@@ -7,12 +7,13 @@ theta += (eps / 2) g~ + N(0, eps T), g~ the estimate of the gradient of the log 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import argument_error, check_count, check_number
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import FractionBelow1, NonNegative, Number, Positive, PositiveInt, check_fields
 
 __all__ = ["constant", "polynomial", "cyclical"]
 
@@ -29,10 +30,10 @@ class constant:
     0.1
     """
 
-    value: Any
+    value: NonNegative
 
     def __post_init__(self) -> None:
-        check_number("schedules.constant", "value", self.value)
+        check_fields("schedules.constant", self)
 
     def __call__(self, step: Any) -> Any:
         return self.value
@@ -55,15 +56,13 @@ class polynomial:
     0.25
     """
 
-    a: float
-    b: float = 1.0
-    gamma: float = 0.55
+    a: Positive
+    b: Positive = 1.0
+    gamma: Annotated[float, Number(0.5, strict=True)] = 0.55
 
     def __post_init__(self) -> None:
         call = "schedules.polynomial"
-        check_number(call, "a", self.a, strict=True)
-        check_number(call, "b", self.b, strict=True)
-        check_number(call, "gamma", self.gamma, minimum=0.5, strict=True)
+        check_fields(call, self)
         if self.gamma > 1:
             raise argument_error(call, "gamma", self.gamma, "Above 1 the chain freezes: pass a value in (0.5, 1].")
 
@@ -91,19 +90,16 @@ class cyclical:
     ([False, False, True, True], 2.0)
     """
 
-    initial: float
-    num_steps: int
-    num_cycles: int
-    explore: float = 0.5
+    initial: Positive
+    num_steps: PositiveInt
+    num_cycles: PositiveInt
+    explore: FractionBelow1 = 0.5
 
     def __post_init__(self) -> None:
         call = "schedules.cyclical"
-        check_number(call, "initial", self.initial, strict=True)
-        check_count(call, "num_steps", self.num_steps)
-        check_count(call, "num_cycles", self.num_cycles)
+        check_fields(call, self)
         if self.num_cycles > self.num_steps:
             raise argument_error(call, "num_cycles", self.num_cycles, f"Pass at most num_steps = {self.num_steps}.")
-        check_number(call, "explore", self.explore, below=1.0)
 
     @property
     def cycle_length(self) -> int:
@@ -124,9 +120,6 @@ class cyclical:
         return 0.5 * self.initial * (jnp.cos(jnp.pi * phase) + 1.0)
 
 
-def as_schedule(call: str, argument: str, value: Any, *, strict: bool) -> Schedule:
-    """Make a constant schedule of a nonnegative (``strict``: positive) finite number; keep callables as they are."""
-    if callable(value):
-        return value
-    check_number(call, argument, value, strict=strict)
-    return constant(value)
+def as_schedule(value: NonNegative | Schedule) -> Schedule:
+    """Make a constant schedule of a number; keep callables as they are."""
+    return value if callable(value) else constant(value)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import PositiveInt, check_fields
 
 Array = jax.Array
 
@@ -140,9 +141,7 @@ class Stream(Protocol):
         """Return the minibatch of ``step`` (uint32 scalar) under the seed ``words`` (uint32, (2,))."""
 
 
-def _check_sizes(call: str, num_data: Any, batch_size: Any) -> None:
-    check_count(call, "num_data", num_data)
-    check_count(call, "batch_size", batch_size)
+def _check_sizes(call: str, num_data: int, batch_size: int) -> None:
     if batch_size > num_data:
         raise argument_error(call, "batch_size", batch_size, f"Pass at most num_data = {num_data}.")
     if num_data >= 2**31:
@@ -173,11 +172,12 @@ class WithReplacement:
     (4,)
     """
 
-    num_data: int
-    batch_size: int
+    num_data: PositiveInt
+    batch_size: PositiveInt
     independent = True
 
     def __post_init__(self) -> None:
+        check_fields("sgmcmc.WithReplacement", self)
         _check_sizes("sgmcmc.WithReplacement", self.num_data, self.batch_size)
 
     def draw(self, words: Array, step: Array) -> Array:
@@ -205,12 +205,13 @@ class Epochs:
     [0, 1, 2, 3, 4, 5]
     """
 
-    num_data: int
-    batch_size: int
+    num_data: PositiveInt
+    batch_size: PositiveInt
     independent = False
 
     def __post_init__(self) -> None:
         call = "sgmcmc.Epochs"
+        check_fields(call, self)
         _check_sizes(call, self.num_data, self.batch_size)
         if math.lcm(self.num_data, self.batch_size) >= 2**32:
             instead = f"For num_data = {self.num_data} pass a divisor of it, or sample with replacement."

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.draws import Points, act, by_unit, in_gauge, norms, read
 from numpyro_bnn.symmetry.groups import Permutation, SignFlip
@@ -16,11 +17,12 @@ from numpyro_bnn.symmetry.groups import Permutation, SignFlip
 CHUNK = 512
 
 
+@checked("symmetry.canonical")
 def canonical(
     draws: Mapping[str, Any],
     symmetries: Sequence[Symmetry],
     reference: Mapping[str, Any] | None = None,
-    sweeps: int = 10,
+    sweeps: PositiveInt = 10,
 ) -> dict[str, np.ndarray]:
     r"""Align draws, so that a weight means the same in all of them; the likelihood of each draw is unchanged.
 
@@ -62,7 +64,6 @@ def canonical(
     [[[[3.0, 1.0]], [[3.0, 1.0]]]]
     """
     call = "symmetry.canonical"
-    sweeps = check_count(call, "sweeps", sweeps)
     points, symmetries, size = read(call, draws, symmetries)
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)

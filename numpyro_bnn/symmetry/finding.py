@@ -14,10 +14,10 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
 
-from numpyro_bnn._checks import argument_error, check_flag, check_kind
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.nn import Layer
-from numpyro_bnn.nn.base import Shape
+from numpyro_bnn._options import Model, NetworkName, NonNegativeOrInfinite, Switch, checked
+from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.reading import Reading
@@ -32,7 +32,8 @@ TOLERANCE = 1e-6
 HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
 
 
-def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
+@checked("symmetry.find")
+def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
     """Find the symmetries of a model from its random networks and their priors.
 
     These are the symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the
@@ -52,7 +53,6 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
     >>> [s.name for s in find(model, jnp.arange(12.0).reshape(6, 2) ** 2, jnp.ones(6))][:3]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
     """
-    check_kind("symmetry.find", "model", model, callable, "Pass a NumPyro model (a function).")
     args, kwargs = as_arrays(args, kwargs, "symmetry.find")
     reading = Reading(model, args, kwargs)
     networks = {s["infer"]["network"]: None for s in reading.sites.values() if "network" in (s.get("infer") or {})}
@@ -78,7 +78,7 @@ def find(model: Callable, *args: Any, **kwargs: Any) -> list[Symmetry]:
         )
         tried = f" of {len(candidates)} candidates ({', '.join(sorted({type(s).__name__ for s in candidates}))})"
         own = "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
-        warnings.warn(f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}", stacklevel=2)
+        warnings.warn(f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}", stacklevel=outside())
     return valid
 
 
@@ -140,7 +140,8 @@ def _subsets(axes: Sequence[UnitAxis]) -> Iterator[tuple[UnitAxis, ...]]:
 # -- from the layers of a network ------------------------------------------------------------------------
 
 
-def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool = False) -> list[Symmetry]:
+@checked("symmetry.from_network")
+def from_network(net: Net, input_shape: Shape, name: NetworkName = "net", logits: Switch = False) -> list[Symmetry]:
     """Find the symmetries of a network from its layers.
 
     - :class:`Scale` and :class:`Shift` of the weights before a normalization,
@@ -163,8 +164,6 @@ def from_network(net: Layer, input_shape: Shape, name: str = "net", logits: bool
     >>> [s.name for s in from_network(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
     """
-    check_kind("symmetry.from_network", "net", net, Layer, "Pass a specification such as `nn.MLP([50, 1])`.")
-    check_flag("symmetry.from_network", "logits", logits)
     wiring = net.wiring(input_shape)
     kinds = [_scales, _flips, _permutations] + ([_logit_shifts] if logits else [])
     names = {path: f"{name}/{path}" for path in net.param_shapes(input_shape)}
@@ -278,12 +277,13 @@ class Invariance(NamedTuple):
     error: float
 
 
+@checked("symmetry.check")
 def check(
-    model: Callable,
+    model: Model,
     symmetries: Sequence[Symmetry],
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: NonNegativeOrInfinite = TOLERANCE,
 ) -> list[Invariance]:
     r"""Test numerically whether a model has the given symmetries, and refuse those that it does not have.
 

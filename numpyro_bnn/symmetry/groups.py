@@ -3,12 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from math import inf
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Number, check_fields
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
 
 
@@ -119,10 +121,11 @@ class JointScale(Multiplicative):
 
     weights: Any
     scale: Any
-    power: float = 1.0
+    power: Annotated[float, Number(-inf)] = 1.0
 
     def __post_init__(self) -> None:
         call = "symmetry.JointScale"
+        check_fields(call, self)
         scale = as_unit_axes(call, "scale", self.scale)
         if len(scale) != 1 or scale[0].axis is not None:
             raise argument_error(call, "scale", self.scale, "Name one site, without an axis.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from truth.cells import DIAGONAL, KNOWN_FAILURES, OUTCOMES, Cell, cells, key_of, outcome
+from truth.cells import FAST, KNOWN_FAILURES, OUTCOMES, Cell, cells, key_of, outcome
 
 
 @cache
@@ -16,12 +16,13 @@ def recorded() -> dict[str, Any]:
     return json.loads(OUTCOMES.read_text())["cells"]
 
 
-def parameters(group: str) -> list[Any]:
-    """The cells of a group, as parameters; those off the diagonal run in `make test-all`."""
-    return [
-        pytest.param(cell, id=key_of(cell), marks=[] if (cell.way, cell.problem) in DIAGONAL else [pytest.mark.slow])
-        for cell in cells(group)
-    ]
+def parameters() -> list[Any]:
+    """All cells as parameters; a few of them are fast."""
+    params = []
+    for cell in cells():
+        marks = [] if (cell.way, cell.problem) in FAST else [pytest.mark.slow]
+        params.append(pytest.param(cell, id=key_of(cell), marks=marks))
+    return params
 
 
 def check(cell: Cell) -> None:

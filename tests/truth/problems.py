@@ -19,7 +19,7 @@ from truth.quadrature import Axis, Problem, cut_line, line, normal, positive
 
 X = np.array([-1.4, -0.6, 0.1, 0.7, 1.2, 1.9])
 Y = np.array([-1.1, -0.2, 0.6, 0.5, 1.4, 1.2])
-ARGS = (jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32))
+ARGS = (X.astype(np.float32), Y.astype(np.float32))
 SD = 0.5
 A_LINE, B_LINE = line(-6, 6, 200), line(-5.5, 6.5, 200)
 
@@ -123,7 +123,7 @@ SUPPORTS = [
     Problem(
         "positive",
         positive_scale,
-        (jnp.asarray(TWO, jnp.float32),),
+        (np.asarray(TWO, np.float32),),
         {"s": positive(1e-3, 60, 400)},
         lambda c: gamma(c["s"], 0.5, 1.0) + normal(TWO, 0, c["s"][:, None]).sum(-1),
     ),
@@ -146,7 +146,7 @@ SUPPORTS = [
     Problem(
         "simplex",
         simplex,
-        (jnp.asarray(COUNTS),),
+        (np.asarray(COUNTS),),
         {"u": line(0, 1), "v": line(0, 1)},
         simplex_density,
         simplex_sites,
@@ -167,7 +167,7 @@ SUPPORTS = [
 
 PINNED = np.array([-1.5, 0.0, 1.5])
 NET_Y = np.array([0.9, 0.6, -0.2, -0.4, -0.9, -1.0])
-NET_ARGS = (ARGS[0], jnp.asarray(NET_Y, jnp.float32))
+NET_ARGS = (ARGS[0], np.asarray(NET_Y, np.float32))
 
 
 def units(count: int, locations: np.ndarray) -> Callable:
@@ -368,7 +368,7 @@ HANDLERS = [
             f"mask of {name} of the rows",
             masked_rows,
             line_density(power=keep),
-            args=(*ARGS, jnp.asarray(keep)),
+            args=(*ARGS, np.asarray(keep)),
             rows=lambda c, keep=keep: np.where(keep, line_rows(c), np.nan),
         )
         for name, keep in {"some": SOME, "none": ALL, "all": NONE}.items()
@@ -377,15 +377,13 @@ HANDLERS = [
         "mask of the likelihood",
         masked_likelihood,
         line_density(power=SOME),
-        args=(*ARGS, jnp.asarray(SOME)),
+        args=(*ARGS, np.asarray(SOME)),
         rows=lambda c: np.where(SOME, line_rows(c), np.nan),
     ),
     of_line(
         "mask of a prior", line_model(wrap_prior=lambda: handlers.mask(mask=False)), line_density(prior_power=0.0)
     ),
-    of_line(
-        "obs_mask", partly_observed, line_density(power=SOME), completed=imputed, args=(*ARGS, jnp.asarray(SOME))
-    ),
+    of_line("obs_mask", partly_observed, line_density(power=SOME), completed=imputed, args=(*ARGS, np.asarray(SOME))),
     of_line("condition", handlers.condition(real, {"b": 0.8}), fixed(), axes={"a": A_LINE}),
     # A substituted value is replaced by the sampler's, here as with NumPyro's own kernels.
     of_line("substitute", handlers.substitute(real, {"b": 0.8}), real_density),
@@ -512,7 +510,7 @@ PLATES = [
     Problem(
         "parallel plates",
         parallel,
-        (jnp.asarray(GRID, jnp.float32),),
+        (np.asarray(GRID, np.float32),),
         LEVELS,
         parallel_density,
         lambda c: {"a": np.stack([c["a0"], c["a1"]], -1)[..., None], "b": c["b"]},
@@ -547,7 +545,7 @@ def likelihood(name: str, distribution: Callable, log_density: Callable, values:
         name,
         observed(distribution),
         lambda c: prior_of_line(c) + log_density(rows(c)).sum(-1),
-        args=ARGS if values is None else (ARGS[0], jnp.asarray(values)),
+        args=ARGS if values is None else (ARGS[0], np.asarray(values)),
         rows=lambda c: log_density(rows(c)),
     )
 
@@ -633,7 +631,7 @@ LIKELIHOODS = [
         "two observed sites",
         two_sites,
         lambda c: real_density(c) + np.where(FLAGS, log_sigmoid(rows(c)), log_sigmoid(-rows(c))).sum(-1),
-        args=(*ARGS, jnp.asarray(FLAGS)),
+        args=(*ARGS, np.asarray(FLAGS)),
     ),
 ]
 
@@ -759,7 +757,7 @@ def power(problem: Problem, factor: float) -> Problem:
     """The problem under `handlers.scale` of the whole model."""
     model, log_joint = handlers.scale(problem.model, factor), problem.log_joint
     return Problem(
-        f"{problem.name}, scaled", model, problem.args, problem.axes, lambda c: factor * log_joint(c), problem.sites
+        f"{problem.name}, scaled", model, problem.data, problem.axes, lambda c: factor * log_joint(c), problem.sites
     )
 
 
@@ -768,7 +766,7 @@ def few_rows(problem: Problem, likelihood: Callable) -> Problem:
 
     def model(x, y):
         def hidden(site):
-            return site["fn"].mask(jnp.asarray(SOME)) if site["name"] == "y" else site["fn"]
+            return site["fn"].mask(np.asarray(SOME)) if site["name"] == "y" else site["fn"]
 
         with _EditedDistributions(hidden):
             problem.model(x, y)
@@ -777,7 +775,7 @@ def few_rows(problem: Problem, likelihood: Callable) -> Problem:
     return Problem(
         f"{problem.name}, rows masked",
         model,
-        problem.args,
+        problem.data,
         problem.axes,
         lambda c: log_joint(c) - likelihood(c)[:, ~SOME].sum(-1),
         problem.sites,
@@ -801,11 +799,11 @@ def units_rows(count: int) -> Callable:
     return lambda c: normal(NET_Y, sum(np.tanh(c[f"w{i}"][:, None] * X) for i in range(count)), SD)
 
 
-def net_of_two(first_prior: Any, layers: Any) -> Callable:
+def net_of_two(make_prior: Callable, layers: Any) -> Callable:
     """A network of two kernels without biases; the prior of the second is standard normal."""
 
     def model(x, y):
-        prior = priors.BySite({"Dense_0.kernel": first_prior, "*": priors.Normal()})
+        prior = priors.BySite({"Dense_0.kernel": make_prior(), "*": priors.Normal()})
         net = random_network("net", nn.Sequential(layers), input_shape=(1,), prior=prior)
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(net(x[:, None])[..., 0], SD), obs=y)
@@ -839,19 +837,18 @@ SECOND = line(-6, 6, 300)
 
 
 def learned(
-    name: str, layers: Any, hyper: Any, log_hyper: Callable, axis: Any, likelihood: Callable, centered: bool
+    name: str, layers: Any, make_hyper: Callable, log_hyper: Callable, axis: Any, likelihood: Callable, centered: bool
 ) -> Problem:
     """A network of two kernels, the first with a learned scale s."""
 
-    return standardized(
-        name, layers, priors.Hierarchical(hyper, centered=centered), log_hyper, axis, likelihood, centered
-    )
+    make_prior = lambda: priors.Hierarchical(make_hyper(), centered=centered)  # noqa: E731
+    return standardized(name, layers, make_prior, log_hyper, axis, likelihood, centered)
 
 
 def standardized(
     name: str,
     layers: Any,
-    prior: Any,
+    make_prior: Callable,
     log_hyper: Callable,
     axis: Any,
     likelihood: Callable,
@@ -867,7 +864,7 @@ def standardized(
 
     return Problem(
         name,
-        net_of_two(prior, layers),
+        net_of_two(make_prior, layers),
         ARGS,
         {"s": axis, "z": cut_line(-6, 6, 110), "v": SECOND},
         log_joint,
@@ -890,15 +887,21 @@ UNITS += [
     few_rows(UNITS[1], units_rows(2)),
     few_rows(UNITS[4], units_rows(2)),
     power(UNITS[6], 2.5),
-    learned("ReLU, scale half-normal", RELU, dist.HalfNormal(1.0), half_normal, HALF, relu_likelihood, True),
+    learned("ReLU, scale half-normal", RELU, lambda: dist.HalfNormal(1.0), half_normal, HALF, relu_likelihood, True),
     learned(
-        "ReLU, scale half-normal, non-centered", RELU, dist.HalfNormal(1.0), half_normal, HALF, relu_likelihood, False
+        "ReLU, scale half-normal, non-centered",
+        RELU,
+        lambda: dist.HalfNormal(1.0),
+        half_normal,
+        HALF,
+        relu_likelihood,
+        False,
     ),
     *(
         learned(
             f"{kind}, scale uniform{'' if centered else ', non-centered'}",
             layers,
-            dist.Uniform(0.3, 2.0),
+            lambda: dist.Uniform(0.3, 2.0),
             lambda s: np.full_like(s, -np.log(1.7)),
             line(0.3, 2.0, 50),
             density,
@@ -910,7 +913,7 @@ UNITS += [
     learned(
         "ReLU, scale log-uniform",
         RELU,
-        dist.LogUniform(0.3, 2.0),
+        lambda: dist.LogUniform(0.3, 2.0),
         log_uniform,
         line(0.3, 2.0, 50),
         relu_likelihood,
@@ -919,7 +922,7 @@ UNITS += [
     learned(
         "BatchNorm, scale truncated normal",
         NORM,
-        dist.TruncatedNormal(1.0, 0.5, low=0.5),
+        lambda: dist.TruncatedNormal(1.0, 0.5, low=0.5),
         truncated,
         line(0.5, 4.0, 60),
         norm_likelihood,
@@ -928,7 +931,7 @@ UNITS += [
     standardized(
         "BatchNorm, precision gamma",
         NORM,
-        priors.GammaPrecision(0.5**0.5, 4.0, centered=True),
+        lambda: priors.GammaPrecision(0.5**0.5, 4.0, centered=True),
         lambda s: gamma(s, 2.0, 1.0),
         positive(0.005, 14, 60),
         norm_likelihood,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -67,10 +68,16 @@ class Problem:
         batch: int | None = None,
         log_volume: Callable[[Mapping[str, np.ndarray]], Any] = lambda coordinates: 0.0,
     ) -> None:
-        self.name, self.model, self.args, self.axes, self.log_joint = name, model, args, dict(axes), log_joint
+        self.name, self.model, self.axes, self.log_joint = name, model, dict(axes), log_joint
+        self.data = args
         self.kwargs = dict(kwargs or {})
         self.sites, self.rows, self.completed, self.batch = sites, rows, completed, batch
         self.log_volume = log_volume
+
+    @property
+    def args(self) -> tuple:
+        """The arguments of the model; arrays on the device, which are made only when they are asked for."""
+        return tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in self.data)
 
     @cached_property
     def coordinates(self) -> dict[str, np.ndarray]:

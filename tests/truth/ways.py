@@ -18,6 +18,7 @@ from jax import random
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import MCMC, NUTS, SVI, Gibbs, Trace_ELBO
+from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.util import unconstrain_fn
 
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
@@ -141,8 +142,7 @@ def log_joint_of(problem: Problem, chosen: np.ndarray, z: dict[str, Any]) -> np.
 def density(problem: Problem) -> Figure:
     """The kernels' potential against the exact log joint density; on minibatches its mean over all of them."""
     kwargs = dict(problem.kwargs) | ({"batch_size": problem.batch} if problem.batch else {})
-    call, strategy = "infer.SGLD", infer.SGLD(problem.model)._init_strategy
-    target, start = bind(call, problem.model, random.key(0), strategy, problem.args, kwargs)
+    target, start = bind("infer.SGLD", problem.model, random.key(0), init_to_uniform, problem.args, kwargs)
     chosen = np.random.default_rng(0).choice(len(problem.probabilities), 50, p=problem.probabilities)
     sites = {name: value[chosen] for name, value in problem.nodes.items()}
     z = unconstrained(problem, sites, kwargs)

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn import _checks
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._keys import split
+from numpyro_bnn._options import Choice, Fraction, Kind, Model, PositiveInt, Prefix, RandomKey, Switch, checked
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
 from numpyro_bnn.guides.adf.reading import CALL, Data
@@ -80,9 +80,8 @@ class AutoADF(ADFPosterior):
     (2,)
     """
 
-    def __init__(self, model: Callable, *, prefix: str = "auto") -> None:
-        if not callable(model):
-            raise argument_error(CALL, "model", model, "Pass a NumPyro model (a function).", TypeError)
+    @checked("guides.{}")
+    def __init__(self, model: Model, *, prefix: Prefix = "auto") -> None:
         super().__init__(model, prefix=prefix)
         self._programs: dict[Any, Any] = {}
 
@@ -90,17 +89,19 @@ class AutoADF(ADFPosterior):
         # Compiled JAX programs cannot be pickled, so the model is read again.
         return super().__getstate__() | {"_programs": {}, "_problem": None}
 
+    @checked(f"{CALL}.run")
     def run(
         self,
-        rng_key: jax.Array,
+        rng_key: RandomKey,
         *args: Any,
-        num_epochs: int = 40,
+        num_epochs: PositiveInt = 40,
         in_axes: Sequence[int | None] | None = None,
         init_means: Mapping[str, Any] | None = None,
-        init_state: ADFState | None = None,
+        init_state: Annotated[ADFState, Kind(ADFState, "Pass the `state` of an earlier run of this guide.")]
+        | None = None,
         orders: Any = None,
-        progress_bar: bool = True,
-        max_refused: float = 0.05,
+        progress_bar: Switch = True,
+        max_refused: Fraction = 0.05,
         keeper: Keeper | None = None,
         **kwargs: Any,
     ) -> ADFResult:
@@ -125,12 +126,6 @@ class AutoADF(ADFPosterior):
         :return: an :class:`ADFResult`.
         :raises ValueError: for a model, data or options it cannot use.
         """
-        num_epochs = _checks.check_count(f"{CALL}.run", "num_epochs", num_epochs)
-        _checks.check_number(f"{CALL}.run", "max_refused", max_refused, most=1)
-        _checks.check_key(f"{CALL}.run", "rng_key", rng_key)
-        _checks.check_flag(f"{CALL}.run", "progress_bar", progress_bar)
-        instead = "Pass the `state` of an earlier run of this guide."
-        _checks.check_kind(f"{CALL}.run", "init_state", init_state, ADFState | None, instead)
         typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
         batched = jnp.ndim(rng_key) == (1 if typed else 2)
         _check_staged("run", rng_key, args, kwargs)
@@ -141,8 +136,8 @@ class AutoADF(ADFPosterior):
             if state is None:
                 means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
                 for name, mean in means.items():
-                    _checks.check_choice(f"{CALL}.run", "init_means", name, self._known_problem().sites.weights)
-                    _checks.check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
+                    Choice(self._known_problem().sites.weights).check(f"{CALL}.run", "init_means", name)
+                    check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
@@ -172,8 +167,9 @@ class AutoADF(ADFPosterior):
         new = self._on_new_data("update", params, args, kwargs, make, 1.0)
         return {name: jnp.asarray(value, jnp.asarray(params[name]).dtype) for name, value in new.items()}
 
+    @checked(f"{CALL}.predictive_moments")
     def predictive_moments(
-        self, params: Mapping[str, Any], *args: Any, noise: bool = True, **kwargs: Any
+        self, params: Mapping[str, Any], *args: Any, noise: Switch = True, **kwargs: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Mean and variance of each observation under the posterior, without sampling.
 

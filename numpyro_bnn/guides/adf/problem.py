@@ -11,6 +11,7 @@ import numpy as np
 import tqdm
 from jax import lax
 
+from numpyro_bnn._checks import outside
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
@@ -278,7 +279,7 @@ def run_epochs(
             if not records:
                 raise
             finished = f"{len(records)} of {num_epochs} epochs"
-            warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=3)
+            warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=outside())
     if keeper is not None:
         keeper.save(state, seen()._asdict(), last=True)
     return state, seen()
@@ -296,5 +297,5 @@ def _warn(record: Records, epoch: int, max_refused: float) -> bool:
         )
     else:
         return False
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=outside())
     return True

@@ -14,9 +14,10 @@ from numpyro.distributions.util import scale_and_mask
 from numpyro.infer.elbo import ELBO
 from numpyro.util import check_model_guide_match
 
-from numpyro_bnn._checks import argument_error, check_count
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_latent, unwrapped
 from numpyro_bnn._jaxprs import dependence, program_dependence
+from numpyro_bnn._options import PositiveInt, Switch, checked
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import RandomWeight, draw_noise, run
 
@@ -39,8 +40,8 @@ class Terms(NamedTuple):
 class _RowwiseELBO(ELBO):
     local: bool
 
-    def __init__(self, num_particles: int = 1, vectorize_particles: Any = True) -> None:
-        num_particles = check_count(self._call, "num_particles", num_particles)
+    @checked("guides.{}")
+    def __init__(self, num_particles: PositiveInt = 1, vectorize_particles: Switch | Callable = True) -> None:
         super().__init__(num_particles, vectorize_particles)
         self._warned = False
 

@@ -1,7 +1,7 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,8 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_choice,
-    check_count,
-    check_finite,
-    check_flag,
-    check_key,
-    check_kind,
-    unknown_name,
-)
+from numpyro_bnn._checks import argument_error, check_finite, unknown_name
+from numpyro_bnn._options import KEY, Choice, Kind, Model, Natural, PositiveInt, Prefix, RandomKey, Switch, checked
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace import structures
@@ -35,6 +27,10 @@ from numpyro_bnn.program.rows import refuse_rows
 
 STRUCTURES = ("full", "kron", "diag", "low_rank")
 LARGEST_FULL = 10_000
+
+
+def _are_patterns(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(part, str) for part in value))
 
 
 class AutoLaplace(AutoBlocks):
@@ -83,19 +79,17 @@ class AutoLaplace(AutoBlocks):
     [0.8, 1.6]
     """
 
+    @checked("guides.{}")
     def __init__(
         self,
-        model: Callable,
-        structure: str = "kron",
-        sites: Patterns | None = None,
+        model: Model,
+        structure: Annotated[str, Choice(STRUCTURES)] = "kron",
+        sites: Annotated[Patterns, Kind(_are_patterns, 'Pass patterns, e.g. `sites="net/Dense_2.*"`.')] | None = None,
         *,
-        rank: int = 50,
-        prefix: str = "auto",
+        rank: PositiveInt = 50,
+        prefix: Prefix = "auto",
     ) -> None:
-        check_choice(CALL, "structure", structure, STRUCTURES)
-        check_kind(CALL, "sites", sites, str | Sequence | None, 'Pass patterns, e.g. `sites="net/Dense_2.*"`.')
-        self.structure, self._patterns = structure, sites
-        self._rank = check_count(CALL, "rank", rank)
+        self.structure, self._patterns, self._rank = structure, sites, rank
         super().__init__(model, condition_on_scales=True, prefix=prefix)
 
     # -- reading the model -----------------------------------------------------------------------------
@@ -157,17 +151,18 @@ class AutoLaplace(AutoBlocks):
 
     # -- fitting ---------------------------------------------------------------------------------------
 
+    @checked(f"{CALL}.run")
     def run(
         self,
-        rng_key: jax.Array,
+        rng_key: RandomKey,
         *args: Any,
-        num_epochs: int = 1000,
+        num_epochs: Natural = 1000,
         optimizer: Any = None,
-        patience: int = 20,
-        init_params: Mapping[str, Any] | None = None,
-        tune_prior: bool | str = False,
-        num_rounds: int = 10,
-        progress_bar: bool = True,
+        patience: PositiveInt = 20,
+        init_params: Annotated[Mapping, Kind(Mapping, "Pass a dictionary of values by site.")] | None = None,
+        tune_prior: bool | Annotated[str, Choice(("site", "global", "auto"))] = False,
+        num_rounds: PositiveInt = 10,
+        progress_bar: Switch = True,
         **kwargs: Any,
     ) -> LaplaceResult:
         r"""Find the mode, and the precision there.
@@ -202,13 +197,6 @@ class AutoLaplace(AutoBlocks):
         :raises ValueError: for a model, data or options it cannot use, and if the precision is not positive.
         """
         call = f"{CALL}.run"
-        check_key(call, "rng_key", rng_key)
-        check_flag(call, "progress_bar", progress_bar)
-        num_epochs = check_count(call, "num_epochs", num_epochs, 0)
-        patience, num_rounds = check_count(call, "patience", patience), check_count(call, "num_rounds", num_rounds)
-        if not isinstance(tune_prior, bool):
-            check_choice(call, "tune_prior", tune_prior, ("site", "global", "auto"))
-        check_kind(call, "init_params", init_params or {}, Mapping, "Pass a dictionary of values by site.")
         refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
         refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
@@ -274,15 +262,16 @@ class AutoLaplace(AutoBlocks):
 
     # -- prediction ------------------------------------------------------------------------------------
 
+    @checked(f"{CALL}.predictive")
     def predictive(
         self,
         params: Mapping[str, Any],
         *args: Any,
-        linearized: bool = True,
-        link: str = "probit",
-        covariance: bool = False,
+        linearized: Switch = True,
+        link: Annotated[str, Choice(("probit", "sample"))] = "probit",
+        covariance: Switch = False,
         rng_key: jax.Array | None = None,
-        num_samples: int = 1000,
+        num_samples: PositiveInt = 1000,
         site: str | None = None,
         **kwargs: Any,
     ) -> LaplacePredictive:
@@ -301,13 +290,8 @@ class AutoLaplace(AutoBlocks):
         :param site: the observed site, if there are several.
         :return: a :class:`LaplacePredictive`.
         """
-        call = f"{CALL}.predictive"
-        check_choice(call, "link", link, ("probit", "sample"))
-        check_flag(call, "linearized", linearized)
-        check_flag(call, "covariance", covariance)
-        num_samples = check_count(call, "num_samples", num_samples)
         if link == "sample" or not linearized:
-            check_key(call, "rng_key", rng_key)
+            KEY.check(f"{CALL}.predictive", "rng_key", rng_key)
         name, problem, call_args = self._for_rows("predictive", params, args, kwargs, site)
         options = (name, linearized, link, covariance, num_samples)
 
@@ -340,7 +324,7 @@ class AutoLaplace(AutoBlocks):
     def _for_rows(self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None) -> Any:
         """The observed site, the model and its arguments, for new rows."""
         call = f"{CALL}.{method}"
-        check_kind(call, "params", params, Mapping, "Pass the `params` of a run of this guide.")
+        Kind(Mapping, "Pass the `params` of a run of this guide.").check(call, "params", params)
         problem = getattr(self, "_problem", None)
         if problem is None:
             got = "those of another guide"
@@ -349,7 +333,7 @@ class AutoLaplace(AutoBlocks):
         if site is None and len(names) > 1:
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
         name = names[0] if site is None else site
-        check_choice(call, "site", name, names)
+        Choice(names).check(call, "site", name)
         return name, problem, as_arrays(args, kwargs, call)
 
     def _coordinates(self, params: Mapping[str, Any]) -> Values:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.laplace.fitting import MIXED, Precision, Search, finite, gaussian_at, measured, newton
 from numpyro_bnn.guides.laplace.likelihoods import CALL
@@ -122,7 +122,7 @@ def _result(guide: Any, problem: Problem, call: Call, at: tuple, losses: list[fl
     distance = float(jnp.sqrt(jnp.mean(units**2)))
     if not distance < CLOSE:
         message = f"{CALL}.run: {distance:.2g} posterior sds from the mode on average. Run more epochs."
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=outside())
     prior = {**problem.prior_precision(v, precision), **found.curvature}
     effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
     evidence = finite(float(_evidence(guide, problem, call)((found, v, precision))))

@@ -1,0 +1,188 @@
+"""Options: how plain arguments are checked, declared by their annotations.
+
+``@checked("infer.ensemble")`` above ``def ensemble(model: Model, num_chains: PositiveInt = 8)`` checks the arguments
+of every call, :func:`check_fields` the fields of a dataclass. What depends on several arguments or on data is checked
+by code of its own.
+"""
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache, wraps
+from operator import index
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+
+import jax
+import numpy as np
+
+from numpyro_bnn._checks import argument_error, shown, unknown_name
+
+F = TypeVar("F", bound=Callable)
+
+
+class Option(ABC):
+    """How an argument is checked, as a part of its annotation: ``units: Annotated[int, Count()]``."""
+
+    @abstractmethod
+    def check(self, call: str, argument: str, value: Any) -> Any:
+        """Return the value in its usual type; refuse any other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Count(Option):
+    """An integer (NumPy's too) of at least ``minimum``, as an ``int``."""
+
+    minimum: int = 1
+
+    def check(self, call: str, argument: str, value: Any) -> int:
+        try:
+            count = None if isinstance(value, bool | np.bool) else index(value)
+        except TypeError:
+            count = None
+        if count is None or count < self.minimum:
+            raise argument_error(call, argument, shown(value), f"Pass an integer of at least {self.minimum}.")
+        return count
+
+
+@dataclass(frozen=True, eq=False)
+class Number(Option):
+    """A finite number of at least (``strict``: above) ``minimum``, ``below`` a limit or at ``most`` one."""
+
+    minimum: float = 0.0
+    strict: bool = False
+    below: float = math.inf
+    most: float = math.inf
+    infinite: bool = False  # infinity passes too
+
+    def check(self, call: str, argument: str, value: Any) -> Any:
+        if isinstance(value, jax.core.Tracer):
+            return value  # which number it is, is not known yet
+        try:
+            number = None if isinstance(value, str | bytes | bool | np.bool) else float(value)
+        except (TypeError, ValueError):
+            number = None
+        if number is None or not self._allows(number):
+            kind = TypeError if number is None else ValueError
+            raise argument_error(call, argument, shown(value), f"Pass a {self!r}.", kind)
+        return value
+
+    def _allows(self, number: float) -> bool:  # NaN is nowhere
+        high_enough = number > self.minimum if self.strict else number >= self.minimum
+        small_enough = number < self.below or (self.infinite and number == math.inf)
+        return high_enough and small_enough and -math.inf < number <= self.most
+
+    def __repr__(self) -> str:
+        bounds = [f"{'above' if self.strict else 'at least'} {self.minimum:g}"] if self.minimum > -math.inf else []
+        limits = ("below", self.below), ("at most", self.most)
+        bounds += [f"{word} {limit:g}" for word, limit in limits if limit < math.inf]
+        return f"finite number {' and '.join(bounds)}".strip()
+
+
+@dataclass(frozen=True, eq=False)
+class Choice(Option):
+    """A name in a table; the error suggests the closest one."""
+
+    names: Collection[str]
+
+    def check(self, call: str, argument: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.names:
+            raise unknown_name(call, argument, value, self.names)
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class Kind(Option):
+    """An instance of a class or union, or what a function such as ``callable`` accepts."""
+
+    kind: Any
+    instead: str
+
+    def check(self, call: str, argument: str, value: Any) -> Any:
+        accepts = isinstance(value, self.kind) if isinstance(self.kind, type | UnionType) else self.kind(value)
+        if not accepts:
+            raise argument_error(call, argument, shown(value), self.instead, TypeError)
+        return value
+
+
+def _is_key(value: Any) -> bool:
+    """Whether it is a random key, typed or raw, or an array of keys."""
+    dtype = getattr(value, "dtype", None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return typed or (dtype == np.uint32 and np.ndim(value) > 0)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+KEY = Kind(_is_key, "Pass a key, e.g. `jax.random.key(0)`.")
+PositiveInt: TypeAlias = Annotated[int, Count()]
+Natural: TypeAlias = Annotated[int, Count(0)]
+Positive: TypeAlias = Annotated[float, Number(strict=True)]
+PositiveOrInfinite: TypeAlias = Annotated[float, Number(strict=True, infinite=True)]
+NonNegative: TypeAlias = Annotated[float, Number()]
+NonNegativeOrInfinite: TypeAlias = Annotated[float, Number(infinite=True)]
+Fraction: TypeAlias = Annotated[float, Number(most=1)]
+FractionBelow1: TypeAlias = Annotated[float, Number(below=1)]
+Level: TypeAlias = Annotated[float, Number(strict=True, below=1)]
+Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]  # the text "no" would be true
+RandomKey: TypeAlias = Annotated[jax.Array, KEY]
+NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
+Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
+Model: TypeAlias = Annotated[Callable, Kind(callable, "Pass a NumPyro model (a function).")]
+
+
+@cache
+def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
+    """The options that annotations declare, by argument, each with the classes whose instances pass unchecked."""
+    found = {}
+    for argument, annotation in function.__annotations__.items():
+        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        classes = tuple(get_origin(member) or member for member in members if get_origin(member) is not Annotated)
+        for option in [part for member in members for part in getattr(member, "__metadata__", ())]:
+            if isinstance(option, Option):
+                found[argument] = classes, option
+    return found
+
+
+def check_option(call: str, function: Callable, argument: str, value: Any) -> Any:
+    """Check one argument by its annotation; return it in its usual type."""
+    classes, option = options_of(function)[argument]
+    return value if isinstance(value, classes) else option.check(call, argument, value)
+
+
+def check_fields(call: str, owner: Any) -> None:
+    """Check the fields of a dataclass by their annotations, and set them in their usual type."""
+    init = type(owner).__init__
+    for field in options_of(init):
+        object.__setattr__(owner, field, check_option(call, init, field, getattr(owner, field)))
+
+
+def checked(call: str) -> Callable[[F], F]:
+    """Check the arguments of a function by their annotations before each call.
+
+    :param call: the name of the function in errors; ``{}`` stands for the class of the object of a method.
+    """
+
+    def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters.values()
+        places = {p.name: place for place, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD}
+        declared = options_of(function)
+
+        @wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            given = list(args)
+            name = call.format(*[type(owner).__name__ for owner in args[:1]])
+            for argument in declared:
+                if argument in kwargs:
+                    kwargs[argument] = check_option(name, function, argument, kwargs[argument])
+                elif (place := places.get(argument, len(given))) < len(given):
+                    given[place] = check_option(name, function, argument, given[place])
+            return function(*given, **kwargs)
+
+        return cast(F, wrapper)
+
+    return decorate

@@ -1,0 +1,441 @@
+"""Runs in folders: the draws of ``MCMC``, resumed bit for bit whatever ended them; other runs are refused by name."""
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from disk import at_syncs, blocks, draws_of, python, recorder, same, states
+from helpers import group, refused
+from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
+from zoo import BATCH, NET, NEW_X, ZOO, X, Y, hierarchical, line, spread
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, models, priors, runs, symmetry
+
+pytestmark = pytest.mark.core
+
+
+class Called:
+    """A model that is an object."""
+
+    def __call__(self, x, y=None):
+        return spread(x, y)
+
+
+SPREAD = Called()
+
+
+def barker(model=SPREAD, **options):
+    return lambda: BarkerMH(model, **options)
+
+
+def orbit_moves():
+    warm_start = infer.WarmStart(0.3, num_steps=20, held_out=0.2)
+    kernel = infer.MCLMC(hierarchical, steps_per_draw=2, warm_start=warm_start)
+    return infer.OrbitMoves(kernel, symmetry.find(hierarchical, X, Y))
+
+
+def gibbs():
+    model = models.regression(NET, priors.GammaPrecision(centered=True))
+    precisions = [f"net/Dense_{layer}.kernel_precision" for layer in (0, 1)]
+    return Gibbs([(infer.PrecisionGibbs(model), precisions), (HMC(model, trajectory_length=0.2), None)])
+
+
+# Kernel, options of MCMC, keywords of its runs.
+IN_TURN = {"num_chains": 2, "chain_method": "sequential", "thinning": 2}
+CASES = {
+    "Barker": (barker(), IN_TURN, {"extra_fields": ("potential_energy", "accept_prob")}),
+    "HMC": (lambda: HMC(spread, trajectory_length=1.0), {"num_chains": 2, "thinning": 2}, {}),
+    "SGLD": (lambda: infer.SGLD(spread, steps_per_draw=2, warm_start=0.4), {"num_chains": 2}, {"batch_size": BATCH}),
+    "NUTS": (lambda: NUTS(spread, max_tree_depth=3), {"num_chains": 3}, {}),
+    "SGHMC": (
+        lambda: infer.SGHMC(spread, 1e-3, steps_per_draw=2, minibatches="epochs"),
+        {"thinning": 3},
+        {"batch_size": BATCH},
+    ),
+    "ParallelTempering": (lambda: infer.ParallelTempering(infer.MALA(spread, steps_per_draw=2), 3), {}, {}),
+    "MCLMC in OrbitMoves": (orbit_moves, {"num_chains": 2}, {}),
+    "Gibbs": (gibbs, {}, {}),
+    "without warm-up": (lambda: BarkerMH(spread, adapt_step_size=False), {"num_warmup": 0}, {}),
+}
+cases = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "Barker" else pytest.mark.slow) for name in CASES]
+)
+
+
+def mcmc_of(name="Barker", kernel=None, **options):
+    make, given, _ = CASES[name]
+    given = {"num_warmup": 8, "num_samples": 12, "chain_method": "vectorized", "progress_bar": False, **given}
+    return MCMC((kernel or make)(), **given | options)
+
+
+def start(path, name="Barker", mcmc=None, data=(X, Y), seed=1, **options):
+    """Start a case or an ``MCMC``, or go on with it."""
+    given = {"progress_bar": False, "block_seconds": 100.0, **CASES[name][2], **options}
+    return runs.start(path, mcmc or mcmc_of(name), jax.random.key(seed), *map(jnp.asarray, data), **given)
+
+
+def result(run):
+    return draws_of(run), run.last_state
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Runs by case, in the smallest blocks."""
+    smallest = functools.partial(start, block_seconds=1e-9)
+    return recorder(lambda: tmp_path_factory.mktemp("runs"), smallest, every=7)
+
+
+# -- the draws of MCMC, whatever ends the process --------------------------------------------------------
+
+
+@cases
+def test_the_chains_are_those_of_mcmc(recorded, name):
+    """But for the last bits: two programs may round a transformation differently."""
+    run, mcmc = recorded(name).result, mcmc_of(name)
+    mcmc.run(jax.random.key(1), *ZOO["spread"].args, **CASES[name][2])
+    assert (run.complete, run.num_draws) == (True, 12 // mcmc.thinning)
+    found, expected = draws_of(run), draws_of(mcmc)
+    assert found.keys() == expected.keys()
+    for site, value in expected.items():
+        np.testing.assert_allclose(found[site], value, rtol=2e-5, atol=1e-6, err_msg=site)
+
+
+@cases
+def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(recorded, name):
+    """Before its first state, in warm-up, between draws and the state after them, while a file is written."""
+    whole = recorded(name)
+    cuts = whole.cuts[:: len(whole.cuts) // 4]
+    assert len(cuts) >= 4
+    for cut in cuts:
+        assert same(result(start(cut, name)), result(whole.result)), cut
+
+
+def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path):
+    mcmc = mcmc_of(num_samples=6)
+    start(tmp_path, mcmc=mcmc)
+    assert same(result(start(tmp_path)), result(recorded("Barker").result))
+    less = start(tmp_path, mcmc=mcmc)
+    assert (less.num_draws, less.complete) == (6, True)
+    assert mcmc.last_state is None
+    mcmc.run(jax.random.key(1), *ZOO["spread"].args)  # its kernel was not initialized by the run
+    assert mcmc.get_samples()["w"].shape == (6, 2)
+
+
+def test_ctrl_c_returns_the_finished_draws(recorded, tmp_path, monkeypatch):
+    """Also before the state of a block is written, whose draws are then left out; the same call goes on."""
+    whole = draws_of(recorded("Barker").result)
+    for committed, least in ((False, 10), (True, 12)):
+
+        def press(number, is_folder, committed=committed, least=least):
+            if blocks(tmp_path) >= least and is_folder == committed:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            at_syncs(patch, press)
+            with pytest.warns(UserWarning, match=r"runs.start: interrupted: \d+ of 6 draws; the same call goes on"):
+                part = start(tmp_path, block_seconds=1e-9)
+        assert not part.complete
+        assert 0 < part.num_draws < 6
+        assert same(part.get_samples(True)["w"], whole["w"][:, : part.num_draws])
+        assert same(part.last_state.z["w"], whole["w"][:, part.num_draws - 1])
+    assert same(draws_of(start(tmp_path)), whole)
+
+
+@pytest.mark.parametrize("where", ["state", "draws"])
+def test_a_full_disk_is_reported_and_loses_nothing(recorded, tmp_path, monkeypatch, where):
+    def unfinished():
+        known = {"lock", "run.json", "draws.zarr", *(file.name for file in states(tmp_path))}
+        return {file.name for file in tmp_path.iterdir()} - known
+
+    def full(number, is_folder):
+        if blocks(tmp_path) >= 10 and not is_folder and bool(unfinished()) == (where == "state"):
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        at_syncs(patch, full)
+        with pytest.raises(OSError, match=r"argument `folder` got .*No space left on device.*Free space"):
+            start(tmp_path, block_seconds=1e-9)
+    assert not unfinished()
+    assert same(result(start(tmp_path)), result(recorded("Barker").result))
+
+
+@pytest.mark.slow
+def test_while_a_run_is_written_others_read_it_and_do_not_write(tmp_path, monkeypatch):
+    seen = []
+
+    def look(number, is_folder):
+        if blocks(tmp_path) > 8 and is_folder:
+            found = group(bnn.to_inference_data(tmp_path), "posterior")["w"]
+            assert np.isfinite(found.to_numpy()).all()
+            seen.append(found.shape[1])
+            if len(seen) == 1:
+                with refused("folder", "another process is writing. Wait for it"):
+                    start(tmp_path)
+
+    with monkeypatch.context() as patch:
+        at_syncs(patch, look)
+        start(tmp_path, block_seconds=1e-9)
+    assert seen == sorted(seen)
+    assert seen[0] < 6 == seen[-1]
+
+
+# A kernel as a function of one option, and two values of it.
+OPTIONS = {
+    "number": (lambda eps: infer.SGLD(line, eps), 0.1, 0.2),
+    "schedule": (lambda rate: infer.SGLD(line, optax.linear_schedule(rate, 0.0, 5)), 0.1, 0.2),
+    "optimizer": (lambda rate: infer.SGLD(line, optimizer=optax.adam(rate)), 0.1, 0.2),
+    "held out": (lambda share: infer.MCLMC(line, warm_start=infer.WarmStart(0.3, held_out=share)), 0.0, 0.1),
+    "length": (lambda length: infer.MCLMC(line, decoherence_length=length), 1.0, 2.0),
+    "array": (lambda size: infer.SGLD(line, 0.1, preconditioner=np.full(2, size)), 1.0, 2.0),
+    "inner": (lambda eps: infer.ParallelTempering(infer.MALA(line, eps)), 0.1, 0.2),
+    "block": (lambda accept: Gibbs([(HMC(line, target_accept_prob=accept), None)]), 0.7, 0.8),
+}
+
+
+def start_option(path, option, value, seed=1):
+    kernel = functools.partial(OPTIONS[option][0], value)
+    return start(path, "without warm-up", mcmc_of("without warm-up", kernel), seed=seed)
+
+
+def begin_options(root):
+    """Begin a run of every option, which ends as soon as it is described."""
+
+    def end(path):
+        if (path / "run.json").exists():
+            raise KeyboardInterrupt
+
+    for option, (_, value, _) in OPTIONS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            at_syncs(patch, lambda *_, path=root / option: end(path))
+            with pytest.raises(KeyboardInterrupt):
+                start_option(root / option, option, value)
+
+
+def begin_and_be_killed(root):
+    begin_options(root)
+    at_syncs(pytest.MonkeyPatch(), lambda *_: blocks(root / "run") >= 10 and signal.raise_signal(signal.SIGKILL))
+    start(root / "run", block_seconds=1e-9)
+
+
+@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_runs_go_on_in_another_process_but_not_with_other_options(recorded, tmp_path, elsewhere):
+    """The locks of a killed process are free; descriptions do not depend on it, such as on its hashes of texts."""
+    if elsewhere:
+        code = f"import pathlib, test_disk; test_disk.begin_and_be_killed(pathlib.Path({str(tmp_path)!r}))"
+        done = subprocess.run(**python(code, PYTHONHASHSEED="1"), check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert same(draws_of(start(tmp_path / "run")), draws_of(recorded("Barker").result))
+    else:
+        begin_options(tmp_path)
+    for option, (_, value, other) in OPTIONS.items():
+        with pytest.raises(ValueError, match=r"the run of something else: rng_key was \w+, is \w+\. Pass"):
+            start_option(tmp_path / option, option, value, seed=2)  # nothing but the key differs
+        with pytest.raises(ValueError, match=r"the run of something else: (inner )?option"):
+            start_option(tmp_path / option, option, other)
+
+
+# -- damage and refusals -----------------------------------------------------------------------------------
+
+
+def of_other_numbers(content, path):
+    """A whole file, with numbers that were not written."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    name = next(name for name, array in arrays.items() if array.dtype.kind == "f" and array.size)
+    np.savez(path, **{**arrays, name: arrays[name] + 1})
+
+
+def of_other_draws(content, path):
+    import zarr
+
+    zarr.open_group(path.parent / "draws.zarr")["posterior/w"][1, -1] = 0.0
+
+
+def changed(part):
+    """Four bytes in this part of the file; they may be of no importance."""
+
+    def change(content, path):
+        place = int((part + np.random.default_rng(part).random()) / 3 * (len(content) - 4))
+        path.write_bytes(content[:place] + b"\x81\x1b\xf3\x02" + content[place + 4 :])
+
+    return change
+
+
+DAMAGES = {
+    "cut": lambda content, path: path.write_bytes(content[:-100]),
+    "empty": lambda content, path: path.write_bytes(b""),
+    "numbers": of_other_numbers,
+    "draws": of_other_draws,
+    **{f"bytes {part}": changed(part) for part in range(3)},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_last_block_is_made_again(recorded, tmp_path, damage):
+    whole = recorded("Barker")
+    path = whole.copy(tmp_path / "run")
+    DAMAGES[damage](states(path)[-1].read_bytes(), states(path)[-1])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run = start(path)
+    assert same(result(run), result(whole.result))
+    told = any("is damaged: the run goes on from the one before" in str(warning.message) for warning in found)
+    assert told or "bytes" in damage
+
+
+def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
+    path = recorded("Barker").copy(tmp_path / "run")
+    for state in states(path):
+        state.write_bytes(b"")
+    with pytest.warns(UserWarning, match="damaged"), refused("folder", "whose last blocks are all damaged"):
+        start(path)
+    (path / "run.json").write_text("{")
+    with refused("folder", "run.json is damaged"):
+        start(path)
+    (tmp_path / "thesis.tex").write_text("")
+    with refused("folder", "holds other files, such as "):
+        start(tmp_path)
+    with refused("folder", "which cannot be written", OSError):
+        start(tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").exists()
+    for package in ("zarr", "filelock"):
+        with monkeypatch.context() as patch, refused("folder", "pip install numpyro_bnn[runs]", ImportError):
+            patch.setitem(sys.modules, package, None)
+            start(tmp_path / "none")
+        assert not (tmp_path / "none").exists()
+
+
+def wider(x, y=None):
+    """Another prior of the noise, the same sites."""
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.1))
+    with numpyro.handlers.block(hide=["sigma"]), numpyro.handlers.substitute(data={"sigma": sigma}):
+        spread(x, y)
+
+
+def halved(x, y=None):
+    with numpyro.handlers.scale(scale=0.5):
+        spread(x, y)
+
+
+COUNTS = {"num_warmup": 5, "num_chains": 1, "thinning": 1}
+WAS_COUNTS = "num_chains was 2, is 1; num_warmup was 8, is 5; thinning was 2, is 1"
+KEPT = {"sites": ("w",), "dtype": "float16", "extra_fields": ()}
+WAS_KEPT = "sites was None, is .*; dtype was None, is float16; extra_fields was potential_energy, accept_prob, is "
+
+
+def test_another_run_is_refused_by_name(recorded, tmp_path):
+    path = recorded("Barker").copy(tmp_path / "run")
+    before = sorted(file.name for file in path.rglob("*"))
+    for change, named in [
+        ({"mcmc": mcmc_of(kernel=barker(wider))}, "log density was"),
+        ({"mcmc": mcmc_of(kernel=barker(halved))}, "log density was"),
+        ({"mcmc": mcmc_of(kernel=barker(line))}, "site sigma was latent, .*, is absent"),
+        ({"mcmc": mcmc_of(kernel=lambda: NUTS(spread))}, "kernel was BarkerMH, is NUTS"),
+        ({"mcmc": mcmc_of(kernel=barker(target_accept_prob=0.5))}, "option target_accept_prob was 0.4, is 0.5"),
+        ({"mcmc": mcmc_of(**COUNTS)}, WAS_COUNTS),
+        (KEPT, WAS_KEPT),
+        ({"data": (X, Y + np.float32(1e-6))}, r"argument \[0\]\[1\] was float32\[24\]"),
+        ({"data": (X[:20], Y[:20])}, r"plate data was \(24, None\), is \(20, None\)"),
+        ({"seed": 5}, "rng_key was"),
+        ({"init_params": {"w": np.zeros(2, "f4"), "sigma": np.float32(0)}}, "init_params was"),
+    ]:
+        with pytest.raises(ValueError, match=f"the run of something else: .*{named}"):
+            start(path, **change)
+    written = json.loads((path / "run.json").read_text())
+    written["description"]["version of numpyro_bnn"] = "0.0"
+    (path / "run.json").write_text(json.dumps(written))
+    with refused("folder", "version of numpyro_bnn was 0.0, is "):
+        start(path)
+    assert sorted(file.name for file in path.rglob("*")) == before
+
+
+def double(x, y=None):
+    numpyro.sample("a/b", dist.Normal(0.0, 1.0))
+    numpyro.sample("a.b", dist.Normal(0.0, 1.0))
+
+
+@pytest.mark.filterwarnings("ignore:Disabling progress bar")
+def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
+    warmed = mcmc_of()
+    warmed.post_warmup_state = "the state of another run"
+    for number, (argument, change, message) in enumerate(
+        [
+            ("sites", {"sites": ("v*",)}, "got 'v*'. Known: "),
+            ("extra_fields", {"extra_fields": ("step_sizes",)}, "got 'step_sizes'"),
+            ("extra_fields", {"extra_fields": ("z_grad",)}, "which is not one array"),
+            ("mcmc", {"mcmc": mcmc_of(kernel=barker(double))}, "stored as 'a.b' like"),
+            ("mcmc", {"mcmc": mcmc_of(kernel=lambda: HMC(potential_fn=abs))}, "Make the kernel from a model"),
+            ("mcmc", {"mcmc": mcmc_of(num_samples=7)}, "Take a multiple of `thinning`"),
+            ("mcmc", {"mcmc": mcmc_of(chain_method=jax.pmap)}, "parallel_vectorized"),
+            ("mcmc", {"mcmc": warmed}, "the folder keeps the state"),
+        ]
+    ):
+        with refused(argument, message):
+            start(tmp_path / str(number), **change)
+
+
+# -- what is kept, and results of a folder -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_chosen_sites_in_half_precision(recorded, tmp_path):
+    """Predictions need all latent sites: those that are not kept would be drawn from the prior."""
+    run = start(tmp_path / "run", sites=("s*", "prec*"), dtype="float16")
+    assert set(run.get_samples()) == {"sigma", "precision"}
+    assert run.get_samples()["sigma"].dtype == np.float16
+    np.testing.assert_allclose(
+        run.get_samples()["sigma"], recorded("Barker").result.get_samples()["sigma"], rtol=1e-3
+    )
+    assert run.get_extra_fields()["potential_energy"].dtype == np.float32
+    for given in ({"predictions": {"x": NEW_X}, "log_likelihood": False, "posterior_predictive": False}, {}):
+        with refused("result", "draws without those of w. Keep all sites"):
+            bnn.to_inference_data(run, **given)
+    found = bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
+    assert set(group(found, "posterior").data_vars) == {"sigma", "precision"}
+    far = barker(init_strategy=init_to_value(values={"w": jnp.full(2, 9e5), "sigma": 9e5}))
+    with refused("dtype", "in which a draw of 'w' would be infinite"):
+        start(tmp_path / "far", mcmc=mcmc_of(kernel=far), dtype="float16", sites=("w",))
+
+
+def test_a_run_gives_the_results_of_its_mcmc(recorded):
+    """With predictions from what ``start`` returns; of the folder alone draws and statistics."""
+    _, run, _ = recorded("Barker")
+    mcmc, new = mcmc_of(), {"predictions": {"x": NEW_X}}
+    mcmc.run(jax.random.key(1), *ZOO["spread"].args, **CASES["Barker"][2])
+    assert same(run.mcmc.get_samples()["w"], run.get_samples()["w"])
+    found, expected = bnn.to_inference_data(run, **new), bnn.to_inference_data(mcmc, **new)
+    for name in ("posterior", "predictions", "log_likelihood", "sample_stats"):
+        for variable, value in group(expected, name).data_vars.items():
+            np.testing.assert_allclose(group(found, name)[variable], value, rtol=1e-4, atol=1e-4)
+    disk = bnn.to_inference_data(recorded("Barker").path)
+    assert disk.attrs["algorithm"] == "BarkerMH"
+    for name in ("posterior", "sample_stats"):
+        assert set(group(disk, name).data_vars) >= set(group(found, name).data_vars)
+    np.testing.assert_array_equal(group(disk, "posterior")["w"], group(found, "posterior")["w"])
+    assert group(disk, "posterior")["w"].dims == group(found, "posterior")["w"].dims
+    with refused("result", "A folder has no model"):
+        bnn.to_inference_data(str(recorded("Barker").path), **new)
+    with refused("result", "which is not the folder of a run"):
+        bnn.to_inference_data(recorded("Barker").path / "none")
+
+
+@pytest.mark.slow
+def test_one_line_of_progress(tmp_path, capsys):
+    start(tmp_path, progress_bar=True, block_seconds=0.01)
+    shown = capsys.readouterr().err
+    assert "step size" in shown
+    assert "20/20" in shown
+    assert shown.count("\n") == 1
+    start(tmp_path, progress_bar=True)  # nothing left to do, nothing to show
+    assert capsys.readouterr().err == ""

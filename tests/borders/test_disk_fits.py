@@ -1,0 +1,250 @@
+"""Fits in folders, which go on bit for bit, and rows of data that stay on disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from disk import recorder, same
+from helpers import group, group_names, refused
+from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from zoo import BATCH, NEW_X, ZOO, X, Y, line
+
+import numpyro_bnn as bnn
+from numpyro_bnn import guides, infer, nn, runs
+
+pytestmark = pytest.mark.core
+
+
+def svi_of(optimizer=None, guide=AutoNormal, model=line, loss=Trace_ELBO):
+    return SVI(model, guide(model), optimizer or optax.adam(optax.cosine_decay_schedule(0.02, 100)), loss())
+
+
+# A method, how many steps it takes, and keywords of the model.
+FITS = {
+    "optax, moments of bfloat16": (
+        lambda: svi_of(optax.adam(0.02, mu_dtype=jnp.bfloat16)),
+        60,
+        {"batch_size": BATCH},
+    ),
+    "AutoADF": (lambda: guides.AutoADF(line), 5, {}),
+    "optimizer of NumPyro": (lambda: svi_of(numpyro.optim.Adam(0.02)), 60, {"batch_size": BATCH}),
+    "optax, schedule": (svi_of, 60, {"batch_size": BATCH}),
+}
+
+
+def fit(path, name, steps=None):
+    make, most, kwargs = FITS[name]
+    given = {"block_seconds": 1e-9, "progress_bar": False, **kwargs}
+    return runs.fit(path, make(), jax.random.key(1), steps or most, *ZOO["line"].args, **given)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Fits by name, in the smallest blocks."""
+    return recorder(lambda: tmp_path_factory.mktemp("fits"), fit, every=3)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.slow) for name in FITS]
+)
+def test_a_fit_that_is_killed_anywhere_goes_on_bit_for_bit(recorded, tmp_path, name):
+    """Also one that had all the steps it was asked for; it is what it would be without a folder."""
+    make, steps, kwargs = FITS[name]
+    given = {"progress_bar": False, **kwargs}
+    if isinstance(method := make(), SVI):
+        whole = guides.fit(method, jax.random.key(1), steps, *ZOO["line"].args, **given)
+    else:
+        whole = method.run(jax.random.key(1), *ZOO["line"].args, num_epochs=steps, **given)
+    fit(tmp_path, name, steps // 2)
+    cuts = recorded(name).cuts
+    assert same(recorded(name).result, whole)
+    assert len(cuts) >= 2
+    for path in (tmp_path, *cuts[:: max(1, len(cuts) // 3)], tmp_path):
+        assert same(fit(path, name), whole), path
+
+
+@pytest.mark.slow
+def test_a_fit_that_fails_keeps_its_last_finite_state(tmp_path):
+    def breaking(x, y, batch_size=None):
+        line(x, y)
+        numpyro.factor("step", jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.05, jnp.nan, 0.0))
+
+    given = {"progress_bar": False, "block_seconds": 1e-9}
+    for _ in range(2):  # going on fails at the same step
+        with pytest.warns(UserWarning, match=r"guides.fit: .* at step \d+"):
+            found = runs.fit(tmp_path, svi_of(model=breaking), jax.random.key(1), 500, *ZOO["line"].args, **given)
+        assert np.isfinite(found.losses).all()
+
+
+def test_another_fit_is_refused_by_name(recorded, tmp_path):
+    name = "optax, moments of bfloat16"
+    path = recorded(name).copy(tmp_path / "run")
+
+    def begin(method=FITS[name][0], seed=1, data=(X, Y), **options):
+        given = {"progress_bar": False, "batch_size": BATCH, **options}
+        return runs.fit(path, method(), jax.random.key(seed), 3, *map(jnp.asarray, data), **given)
+
+    for change, named in [
+        ({"method": lambda: svi_of(optax.adam(0.03, mu_dtype=jnp.bfloat16))}, "optimizer was"),
+        ({"method": lambda: svi_of(guide=guides.AutoMeanField)}, "guide was AutoNormal, is AutoMeanField"),
+        ({"method": lambda: svi_of(loss=TraceMeanField_ELBO)}, "loss was"),
+        ({"seed": 9}, "rng_key was"),
+        ({"data": (X, Y + 1)}, "argument"),
+        ({"init_params": {"w_auto_loc": np.ones(2)}}, "init_params was"),
+        ({"batch_size": 5}, "argument"),
+        ({"stable_update": True}, "stable_update was False, is True"),
+    ]:
+        with pytest.raises(ValueError, match=f"runs.fit: .* the run of something else: .*{named}"):
+            begin(**change)
+    with refused("method", "for an `MCMC` call `runs.start`"):
+        begin(method=lambda: MCMC(infer.MALA(line), num_warmup=1, num_samples=1))
+
+
+# -- rows on disk ----------------------------------------------------------------------------------------
+
+
+class Counted:
+    """An array that notes how many rows are read at once."""
+
+    def __init__(self, source):
+        self.source, self.shape, self.dtype, self.sizes = source, source.shape, source.dtype, []
+
+    def __getitem__(self, index):
+        self.sizes.append(len(index))
+        return self.source[index]
+
+
+def on_disk(folder):
+    """Inputs in a Zarr array, targets in a memory map, and how many of them are read at once."""
+    import zarr
+
+    x = zarr.create_array(folder / "x", data=X, chunks=(10, 2), overwrite=True)
+    np.save(folder / "y.npy", Y)
+    y = Counted(np.load(folder / "y.npy", mmap_mode="r"))
+    return runs.Rows(x), runs.Rows(y), y.sizes
+
+
+def sampler(kernel=infer.SGLD, samples=6, chains=2, method="vectorized", **options):
+    options = {
+        "steps_per_draw": 20,
+        **({"step_size": 1e-4, "warm_start": 0.0} if kernel is infer.SGLD else {}),
+        **options,
+    }
+    given = {"num_warmup": 6, "num_samples": samples, "num_chains": chains, "progress_bar": False}
+    return MCMC(kernel(line, **options), chain_method=method, **given)
+
+
+KERNELS = {
+    "SGLD": lambda: sampler(chains=1),
+    "epochs": lambda: sampler(chains=1, minibatches="epochs"),
+    "PSGLD": lambda: sampler(infer.PSGLD),
+    "SGNHT on two devices": lambda: sampler(infer.SGNHT, method=infer.parallel_vectorized),
+    "SGHMC in turn": lambda: sampler(infer.SGHMC, method="sequential"),
+    "MCLMC": lambda: sampler(infer.MCLMC, chains=1),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS])
+@pytest.mark.filterwarnings("ignore:Disabling progress bar")
+def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
+    """The rows of all steps of a transition are read by one call into Python."""
+    mcmc, expected = KERNELS[name](), KERNELS[name]()
+    x, y, sizes = on_disk(tmp_path)
+    mcmc.run(jax.random.key(0), x, y, batch_size=BATCH)
+    expected.run(jax.random.key(0), *ZOO["line"].args, batch_size=BATCH)
+    np.testing.assert_allclose(mcmc.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6)
+    if name in ("SGLD", "epochs"):
+        assert sizes.count(20 * BATCH) == 12
+
+
+@pytest.mark.slow
+def test_a_run_on_rows_on_disk_goes_on_and_is_exported(tmp_path):
+    expected, (x, y, _) = sampler(), on_disk(tmp_path)
+    expected.run(jax.random.key(0), *ZOO["line"].args, batch_size=BATCH)
+
+    def start(samples, *data):
+        given = {"batch_size": BATCH, "progress_bar": False}
+        return runs.start(tmp_path / "run", sampler(samples=samples), jax.random.key(0), *data, **given)
+
+    start(3, x, y)
+    run = start(6, *on_disk(tmp_path)[:2])
+    np.testing.assert_allclose(run.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6)
+    with refused("folder", "argument [0][0] was"):
+        start(6, runs.Rows(X + 1), y)
+    found, whole = (bnn.to_inference_data(done, {"x": NEW_X, "y": Y[:5]}) for done in (run, expected))
+    for name in ("y_mean", "y_log_likelihood"):
+        value = group(whole, "predictions")[name]
+        np.testing.assert_allclose(group(found, "predictions")[name], value, rtol=1e-3, atol=1e-4)
+    of_all_rows = {"log_likelihood", "observed_data", "constant_data", "posterior_predictive"}
+    assert not of_all_rows & group_names(found)
+    with refused("posterior_predictive", "got True for rows that stay on disk"):
+        bnn.to_inference_data(run, posterior_predictive=True)
+
+
+@pytest.mark.slow
+def test_a_fit_on_rows_on_disk_is_that_of_rows_in_memory(tmp_path):
+    """Rows of many steps are read at once; the guide predicts from a few new rows."""
+    given = {"batch_size": BATCH, "progress_bar": False}
+    svi = svi_of()
+    expected = guides.fit(svi_of(), jax.random.key(0), 200, *ZOO["line"].args, **given)
+    x, y, sizes = on_disk(tmp_path)
+    found = guides.fit(svi, jax.random.key(0), 200, x, y, **given)
+    np.testing.assert_allclose(found.params["w_auto_loc"], expected.params["w_auto_loc"], rtol=1e-5)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
+    assert max(sizes[2:]) >= 10 * BATCH
+    assert len(sizes) < 20
+    of = {"guide": svi.guide, "args": (x, y), "kwargs": {"batch_size": BATCH}, "num_samples": 20}
+    idata = bnn.to_inference_data(found, predictions={"x": NEW_X}, **of)
+    assert group(idata, "predictions")["y_mean"].shape == (1, 20, 5)
+    assert "lp" not in group(idata, "posterior")
+
+
+def test_what_needs_all_rows_refuses_rows_on_disk(tmp_path):
+    x, y, _ = on_disk(tmp_path)
+
+    def sample(kernel, **options):
+        sampler(kernel, **options).run(jax.random.key(0), x, y, batch_size=BATCH)
+
+    for call, message in [
+        (lambda: sample(infer.SGLD, chains=1, gradient="control_variates"), "Without `subsample_size` .* all are"),
+        (lambda: sample(infer.MALA), "all are needed"),
+        (lambda: sample(infer.MCLMC, warm_start=infer.WarmStart(0.3, held_out=0.1)), "or `held_out` all are needed"),
+        (lambda: guides.AutoADF(line).run(jax.random.key(0), x, y, progress_bar=False), "Every epoch takes all rows"),
+        (lambda: guides.AutoLaplace(line).run(jax.random.key(0), x, y, progress_bar=False), "a sum over all rows"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.slow
+def test_batch_normalization_over_rows_on_disk_is_not_exported(tmp_path):
+    def normalized(x, y=None, batch_size=None):
+        net = bnn.random_network("net", nn.MLP([3, 1], "relu", norm=nn.BatchNorm()), (2,))
+        with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(net(x[i])[..., 0], 0.3), obs=None if y is None else y[i])
+
+    mcmc = MCMC(infer.SGLD(normalized, 1e-5, warm_start=0.0), num_warmup=2, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0), *on_disk(tmp_path)[:2], batch_size=BATCH)
+    with pytest.raises(ValueError, match="batch normalization and rows on disk"):
+        bnn.to_inference_data(mcmc, predictions={"x": NEW_X})
+
+
+def test_wrong_uses_of_rows_are_refused():
+    rows = runs.Rows(X)
+    for use in (lambda x: x[:3], lambda x: x[:, 0], lambda x: x["a"], jnp.sum, np.asarray, lambda x: x[X[:, 0]]):
+        with pytest.raises(TypeError, match=r"runs\.Rows.*[Ii]ndex it by|Rows"):
+            use(rows)
+    for source in ([1.0, 2.0], np.array("a"), np.float32(1.0), None, "x.npy"):
+        with refused("source", "memory map"):
+            runs.Rows(source)
+    with refused("source", "dtype <U1"):
+        runs.Rows(np.array(["a", "b"]))
+    with pytest.raises(Exception, match=r"row 24 of 24\. Pass as many rows as the plate has indices"):
+        jax.block_until_ready(rows[jnp.array([0, 24])])
+    many = runs.Rows(np.broadcast_to(np.float32(0), (400, 200_000)))
+    with pytest.raises(Exception, match=r"400 rows .* at once.*use minibatches, or pass an array"):
+        many.fetch(np.arange(400))

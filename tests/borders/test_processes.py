@@ -1,0 +1,242 @@
+"""Chains and rows over several devices and processes: the draws are those of one device."""
+
+import re
+import socket
+import subprocess
+import time
+import warnings
+from signal import SIGKILL, SIGSTOP
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import zoo
+from disk import blocks, draws_of, python, same
+from helpers import group, group_names
+from numpyro.infer import MCMC, NUTS
+from zoo import BATCH, line
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, models, nn, runs
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Disabling progress bar")]
+X, Y = zoo.X[:23], zoo.Y[:23]  # an odd number of rows: the last device has fewer
+
+
+def masked(x, y=None):
+    """Missing observations, a plate of groups, a value for each group and one for each row."""
+    w = numpyro.sample("w", dist.Normal().expand([2]).to_event(1))
+    with numpyro.plate("groups", 3):
+        effect = numpyro.sample("effect", dist.Normal())
+    with numpyro.plate("data", len(x)):
+        scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.1))
+        mean = numpyro.subsample(x, event_dim=1) @ w + effect[jnp.arange(len(x)) % 3]
+        with numpyro.handlers.mask(mask=x[:, 0] > -0.5):
+            numpyro.sample("y", dist.Normal(mean, 0.5 * scale), obs=y)
+
+
+FIELDS = {"extra_fields": ("potential_energy",)}
+CASES = {
+    "NUTS": (lambda: NUTS(zoo.hierarchical, max_tree_depth=3), FIELDS),
+    "NUTS of values for each row": (lambda: NUTS(masked, max_tree_depth=3), FIELDS),
+    "SGLD": (lambda: infer.SGLD(zoo.spread, 1e-3, steps_per_draw=2), {"batch_size": BATCH}),
+    "SGHMC": (lambda: infer.SGHMC(models.regression(nn.Dense(1)), 1e-3, steps_per_draw=2), {}),
+    "MCLMC": (lambda: infer.MCLMC(zoo.hierarchical, 0.1, steps_per_draw=2), {}),
+}
+
+
+def mcmc_of(case, chains=2, samples=5, method="vectorized"):
+    kernel = CASES[case][0]() if case in CASES else case
+    return MCMC(kernel, num_warmup=3, num_samples=samples, num_chains=chains, chain_method=method, progress_bar=False)
+
+
+def start(path, case, shape=None, **options):
+    mesh = shape and jax.make_mesh(shape, ("chain", "data"))
+    given = {"block_seconds": 1e-3, "progress_bar": False, **CASES[case][1]}
+    return runs.start(path, mcmc_of(case, **options), jax.random.key(1), X, Y, mesh=mesh, **given)
+
+
+def close(found, expected):
+    """Equal but for the rounding of sums in another order, which the transitions carry on."""
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+# -- devices ---------------------------------------------------------------------------------------------
+
+COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)\(")
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Numbers of elements that the programs compiled for several devices send from one to another at a time."""
+    sizes, original = [], jax.stages.Lowered.compile
+
+    def compiled(self, *given, **options):
+        program = original(self, *given, **options)
+        shapes = re.findall(r"\[([\d,]+)\]", " ".join(COLLECTIVE.findall(program.as_text() or "")))
+        sizes.append([int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes])
+        return program
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    return sizes
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "SGHMC" else pytest.mark.slow) for c in CASES])
+def test_rows_over_two_devices(tmp_path, case, sent):
+    """They send each other sums for the gradient, and no rows."""
+    spread = start(tmp_path / "spread", case, (1, 2))
+    assert len(jax.tree.leaves(spread.last_state)[0].sharding.device_set) == 2
+    close(draws_of(spread), draws_of(start(tmp_path / "one", case)))
+    if case in ("SGHMC", "NUTS"):
+        assert sent[0]
+        assert max(sent[0]) <= 2 * 3 * 2  # the largest site, for two chains
+
+
+@pytest.mark.slow
+def test_chains_over_two_devices(tmp_path, sent):
+    """They send each other nothing; what one device began, two go on with."""
+    one = start(tmp_path / "one", "SGLD")
+    two = start(tmp_path / "two", "SGLD", method="parallel")
+    assert sent[0] == []
+    assert len(two.last_state.z["sigma"].sharding.device_set) == 2
+    close(draws_of(two), draws_of(one))
+    start(tmp_path / "both", "SGLD", samples=2)
+    both = draws_of(start(tmp_path / "both", "SGLD", method=infer.parallel_vectorized))
+    assert same(both["sigma"][:, :2], draws_of(one)["sigma"][:, :2])
+    close(both, draws_of(one))
+    for method in ("parallel", "vectorized"):  # programs of a mesh are no use to other methods
+        mcmc = mcmc_of("SGLD", method=method)
+        mcmc.run(jax.random.key(1), X, Y, batch_size=BATCH)
+        close(draws_of(mcmc), draws_of(one))
+
+
+@pytest.mark.slow
+def test_rows_that_must_be_sent_around_are_noticed(tmp_path):
+    mesh = jax.make_mesh((1, 2), ("chain", "data"))
+    with pytest.warns(UserWarning, match="every step sends all rows.*numpyro.subsample") as seen:
+        runs.start(tmp_path, mcmc_of(infer.SGHMC(line, 1e-3)), jax.random.key(1), X, Y, mesh=mesh, progress_bar=False)
+    assert seen[0].filename == __file__
+
+
+def shaped(x, y=None):
+    """The number of clusters is a value of the data."""
+    with numpyro.plate("clusters", len(np.unique(x)) + 1):
+        numpyro.sample("w", dist.Normal())
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(), obs=y)
+
+
+def test_a_mesh_that_cannot_be_used(tmp_path):
+    def use(shape=(1, 2), names=("chain", "data"), model=line, x=X, **options):
+        given = {"mesh": jax.make_mesh(shape, names), "progress_bar": False}
+        runs.start(tmp_path, mcmc_of(NUTS(model), **options), jax.random.key(1), x, Y, **given)
+
+    for call, message in [
+        (lambda: use((2,), ("rows",)), "Name its axes"),
+        (lambda: use((2, 1), chains=3), '2 devices along "chain" for 3 chains'),
+        (lambda: use(method="sequential"), "sequential"),
+        (lambda: use(x=runs.Rows(X)), "not split over devices"),
+        (lambda: use(x=X[:, 0] * 0, model=shaped), "shaped by the values"),
+        (lambda: use(model=lambda x, y: line(x[:9], y[:9])), "as many rows"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not blocks(tmp_path)
+
+
+# -- processes ---------------------------------------------------------------------------------------------
+
+
+def begin(path, case, shape, processes=1, devices=1, **options):
+    """Processes that make one run together, each of which calls ``work``."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    begun = []
+    for index in range(processes):
+        joined = f"jax.distributed.initialize('127.0.0.1:{port}', {processes}, {index}, heartbeat_timeout_seconds=10)"
+        first = f"import jax; {joined}; " if processes > 1 else ""
+        call = f"test_processes.work({str(path)!r}, {case!r}, {shape}, {index}, **{options})"
+        given = python(f"{first}import test_processes; {call}", devices, JAX_PLATFORMS="cpu")
+        begun.append(subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return begun
+
+
+def end(processes):
+    """Exit code and output of each."""
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def together(*given, **options):
+    for code, text in end(begin(*given, **options)):
+        assert code == 0, text
+
+
+def work(path, case, shape, index, chains=4, samples=5):
+    warnings.simplefilter("error")
+    run = start(path, case, shape, chains=chains, samples=samples)
+    assert run.complete
+    if index:
+        with pytest.raises(RuntimeError, match="the first process has the draws"):
+            run.get_samples()
+
+
+def values_of(path):
+    idata = bnn.to_inference_data(path)
+    groups = [group(idata, name) for name in group_names(idata)]
+    return {name: value.to_numpy() for found in groups for name, value in found.data_vars.items()}
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_process_ends_all(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (code, text), (other_code, other_text) = end(begin(tmp_path, "MCLMC", (1, 2), processes=2))
+    assert code != 0
+    assert "which holds other files" in text
+    assert other_code != 0
+    assert "the first process has stopped" in other_text
+
+
+@pytest.mark.slow
+def test_chains_and_rows_over_two_processes_of_two_devices(tmp_path):
+    together(tmp_path / "spread", "NUTS", (2, 2), processes=2, devices=2)
+    start(tmp_path / "one", "NUTS", chains=4)
+    close(values_of(tmp_path / "spread"), values_of(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_chains_over_two_processes(tmp_path):
+    """Bit for bit those of one process with as many devices; a run that ends goes on, in one process too."""
+    together(tmp_path / "one", "NUTS", (2, 1), devices=2)
+    for path, processes in (("run", 2), ("both", 1)):
+        together(tmp_path / path, "NUTS", (2, 1), processes=2, samples=2)
+        together(tmp_path / path, "NUTS", (2, 1), processes=processes, devices=2 // processes)
+        assert same(values_of(tmp_path / path), values_of(tmp_path / "one")), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", [SIGKILL, SIGSTOP])
+def test_a_process_that_is_gone_ends_the_others(tmp_path, signal):
+    """The run then goes on from its last block."""
+    left, gone = begin(tmp_path, "MCLMC", (1, 2), processes=2, samples=1_000_000)
+    while blocks(tmp_path) < 5 and left.poll() is None:
+        time.sleep(0.05)
+    gone.send_signal(signal)
+    [(code, text)] = end([left])
+    gone.kill()
+    gone.communicate()
+    assert code != 0
+    assert "another process of this run may have ended" in text or "heartbeat" in text.lower(), text
+    done = values_of(tmp_path)["sigma"].shape[1]
+    together(tmp_path, "MCLMC", (1, 2), devices=2, samples=done + 2)
+    assert values_of(tmp_path)["sigma"].shape == (4, done + 2)

@@ -1,0 +1,58 @@
+"""The border to scikit-learn: its own checks of the estimators, and a package without it."""
+
+import importlib
+import sys
+import warnings
+
+import pytest
+from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
+
+from numpyro_bnn.estimators import Classifier, Regressor
+
+LEARNED = {"widths": (4,), "effort": 0.1, "num_samples": 4, "random_state": 0}  # enough for the scores it asks for
+ESTIMATORS = {
+    "regressor": lambda: Regressor("mean_field", **LEARNED),
+    "classifier": lambda: Classifier("mean_field", **LEARNED),
+    "default regressor": lambda: Regressor(effort=0.01, num_chains=2, num_samples=4),
+    "default classifier": lambda: Classifier(effort=0.01, num_chains=2),
+}
+# Checks that need no fit.
+QUICK = {
+    "check_estimator_cloneable",
+    "check_estimator_repr",
+    "check_estimator_tags_renamed",
+    "check_get_params_invariance",
+    "check_mixin_order",
+    "check_no_attributes_set_in_init",
+    "check_parameters_default_constructible",
+    "check_set_params",
+    "check_valid_tag_types",
+}
+
+
+@pytest.mark.parametrize("name", ["regressor", "classifier"])
+def test_settings_are_those_of_an_estimator(name):
+    done = set()
+    for estimator, check in estimator_checks_generator(ESTIMATORS[name]()):
+        check_name = getattr(check, "func", check).__name__
+        if check_name in QUICK:
+            check(estimator)
+            done.add(check_name)
+    assert len(done) >= 7  # versions of scikit-learn differ
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_contract_of_scikit_learn(name):
+    with warnings.catch_warnings():
+        # scikit-learn itself reports checks that it skips without array API support.
+        warnings.filterwarnings("ignore", category=UserWarning, module="sklearn")
+        check_estimator(ESTIMATORS[name]())
+
+
+def test_without_scikit_learn_the_room_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("numpyro_bnn.estimators")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r"pip install .numpyro_bnn\[estimators\]"):
+        importlib.import_module("numpyro_bnn.estimators")

@@ -1,0 +1,189 @@
+"""The contract of kernels around kernels, and of transformed models under kernels: one walk of each row."""
+
+import pickle
+from functools import cache
+
+import jax
+import numpy as np
+import numpyro
+import pytest
+from helpers import group
+from numpyro import handlers
+from numpyro.infer import MCMC, SVI, Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.util import potential_energy
+from registry import WRAPPER_VARIANTS, WRAPPERS
+from zoo import NET, ZOO, X, Y
+
+import numpyro_bnn as bnn
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Some donated buffers")]
+
+WARMUP, DRAWS = 4, 6
+HIDDEN = "net/Dense_0.kernel"
+
+
+def params(names=tuple(WRAPPERS)):
+    """Names of rows; variants are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in WRAPPER_VARIANTS else ()) for name in names]
+
+
+def of_row(name):
+    """A new kernel, un-pickled where Python can pickle its model, which is no function made inside of another one."""
+    entry = ZOO[WRAPPERS[name].model]
+    kernel = WRAPPERS[name].make(entry.model, entry.args)
+    return kernel if name.startswith(("collapse", "quotient")) else pickle.loads(pickle.dumps(kernel))
+
+
+def stepping(name, seed):
+    """A function that makes one transition, and the first state."""
+    kernel, args = of_row(name), ZOO[WRAPPERS[name].model].args
+    state = kernel.init(jax.random.key(seed), WARMUP, None, args, {})
+    return kernel, jax.jit(lambda state: kernel.sample(state, args, {})), state
+
+
+@cache
+def walked(name):
+    """A kernel, and its states after each transition."""
+    kernel, step, state = stepping(name, 3)
+    states = []
+    for _ in range(WARMUP + DRAWS):
+        state = step(state)
+        states.append(state)
+    return kernel, states
+
+
+@pytest.mark.parametrize("name", params())
+def test_all_sites_of_the_model_are_drawn(name):
+    """Those that were integrated out, too: as `MCMC` records them, finite and different in all draws."""
+    row, (kernel, states) = WRAPPERS[name], walked(name)
+    entry = ZOO[row.model]
+    z = jax.tree.map(lambda *leaves: np.stack(leaves), *(state.z for state in states[WARMUP:]))
+    draws = jax.jit(jax.vmap(kernel.postprocess_fn(entry.args, {})))(z)
+    assert {site: draws[site].shape for site in entry.shapes} == {
+        s: (DRAWS, *shape) for s, shape in entry.shapes.items()
+    }
+    assert set(draws) - set(entry.shapes) - {"mean", "precision"} == set(row.new_sites)
+    for site in entry.shapes:
+        assert np.isfinite(draws[site]).all()
+        assert len(np.unique(np.asarray(draws[site]).reshape(DRAWS, -1)[:, 0])) > DRAWS // 2
+    for stat in row.stats:
+        accepted = np.stack([getattr(state, stat) for state in states[WARMUP:]])
+        assert ((accepted > 0) & (accepted <= 1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", params())
+def test_another_kernel_continues_bit_for_bit_from_a_state(name):
+    """As a run does that was stopped: what a kernel knows of its warm-up and of its past is in its state."""
+    _, states = walked(name)
+    _, step, _ = stepping(name, 4)
+    for middle in (1, WARMUP + 2):
+        state = states[middle]
+        for _ in range(3):
+            state = step(state)
+        for site, value in states[middle + 3].z.items():
+            np.testing.assert_array_equal(state.z[site], value)
+
+
+OF_MODELS = [name for name in WRAPPERS if not name.startswith(("collapse", "quotient")) and "MCLMC" not in name]
+
+
+@pytest.mark.parametrize("name", params(OF_MODELS))
+def test_the_inner_kernel_knows_the_energy_after_the_moves(name):
+    """By NumPyro's own evaluation of the model at the draw, given what other blocks hold."""
+    entry, state, held = ZOO[WRAPPERS[name].model], walked(name)[1][-1], {}
+    while "base" in state._fields:
+        state = state.base
+    if "block_states" in state._fields:
+        held, state = {"sigma": state.block_states[0].z["sigma"]}, state.block_states[1]
+    state = getattr(state, "base", state)  # moves in a block
+    exact = potential_energy(handlers.condition(entry.model, held), entry.args, {}, state.z)
+    cached = state.potential_energy if hasattr(state, "potential_energy") else state.engine.memory.potential
+    np.testing.assert_allclose(cached, exact, rtol=1e-4, atol=1e-4)
+
+
+# -- under `MCMC` ----------------------------------------------------------------------------------------
+
+
+def mcmc_of(name, method=None, **options):
+    """NumPyro's Gibbs takes the key of one chain."""
+    method = method or ("sequential" if "Gibbs" in name else "vectorized")
+    options = {"num_warmup": WARMUP, "num_samples": DRAWS, "progress_bar": True} | options
+    return MCMC(of_row(name), num_chains=2, chain_method=method, **options)
+
+
+def draws_of(mcmc):
+    return {site: np.asarray(value) for site, value in mcmc.get_samples(group_by_chain=True).items()}
+
+
+@cache
+def finished(name):
+    mcmc = mcmc_of(name)
+    mcmc.run(jax.random.key(3), *ZOO[WRAPPERS[name].model].args)
+    return mcmc
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_export_has_statistics_and_predictions_of_these_draws(name):
+    row, mcmc = WRAPPERS[name], finished(name)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": X[:5]})
+    for stat, dims in row.stats.items():
+        values = group(idata, "sample_stats")[stat]
+        assert values.dims == ("chain", "draw", *dims)
+        np.testing.assert_array_equal(values, mcmc.get_extra_fields(group_by_chain=True)[stat])
+    if name.startswith("OrbitMoves"):
+        assert list(group(idata, "sample_stats")["symmetry"].to_numpy()) == [
+            f"SignFlip({HIDDEN})",
+            f"Permutation({HIDDEN})",
+        ]
+        assert idata.attrs["orbit_moves"] == f"SignFlip({HIDDEN}): flip; Permutation({HIDDEN}): order"
+    if row.stats:
+        assert idata.attrs["inner_kernel"] == type(mcmc.sampler.kernel).__name__
+    assert group(idata, "predictions")["y"].shape == (2, DRAWS, 5)
+    if row.model == "network":
+        draws = {s.removeprefix("net/"): v for s, v in draws_of(mcmc).items() if s in ZOO["network"].shapes}
+        mean = jax.vmap(jax.vmap(lambda params: NET.apply(params, X)[..., 0]))(draws)
+        expected = -0.5 * ((Y - mean) / 0.5) ** 2 - np.log(0.5 * np.sqrt(2 * np.pi))
+        np.testing.assert_allclose(group(idata, "log_likelihood")["y"], expected, rtol=1e-3, atol=1e-3)
+
+
+SOME = ("OrbitMoves around NUTS", "UnitMoves around Gibbs", "collapse under MCLMC", "quotient under NUTS")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_resumed_and_thinned_runs_are_parts_of_one_longer_run(name):
+    args, mcmc = ZOO[WRAPPERS[name].model].args, mcmc_of(name)
+    mcmc.run(jax.random.key(3), *args)
+    first = draws_of(mcmc)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.last_state.rng_key, *args)
+    second, longer = draws_of(mcmc), mcmc_of(name, num_samples=2 * DRAWS, thinning=3)
+    longer.run(jax.random.key(3), *args)
+    for site, value in draws_of(longer).items():
+        together = np.concatenate([first[site], second[site]], 1)
+        np.testing.assert_array_equal(value, together[:, 2::3], err_msg=site)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_chain_methods_and_kinds_of_keys_agree(name):
+    mcmc = mcmc_of(name, "sequential")
+    mcmc.run(jax.random.PRNGKey(3), *ZOO[WRAPPERS[name].model].args)
+    for site, value in draws_of(finished(name)).items():
+        np.testing.assert_allclose(draws_of(mcmc)[site], value, rtol=1e-2, atol=1e-2, err_msg=site)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["collapse under NUTS", "quotient under NUTS"])
+def test_transformed_models_under_a_guide(name):
+    """Any guide fits them; draws of it hold the original sites."""
+    entry = ZOO[WRAPPERS[name].model]
+    model = of_row(name).model
+    guide = AutoNormal(model, init_scale=0.01)
+    svi = SVI(model, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
+    fit = svi.run(jax.random.key(0), 60, *entry.args, progress_bar=False)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
+    draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(jax.random.key(1), *entry.args)
+    assert {site: draws[site].shape for site in entry.shapes} == {s: (5, *shape) for s, shape in entry.shapes.items()}

@@ -1,0 +1,89 @@
+"""Which tests run which lines: measured once with the fast tests, and kept until the tests change."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mutations import PACKAGE, ROOT
+
+STORED = ROOT / ".pytest_cache" / "faults" / "map.json"
+TESTS_PER_FILE = 12  # of the tests of one file that run a line, so many of the quickest are kept
+
+
+class CoverageMap(NamedTuple):
+    """Tests by line, and what they take.
+
+    :param lines: file of the package -> line -> tests that run it, the quickest first.
+    :param seconds: test -> seconds.
+    :param file_seconds: test file -> seconds of its fast tests.
+    """
+
+    lines: dict[str, dict[str, list[str]]]
+    seconds: dict[str, float]
+    file_seconds: dict[str, float]
+
+    def tests_of(self, file: Path, line: int) -> list[str]:
+        """Tests that run a line of the package."""
+        return self.lines.get(str(file.relative_to(ROOT)), {}).get(str(line), [])
+
+
+def seconds_of_tests(junit: Path) -> dict[str, float]:
+    """Seconds by test, named as pytest names it, from a report in JUnit's form."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        parts = case.get("classname", "").split(".")
+        seconds["/".join(parts) + ".py::" + case.get("name", "")] += float(case.get("time", 0))
+    return dict(seconds)
+
+
+def measure(workers: int) -> CoverageMap:
+    """Run the fast tests under coverage, once."""
+    from coverage import CoverageData
+
+    with tempfile.TemporaryDirectory() as folder:
+        data_file, junit = Path(folder) / "coverage", Path(folder) / "junit.xml"
+        settings = Path(folder) / "settings"
+        settings.write_text(f"[run]\ndata_file = {data_file}\nsource = {PACKAGE}\n")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", str(workers), "--dist", "loadfile"]
+        command += [f"--cov={PACKAGE}", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
+        command += [f"--junitxml={junit}"]
+        subprocess.run(command, cwd=ROOT, env=dict(os.environ, COVERAGE_FILE=str(data_file)), check=False)
+        seconds = seconds_of_tests(junit)
+        data = CoverageData(str(data_file))
+        data.read()
+        lines: dict[str, dict[str, list[str]]] = {}
+        for name in data.measured_files():
+            by_line = {}
+            for line, contexts in data.contexts_by_lineno(name).items():
+                by_line[str(line)] = _quickest({context.split("|")[0] for context in contexts if context}, seconds)
+            lines[str(Path(name).relative_to(ROOT))] = by_line
+    file_seconds: Counter[str] = Counter()
+    for test, duration in seconds.items():
+        file_seconds[test.split("::")[0]] += duration
+    return CoverageMap(lines, seconds, dict(file_seconds))
+
+
+def _quickest(tests: set[str], seconds: dict[str, float]) -> list[str]:
+    """The quickest of the tests of each file."""
+    chosen, counts = [], Counter[str]()
+    for test in sorted(tests, key=lambda name: (seconds.get(name, 0.0), name)):
+        file = test.split("::")[0]
+        counts[file] += 1
+        if counts[file] <= TESTS_PER_FILE:
+            chosen.append(test)
+    return chosen
+
+
+def stored(workers: int, again: bool) -> CoverageMap:
+    """The map as last measured; measured now if there is none, or if ``again``."""
+    if again or not STORED.exists():
+        STORED.parent.mkdir(parents=True, exist_ok=True)
+        STORED.write_text(json.dumps(measure(workers)._asdict()))
+    values: dict[str, Any] = json.loads(STORED.read_text())
+    return CoverageMap(**values)

@@ -1,0 +1,560 @@
+"""The health report: every check fires on a failure made for it, and all are silent where all is well."""
+
+import json
+import warnings
+from functools import partial
+
+import arviz as az
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group, group_names, results
+from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Gibbs, Trace_ELBO
+from numpyro.infer.svi import SVIRunResult
+from zoo import ZOO
+
+import numpyro_bnn as bnn
+from numpyro_bnn import guides, infer
+from numpyro_bnn.metrics import HealthWarning, health
+
+pytestmark = pytest.mark.core
+
+# ------------------------------------------------------------------------------------- results made of arrays
+
+C, S, N, SAMPLE = 4, 200, 40, ("chain", "draw")
+
+
+class Made:
+    """A healthy result of a linear network, whose parts a test replaces; draws are independent."""
+
+    def __init__(self, draws=S, chains=C):
+        rng = self.rng = np.random.default_rng(0)
+        shape = (chains, draws)
+        self.x = rng.normal(size=(N, 2))
+        self.y = self.x @ [1.0, -1.0] + 0.3 * rng.normal(size=N)
+        self.w = [1.0, -1.0] + 0.05 * rng.normal(size=(*shape, 2))
+        self.f = self.w @ self.x.T
+        self.new = rng.normal(size=(50, 2))
+        self.weight = "net.Dense_0.kernel"
+        self.stats = {
+            "diverging": np.zeros(shape, bool),
+            "n_steps": np.full(shape, 7),
+            "configurational_temperature": 1 + 0.1 * rng.normal(size=shape),
+            "kinetic_temperature": 1 + 0.1 * rng.normal(size=shape),
+        }
+        self.attrs = {"algorithm": "MCLMC", "num_chains": chains, "temperature": 1.0, "temperature_band_high": 1.2}
+        self.attrs |= {"target_energy_variance": 4.5e-4, "mean_energy_variance": str([4e-4] * chains)}
+        self.attrs |= {"implied_bias": 0.05, "max_tree_depth": 10, "pareto_k": 0.3, "elbo_rise": 0.0}
+        self.attrs |= {"explained_by_members": json.dumps({"y": [0.95] * chains})}
+        self.attrs |= {"base_step_size": str([0.1] * chains), "restarts": str([0.0] * chains)}
+        self.attrs |= {"refused_steps": str([0.01] * chains), "max_energy_error": 5.0}
+        self.attrs |= {"variance_covered": str([0.9] * chains), "mean_accept_prob": str([0.6] * chains)}
+        self.attrs |= {"frozen_chains": "[]", "steps_kept": 20_000, "steps_needed": 10_000.0}
+
+    def idata(self, dtype=np.float64, without=()):
+        rows = {"x": (("data", "x_dim_1"), self.x), "y": (("data",), self.y)}
+        groups = {
+            "posterior": {self.weight: ((*SAMPLE, "in"), self.w)},
+            "sample_stats": {name: (SAMPLE, value) for name, value in self.stats.items()},
+            "posterior_predictive": {"y": ((*SAMPLE, "data"), self.f), "y_mean": ((*SAMPLE, "data"), self.f)},
+            "log_likelihood": {"y": ((*SAMPLE, "data"), -0.5 * ((self.f - self.y) / 0.3) ** 2)},
+            "observed_data": {"y": rows["y"]},
+            "constant_data": {"x": rows["x"]},
+            "predictions_constant_data": {"x": (("new", "x_dim_1"), self.new)},
+        }
+        cast = {
+            group: {n: (dims, v.astype(dtype) if v.dtype.kind == "f" else v) for n, (dims, v) in held.items()}
+            for group, held in groups.items()
+            if group not in without
+        }
+        return results(cast, self.attrs)
+
+
+def all_checks():
+    """Names of all checks: a healthy result has a finding of each."""
+    return {finding.name for finding in health(Made().idata()).findings}
+
+
+def off(idata):
+    """Names of the checks that warn."""
+    return [finding.name for finding in health(idata).warnings]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_healthy_result_is_silent_and_every_check_is_made(dtype):
+    made = health(Made().idata(dtype))
+    assert made.warnings == ()
+    assert {finding.name for finding in made.findings if finding.verdict == "ok"} == all_checks()
+
+
+def diverged(made):
+    made.w[2, 150:] = np.nan
+    made.f[2, 150:] = np.nan
+    made.attrs["first_divergence"] = "[-1, -1, 17, -1]"
+
+
+def few_steps(made):
+    made.attrs["steps_needed"] = 50_000.0
+
+
+def nan_chain(made):
+    made.w[1], made.f[1] = np.nan, np.nan
+
+
+def frozen(made):
+    made.w[1], made.f[1] = made.w[1, 0], made.f[1, 0]
+
+
+def stuck_for_a_while(made):
+    made.w[3, 20:60], made.f[3, 20:60] = made.w[3, 20], made.f[3, 20]
+
+
+def nearly_frozen(made):
+    made.w[0] = made.w[0, 0] * (1 + 1e-7 * made.rng.normal(size=(S, 1)))
+    made.f[0] = made.w[0] @ made.x.T
+
+
+def diverging(made):
+    made.stats["diverging"][1, :30] = True
+
+
+def hardly_moved(made):
+    made.attrs["frozen_chains"] = "[2]"
+
+
+def of_replicas(made):
+    """Chain 2 of 4 with two replicas each; 3 is one of chain 1 that is not exported."""
+    made.attrs |= {"frozen_chains": "[3, 4]", "num_replicas": 2}
+
+
+def rejected(made):
+    made.attrs["mean_accept_prob"] = "[0.6, 0.6, 0.6, 0.04]"
+
+
+def not_covered(made):
+    made.attrs["variance_covered"] = "[0.9, 0.21, 0.9, 0.9]"
+
+
+def energy(value, bias=0.05):
+    def change(made):
+        made.attrs["mean_energy_variance"] = f"[0.0004, {value}, 0.0004, 0.0004]"
+        made.attrs["implied_bias"] = bias
+
+    return change
+
+
+def refused(made):
+    made.attrs["refused_steps"] = "[0.0, 0.4, 0.0, 0.0]"
+
+
+def hot(name):
+    def change(made):
+        made.stats[name][1] -= 8.5
+
+    return change
+
+
+def dead_chain(made):
+    """As good as a constant: the mean over the chains still explains most."""
+    made.w[1] = 0.01 * made.rng.normal(size=(S, 2))
+    made.f[1] = made.w[1] @ made.x.T
+
+
+def all_dead(made):
+    for c in range(C):
+        made.w[c] = 0.01 * made.rng.normal(size=(S, 2))
+    made.f = made.w @ made.x.T
+    made.attrs["explained_by_members"] = json.dumps({"y": [0.95] * C})
+
+
+def other_mode(made):
+    made.w[1, :, 0] += 1.0
+    made.f = made.w @ made.x.T
+
+
+def drifting(made):
+    made.w[..., 0] += np.linspace(-0.3, 0.3, S)
+    made.f = made.w @ made.x.T
+
+
+def correlated(made):
+    noise = made.rng.normal(size=(C, S, 2))
+    for s in range(1, S):
+        noise[:, s] = 0.9 * noise[:, s - 1] + 0.19**0.5 * noise[:, s]
+    made.w = [1.0, -1.0] + 0.05 * noise
+    made.f = made.w @ made.x.T
+
+
+def saturated(made):
+    made.stats["n_steps"][:, ::4] = 1023
+
+
+def heavy_weights(made):
+    made.attrs["pareto_k"], made.weight = 0.9, "w"  # of networks it is a note
+
+
+def rising(made):
+    made.attrs["elbo_rise"] = 30.0
+
+
+def falling(made):
+    made.attrs["elbo_rise"] = -30.0
+
+
+def years(made):
+    made.x[:, 1] = 2000 + 10 * made.x[:, 1]
+    made.new = made.x.copy()
+
+
+def tiny_inputs(made):
+    made.x *= 1e-3
+    made.new = made.x.copy()
+
+
+def large_targets(made):
+    made.y, made.f = 300 * made.y, 300 * made.f
+
+
+def constant_column(made):
+    made.x[:, 1] = made.new[:, 1] = 1.0
+
+
+def infinite_input(made):
+    made.x[3, 1] = np.inf
+    del made.attrs["explained_by_members"]
+
+
+def far(made):
+    made.new[:3], made.new[3], made.new[4, 1] = 20.0, -20.0, np.nan
+
+
+FAILURES = {
+    "a diverged chain": (diverged, ["diverged"], "chain 2 at step 17"),
+    "a chain of NaN": (nan_chain, ["diverged"], "chain 1)"),
+    "a constant chain": (frozen, ["frozen"], "chain 1 holds one draw for 200 of its 200"),
+    "a long run of one draw": (stuck_for_a_while, ["frozen"], "chain 3 holds one draw for 40 of"),
+    "a chain that moves by rounding errors": (nearly_frozen, ["frozen"], "chain 0"),
+    "divergent transitions": (diverging, ["divergences"], "15.0% of the transitions of chain 1"),
+    "a chain that hardly moved in all its steps": (hardly_moved, ["moved"], "chains [2] accept below 1 %"),
+    "a first replica that hardly moved": (of_replicas, ["moved"], "chains [2] accept below 1 %"),
+    "a chain that accepts little": (rejected, ["acceptance"], "chain 3 accepts 4.0% of its proposals"),
+    "a chain that covers little": (not_covered, ["covered"], "chain 1 covers 21% of the posterior variance"),
+    "an energy variance of NaN": (energy("nan"), ["energy_variance"], "chain 1 is nan"),
+    "an energy variance far above": (energy("0.1", 0.4), ["energy_variance"], "(implied error of a variance 0.4)"),
+    "an energy variance far below": (energy("1e-10"), ["energy_variance"], "chain 1 is 1e-10"),
+    "an implied bias that is large by design": (energy("0.0004", 1.66), ["energy_variance"], "a variance 1.7"),
+    "refused steps": (refused, ["refused_steps"], "chain 1 refused 40% of its steps"),
+    "too few steps on minibatches": (few_steps, ["steps"], "20000 steps, where the gradient noise asks for 5e+04"),
+    "a wrong configurational temperature": (hot("configurational_temperature"), ["temperature"], "chain 1 is -7.5"),
+    "a wrong kinetic temperature": (hot("kinetic_temperature"), ["temperature"], "kinetic temperature of chain 1"),
+    "a dead chain": (dead_chain, ["fit"], "chain 1 explains 0%, its member or the best chain 9"),
+    "dead chains": (all_dead, ["fit"], "its member or the best chain 95%"),
+    "a chain in another mode": (other_mode, ["rhat"], "within a chain)"),
+    "chains that drift": (drifting, ["rhat"], "(at most 2"),
+    "correlated draws": (correlated, ["ess"], "800 draws are worth"),
+    "saturated trees": (saturated, ["tree_depth"], "25% of the trees of chain 0 have the largest depth, 10"),
+    "a guide that misses the tails": (heavy_weights, ["pareto_k"], "0.90"),
+    "an ELBO that rises": (rising, ["elbo"], "changes by +30 nats"),
+    "an ELBO that falls": (falling, ["elbo"], "changes by -30 nats"),
+    "inputs far from 0": (years, ["standardized"], "1 of 2 columns of x are off: column 1 has mean 2e+03"),
+    "tiny inputs": (tiny_inputs, ["standardized"], "2 of 2 columns of x are off"),
+    "an infinite input": (infinite_input, ["standardized", "extrapolation"], "1 of 2 columns of x are off: column 1"),
+    "targets on a large scale": (large_targets, ["standardized"], "1 of 1 columns of y are off: column 0"),
+    "a constant input": (constant_column, ["constant_inputs"], "constant columns: 1 of x"),
+    "predictions far outside": (far, ["extrapolation"], "5 of 50 new rows of x"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_every_check_fires_on_its_failure(failure):
+    change, expected, words = FAILURES[failure]
+    made = Made()
+    change(made)
+    findings = health(made.idata()).warnings
+    assert [finding.name for finding in findings] == expected
+    assert any(words in str(finding) for finding in findings), findings
+    assert all(finding.advice.endswith(".") for finding in findings)
+
+
+def test_every_check_has_a_failure():
+    fired = {name for _, names, _ in FAILURES.values() for name in names}
+    assert fired | {"restarts", "few_draws"} == all_checks()
+
+
+def test_notes_are_in_the_table_and_do_not_warn():
+    made = Made(draws=12)
+    many = Made()
+    many.attrs["pareto_k"] = 0.9
+    many.attrs["restarts"] = str([0.0, 2.0, *[0.0] * (C - 2)])
+    notes = {f.name: f.what for f in health(many.idata()).findings if f.verdict == "note"}
+    assert notes.keys() == {"pareto_k", "restarts"}
+    assert notes["restarts"] == "chain 1 started again 2 times in warm-up"
+    found = {finding.name: finding for finding in health(made.idata()).findings}
+    assert {name for name, finding in found.items() if finding.verdict == "note"} == {"few_draws"}
+    assert "rhat" not in found
+    assert "12 draws in each chain" in found["few_draws"].what
+    assert health(made.idata()).warnings == ()
+
+
+@pytest.mark.parametrize("group", ["posterior_predictive", "log_likelihood", "sample_stats", "observed_data"])
+@pytest.mark.parametrize("chains", [1, 2])
+def test_checks_need_no_group_and_no_second_chain(group, chains):
+    assert off(Made(chains=chains).idata(without=(group,))) == []
+    made = Made(chains=chains)
+    drifting(made)
+    assert "rhat" in off(made.idata(without=(group,)))  # of the function, or of the log likelihood
+
+
+def test_a_single_draw_and_a_result_without_draws_are_not_judged():
+    assert off(Made(draws=1, chains=1).idata()) == []
+    bare = results({"observed_data": {"y": (("data",), np.zeros(3))}})
+    assert [f.name for f in health(bare).findings] == ["diverged", "few_draws"]
+
+
+def test_chains_keep_their_names_when_some_are_selected():
+    made = Made()
+    dead_chain(made)
+    made.attrs |= {"refused_steps": "[0.0, 0.4, 0.0, 0.0]", "frozen_chains": "[2]"}
+    idata = made.idata().sel(chain=[1, 3])
+    assert "of y at the training rows chain 1" in health(idata).warnings[-1].what
+    assert off(made.idata().sel(chain=[0, 3])) == []
+
+
+def test_several_sites_and_classes():
+    """The worse of two sites counts; a classifier of one class explains nothing."""
+    made = Made()
+    idata = made.idata()
+    labels = (made.x[:, 0] > 0).astype(int)
+    good = np.broadcast_to(np.eye(2)[labels] * 0.8 + 0.1, (C, S, N, 2)) + 0.01 * made.rng.normal(size=(C, S, N, 1))
+    dead = good.copy()
+    dead[2] = [0.9, 0.1] + 0.01 * made.rng.normal(size=(S, 1, 1))
+    for probs, expected in ((good, []), (dead, ["fit"])):
+        groups = {name: group(idata, name) for name in group_names(idata)}
+        groups["posterior_predictive"] = groups["posterior_predictive"].assign(
+            z=((*SAMPLE, "data"), probs.argmax(-1)), z_probs=((*SAMPLE, "data", "class"), probs)
+        )
+        groups["observed_data"] = groups["observed_data"].assign(z=(("data",), labels))
+        assert off(results(groups, made.attrs)) == expected
+
+
+def test_the_rise_of_noisy_losses_is_that_between_the_last_tenths():
+    """The means of 500 losses of unit noise differ with a standard error of 0.063.
+
+    It is estimated from differences of neighbors among means of 50, which have the variance 2 / 50, and here a trend
+    of 0.5; four times the estimate is taken off.
+    """
+    rng, steps = np.random.default_rng(0), np.arange(5000)
+    noise, error = rng.normal(size=5000), (2 / 500) ** 0.5
+    guide = guides.AutoMeanField(ZOO["line"].model)
+
+    def rise(losses):
+        fit = SVIRunResult({"w_auto_loc": jnp.ones(2), "w_auto_scale": jnp.ones(2)}, None, losses)
+        options = {"num_samples": 2, "log_likelihood": False, "posterior_predictive": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HealthWarning)
+            return bnn.to_inference_data(fit, guide=guide, args=ZOO["line"].args, **options).attrs["elbo_rise"]
+
+    assert rise(noise) == 0
+    expected = 5 - 4 * ((2 / 50 + 0.5**2) / 10) ** 0.5
+    assert rise(noise - 0.01 * steps) == pytest.approx(expected, abs=5 * error)
+    assert rise(noise + 0.01 * steps) == pytest.approx(-expected, abs=5 * error)
+
+
+def test_the_report_prints_as_a_table_and_survives_a_file(tmp_path):
+    made = Made()
+    energy("nan")(made)
+    report = health(made.idata())
+    assert len(str(report).splitlines()) == len(report.findings)
+    made.idata().to_netcdf(str(tmp_path / "fit.nc"))
+    assert str(health(tmp_path / "fit.nc")) == str(report)
+
+
+# --------------------------------------------------------------------------------------------------- real runs
+
+X = np.random.default_rng(1).normal(size=(60, 2)).astype(np.float32)
+Y = (X @ [1.0, -0.5] + 0.3 * np.random.default_rng(2).normal(size=60)).astype(np.float32)
+model = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.Normal(1.0))
+
+
+def run(kernel, *args, warmup=200, draws=200, chains=2, fields=(), **kwargs):
+    method = "sequential" if isinstance(kernel, BarkerMH | Gibbs) else "vectorized"
+    options = {"num_chains": chains, "chain_method": method, "progress_bar": False}
+    mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, **options)
+    mcmc.run(jax.random.key(3), *(args or (X, Y)), extra_fields=fields, **kwargs)
+    return mcmc
+
+
+def verdicts(idata):
+    return {row["name"]: row["verdict"] for row in json.loads(idata.attrs["health"])}
+
+
+def as_json(report):
+    return json.dumps([finding._asdict() for finding in report.findings])
+
+
+tanh = bnn.models.regression(bnn.nn.MLP([2, 1], "tanh"), bnn.priors.Normal(1.0))
+fixed = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.Normal(1.0), noise=0.3)
+scaled = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.GammaPrecision(centered=True))
+SCALES = ["net/kernel_precision", "net/bias_precision", "sigma"]
+
+HEALTHY = {
+    "NUTS": partial(NUTS, model),
+    "HMC": partial(HMC, model, trajectory_length=1.5),
+    "BarkerMH": partial(BarkerMH, model),
+    **{name: partial(getattr(infer, name), model) for name in ("SGLD", "PSGLD", "SGHMC", "SGNHT")},
+    **{name: partial(getattr(infer, name), model) for name in ("MALA", "GHMC", "GGMC", "MCLMC")},
+    "CyclicalSGLD": partial(infer.CyclicalSGLD, model, 1e-3),
+    "OrbitMoves": lambda: infer.OrbitMoves(NUTS(tanh), bnn.symmetry.find(tanh, X, Y)),
+    "ParallelTempering": lambda: infer.ParallelTempering(NUTS(model), num_replicas=3),
+    "UnitMoves": lambda: infer.UnitMoves(NUTS(tanh), {"net/Dense_1.kernel": 0}),
+    "PrecisionGibbs": lambda: Gibbs([(infer.PrecisionGibbs(scaled), SCALES), (NUTS(scaled), None)]),
+}
+MINIBATCH = ("SGLD", "PSGLD", "SGHMC", "SGNHT", "GGMC", "MCLMC")
+QUICK = ("NUTS", "MCLMC")
+CASES = {(kernel, None): kernel in QUICK for kernel in HEALTHY} | {
+    (kernel, 20): kernel == "SGLD" for kernel in MINIBATCH
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "batch_size"),
+    [pytest.param(*k, marks=[] if quick else pytest.mark.slow) for k, quick in CASES.items()],
+)
+def test_healthy_runs_are_silent(kernel, batch_size):
+    draws = 1000 if kernel in ("BarkerMH", "MALA", "GGMC") else 200
+    made = HEALTHY[kernel]()
+    fields = ("num_steps",) if kernel == "NUTS" else ("base.num_steps",) if kernel == "OrbitMoves" else ()
+    mcmc = run(made, X, Y, batch_size, draws=draws, fields=fields)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": X[:9]})  # no warning
+    found = verdicts(idata)
+    assert set(found.values()) == {"ok"}
+    assert {"diverged", "frozen", "fit", "rhat", "ess", "standardized", "extrapolation", "few_draws"} <= set(found)
+    assert ("tree_depth" in found) == bool(fields)
+    assert ("temperature" in found) == isinstance(made, infer.SGMCMCKernel)
+    assert ("energy_variance" in found) == isinstance(made, infer.MCLMC)
+    assert as_json(health(idata)) == idata.attrs["health"]
+
+
+def fitted(guide, num_steps=2000, rate=0.02):
+    svi = SVI(guide.model, guide, numpyro.optim.Adam(rate), Trace_ELBO(num_particles=4))
+    return guides.fit(svi, jax.random.key(0), num_steps, X, Y, progress_bar=False)
+
+
+GUIDES = {
+    "AutoMeanField": guides.AutoMeanField,
+    "AutoStructured": lambda model: guides.AutoStructured(model, guides.LowRank(2)),
+    "AutoBlocks": lambda model: guides.AutoBlocks(model, {"*": guides.FullRank()}),
+    "AutoCoupling": guides.AutoCoupling,
+    "AutoADF": guides.AutoADF,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("AutoMeanField", "AutoADF") else pytest.mark.slow) for n in GUIDES]
+)
+def test_healthy_fits_are_silent(name):
+    """A linear model: small correlations apart the guides hold its posterior. More epochs of ADF count rows twice."""
+    guide = GUIDES[name](fixed)
+    adf = {"num_epochs": 1, "progress_bar": False}
+    result = guide.run(jax.random.key(0), X, Y, **adf) if name == "AutoADF" else fitted(guide)
+    expected = {"diverged", "fit", "pareto_k", "standardized", "constant_inputs", "few_draws"}
+    found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))  # no warning
+    assert found == dict.fromkeys(expected | (set() if name == "AutoADF" else {"elbo"}), "ok")
+
+
+def test_a_fit_that_is_not_finished_is_reported():
+    guide = guides.AutoMeanField(fixed)
+    with pytest.warns(HealthWarning, match=r"- elbo: at the end of the fit the ELBO changes by \+[\d.]+ nats"):
+        idata = bnn.to_inference_data(fitted(guide, 300, rate=0.003), guide=guide, args=(X, Y), log_likelihood=False)
+    assert verdicts(idata)["elbo"] == "warning"
+
+
+def test_a_frozen_run_is_reported_once():
+    """A step size below the resolution of float32: 60 draws are one point."""
+    mcmc = run(infer.SGHMC(model, 1e-15, steps_per_draw=5, warm_start=0.0), warmup=0, draws=60)
+    with pytest.warns(HealthWarning, match=r"1 of \d+ checks failed:\n- frozen: chain 0 holds one draw") as caught:
+        idata = bnn.to_inference_data(mcmc)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # it points at the user's line
+    assert verdicts(idata)["frozen"] == "warning"
+    assert verdicts(idata)["few_draws"] == "note"
+    mcmc = run(infer.MALA(model, 1e10, steps_per_draw=5, warm_start=0.0), warmup=0, draws=60)
+    with pytest.warns(HealthWarning, match="frozen"):
+        bnn.to_inference_data(mcmc)
+
+
+def test_few_draws_are_not_judged_by_their_mixing():
+    """BarkerMH does not mix in five draws; the note stays in the attributes."""
+    idata = bnn.to_inference_data(run(BarkerMH(model), warmup=5, draws=5))
+    assert {name for name, verdict in verdicts(idata).items() if verdict != "ok"} == {"few_draws"}
+
+
+def test_faults_of_the_data_are_reported_at_any_number_of_draws():
+    x = np.concatenate([1000 + 100 * X[:, :1], np.ones((60, 1), np.float32)], axis=1)
+    mcmc = run(BarkerMH(model), x, Y, warmup=5, draws=5)
+    with pytest.warns(HealthWarning) as caught:
+        bnn.to_inference_data(mcmc, predictions={"x": x + 2000})
+    (message,) = [str(warning.message) for warning in caught]
+    assert [line.split(":")[0] for line in message.splitlines()[1:]] == [
+        "- standardized", "- constant_inputs", "- extrapolation"
+    ]  # fmt: skip
+
+
+def test_inputs_of_models_without_network_are_their_own_affair():
+    def line(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(w * (x - 2000.0), 1.0), obs=y)
+
+    idata = bnn.to_inference_data(run(BarkerMH(line), 2000 + X[:, 0], Y, draws=5), {"x": jnp.arange(3.0)})
+    assert verdicts(idata) == {"diverged": "ok", "few_draws": "note"}
+
+
+@pytest.mark.slow
+def test_members_are_evaluated_with_the_draws():
+    """What the members explain is what their own export gives, and the draws are those of an export without them."""
+    mcmc = run(infer.MCLMC(tanh, steps_per_draw=20), draws=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HealthWarning)
+        idata = bnn.to_inference_data(mcmc, log_likelihood=False)
+        members = bnn.to_inference_data(mcmc, members=True, log_likelihood=False)
+    found = json.loads(idata.attrs["explained_by_members"])["y"]
+    mean = group(members, "posterior_predictive")["y_mean"].to_numpy()[:, 0]
+    expected = 1 - ((mean - Y) ** 2).sum(1) / ((Y - Y.mean()) ** 2).sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    draws = group(idata, "posterior")
+    first, last = ([draws[f"net.Dense_{i}.{name}"].to_numpy() for name in ("kernel", "bias")] for i in (0, 1))
+    hidden = np.tanh(X @ first[0] + first[1][..., None, :])
+    f = (hidden @ last[0] + last[1][..., None, :])[..., 0]
+    np.testing.assert_allclose(group(idata, "posterior_predictive")["y_mean"], f, rtol=1e-4, atol=1e-4)
+
+
+def test_the_report_of_a_file_is_that_of_the_export(tmp_path):
+    mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=5, warm_start=0.0), draws=20)
+    idata = bnn.to_inference_data(mcmc, predictions={"x": X[:5]})
+    idata.to_netcdf(str(tmp_path / "fit.nc"))
+    loaded = az.from_netcdf(str(tmp_path / "fit.nc"))
+    assert loaded.attrs["health"] == idata.attrs["health"] == as_json(health(loaded))
+
+
+def test_only_results_have_a_report():
+    for wrong in (np.ones(3), {"y": [1.0]}):
+        with pytest.raises(TypeError, match="Pass the result of `to_inference_data`"):
+            health(wrong)
+
+
+def test_advice_fits_the_kernel():
+    """Tempering needs exact gradients, and is no advice for chains on minibatches."""
+    apart, advice = Made(), {}
+    other_mode(apart)
+    for noisy in (0, 1):
+        apart.attrs["noisy_gradients"] = noisy
+        (advice[noisy],) = [found.advice for found in health(apart.idata()).warnings if found.name == "rhat"]
+    assert advice == {0: f"{advice[1][:-1]}, or `ParallelTempering`.", 1: advice[1]}
+    assert advice[1].endswith("a longer warm start.")
+    for batch_size in (None, 20):
+        mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=2, warm_start=0.0), batch_size=batch_size, draws=4)
+        assert bnn.to_inference_data(mcmc).attrs["noisy_gradients"] == (batch_size is not None)

@@ -1,0 +1,305 @@
+"""Kernels of infinitely wide networks: closed forms, integration, networks of the prior, derivatives, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer import Predictive
+
+from numpyro_bnn import nn, priors, random_network
+from numpyro_bnn.infinite import empirical_ntk, nngp, ntk
+
+slow = pytest.mark.slow
+OUTPUTS = 32  # each an independent draw of the same process, given the hidden layers
+
+
+def chain(*layers):
+    return nn.Sequential([*layers, nn.Dense(OUTPUTS)])
+
+
+def residual(*layers, **options):
+    return nn.Residual(nn.Sequential([*layers]), **options)
+
+
+# Network of a width: every kind of layer, and every way they may stand together.
+NETWORKS = {
+    "relu": lambda h: nn.MLP([h, h, OUTPUTS], "relu"),
+    "branches": lambda h: chain(
+        nn.Dense(h), "relu", residual(nn.Dense(h), "softplus"), nn.LayerNorm(), nn.Dense(h), "tanh"
+    ),
+    "erf": lambda h: nn.MLP([h, h, OUTPUTS], "erf"),
+    "gelu": lambda h: nn.MLP([h, h, OUTPUTS], "gelu"),
+    "steep": lambda h: chain(nn.Dense(h), nn.Activation("leaky_relu", 0.4)),
+    "without bias": lambda h: nn.Sequential([nn.Dense(h, False), "relu", nn.Dense(OUTPUTS, False)]),
+    "norm of units": lambda h: nn.MLP([h, h, OUTPUTS], "erf", nn.LayerNorm()),
+    "norm without gain": lambda h: nn.MLP([h, h, OUTPUTS], "relu", nn.LayerNorm(False, False)),
+    "norm of activations": lambda h: chain(nn.Dense(h), "gelu", nn.LayerNorm(), nn.Dense(h), "relu"),
+    "norm of inputs": lambda h: chain(nn.LayerNorm(False, False), nn.Dense(h), "relu"),
+    "residual": lambda h: chain(nn.Dense(h), residual("relu", nn.Dense(h)), "erf"),
+    "shortcut": lambda h: chain(nn.Residual(nn.MLP([h, h], "erf"), nn.Dense(h)), "relu"),
+    "pooled inputs": lambda h: chain(nn.MaxPool((2, 1)), "tanh", nn.Flatten(), nn.Dense(h), "relu"),
+}
+EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "branches" else slow) for n in NETWORKS])
+PRIOR = priors.Normal(1.3, bias_scale=0.4, gain_scale=0.3)
+
+
+def data(name="relu", rows=4, seed=0):
+    """Rows of which the last repeats the first."""
+    x = np.random.default_rng(seed).normal(size=(rows - 1, *((4, 3, 2) if name == "pooled inputs" else (3,))))
+    return np.concatenate([x, x[:1]])
+
+
+@EACH
+def test_kernels_are_symmetric_positive_and_the_same_in_blocks(name, x64):
+    net, x = NETWORKS[name](8), data(name, 7)
+    for kernel in (nngp, ntk):
+        block, across = (np.asarray(kernel(net, x[:4], *other, prior=PRIOR)) for other in ((), (x[3:],)))
+        np.testing.assert_array_equal(block, block.T)
+        whole = kernel(net, x, prior=PRIOR, block_size=4)
+        assert isinstance(whole, np.ndarray)
+        assert whole.dtype == np.float64
+        np.testing.assert_allclose(whole[:4, :4], block, rtol=1e-12)
+        # Near equal inputs the tangent kernel of ReLU has the root of rounding errors.
+        np.testing.assert_allclose(whole[:4, 3:], across, rtol=1e-6)
+        np.testing.assert_allclose(kernel(net, x, x[3:], prior=PRIOR, block_size=4), whole[:, 3:], rtol=1e-6)
+        assert np.linalg.eigvalsh(whole)[0] > -1e-7 * whole.trace()
+
+
+@EACH
+def test_derivatives_hold_where_inputs_meet(name, x64):
+    """Along a smooth path of inputs, through a kernel whose rows include each input itself."""
+    net, (x, direction) = NETWORKS[name](8), (data(name, 4, seed=s) for s in (0, 1))
+    wanted = np.random.default_rng(2).normal(size=(4, 4))
+    value = jax.jit(lambda t: jnp.sum(wanted * nngp(net, x + t * direction, prior=PRIOR)))
+    difference = (value(1e-5) - value(-1e-5)) / 2e-5
+    np.testing.assert_allclose(jax.jit(jax.grad(value))(0.0), difference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["relu", pytest.param("erf", marks=slow), pytest.param("branches", marks=slow)])
+def test_derivatives_of_the_tangent_kernel(name, x64):
+    """Where no two inputs meet; where they do, that of ReLU has a kink, and the derivative along a scale holds."""
+    net, x, direction = NETWORKS[name](8), data()[:3], data(rows=3, seed=1)
+    apart = np.array([[0.0, -1.0, 0.5], [0.2, 0.0, 0.1], [-0.4, 0.6, 0.0]])
+
+    @jax.jit
+    def values(t):
+        moved, scaled = (ntk(net, inputs, prior=PRIOR) for inputs in (x + t * direction, (1 + t) * x))
+        return jnp.stack([jnp.sum(apart * moved), jnp.sum(scaled)])
+
+    _, slopes = jax.jvp(values, (0.0,), (1.0,))
+    np.testing.assert_allclose(slopes, (values(1e-5) - values(-1e-5)) / 2e-5, rtol=1e-5)
+
+
+# -- published closed forms, and integration -------------------------------------------------------------
+
+
+def test_arc_cosine_kernels(x64):
+    """Cho & Saul (2009), equations (3) and (6), orders 0 and 1; theirs are twice the expectations of relu."""
+    angles = np.array([0.0, 0.3, np.pi / 2, 2.5, np.pi])
+    x = np.array([[2.0, 0.0], *(3.0 * np.stack([np.cos(angles), np.sin(angles)], 1))])
+    net = nn.Sequential([nn.Dense(8, use_bias=False), "relu", nn.Dense(1, use_bias=False)])
+    prior = priors.Normal(2**0.5)  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    order1 = 2.0 * 3.0 / np.pi * (np.sin(angles) + (np.pi - angles) * np.cos(angles))
+    np.testing.assert_allclose(nngp(net, x, prior=prior)[0, 1:], order1, rtol=1e-12, atol=1e-14)
+    tangent = order1 + 2.0 * 3.0 * np.cos(angles) * (1 - angles / np.pi)
+    # arccos near its ends knows an angle to the root of the rounding error only.
+    np.testing.assert_allclose(ntk(net, x, prior=prior)[0, 1:], tangent, rtol=1e-7, atol=1e-7)
+
+
+def test_arcsine_kernel(x64):
+    """Williams (1997), equation (11): (2 / pi) arcsin(2 x'Sy / sqrt((1 + 2 x'Sx)(1 + 2 y'Sy))), here 4 times it."""
+    x = data(rows=5)
+    net = nn.Sequential([nn.Dense(8), "erf", nn.Dense(1, use_bias=False)])
+    s = 1.7 * x @ x.T / 3 + 0.25
+    width = np.sqrt(1 + 2 * np.diagonal(s))
+    expected = 4 * 2 / np.pi * np.arcsin(2 * s / np.outer(width, width))
+    prior = {"Dense_0.kernel": dist.Normal(0.0, (1.7 / 3) ** 0.5), "Dense_0.bias": dist.Normal(0.0, 0.5)}
+    prior["Dense_1.kernel"] = priors.Normal(2.0)
+    np.testing.assert_allclose(nngp(net, x, prior=prior), expected, rtol=1e-12)
+
+
+def test_deep_linear_network(x64):
+    """K_L = x.x'/D + L and T_L = (L + 1) x.x'/D + 1 + 2 + ... for unit variances."""
+    x = data()
+    gram, net = x @ x.T / 3, nn.MLP([8, 8, 8, 1], "identity")
+    np.testing.assert_allclose(nngp(net, x), gram + 4, rtol=1e-12)
+    np.testing.assert_allclose(ntk(net, x), 4 * gram + 10, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gain", "bias"), [(True, True), *(pytest.param(*p, marks=slow) for p in ((True, False), (False, True)))]
+)
+def test_gains_and_biases_of_a_norm_are_trained(gain, bias, x64):
+    """Units u = h / sd have K / sd sd' and T / sd sd'; times a gain N(1, v) plus a bias N(0, c), both parameters:
+    K -> (1 + v) K + c and T -> (1 + v) T + v K + c."""
+    x = data()
+    net = nn.Sequential([nn.Dense(8), nn.LayerNorm(gain, bias), nn.Dense(1)])
+    weight, c, v = 1.3**2, bias * 0.4**2, gain * 0.3**2
+    first = weight * x @ x.T / 3 + 0.4**2
+    sd = np.sqrt(np.diagonal(first))
+    unit = first / np.outer(sd, sd)
+    second = weight * ((1 + v) * unit + c) + 0.4**2
+    np.testing.assert_allclose(nngp(net, x, prior=PRIOR), second, rtol=1e-10)
+    np.testing.assert_allclose(ntk(net, x, prior=PRIOR), weight * ((1 + 2 * v) * unit + c) + second, rtol=1e-10)
+
+
+# -0.9: far from the diagonal; 2.9 near it.
+PAIRS = np.array([(0.4, 1.3, 0.7), (-0.9, 1.0, 1.1), (2.9, 3.0, 3.0), (0.8, 2.0, 1.0)])  # covariance, variances
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("erf", "gelu", "leaky_relu") else slow) for n in nn.ACTIVATIONS]
+)
+def test_activations_agree_with_integration(name, x64):
+    """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on a fine grid."""
+    layer = nn.Activation(name, 0.2) if name == "leaky_relu" else name
+    fn = (lambda u: jax.nn.leaky_relu(u, 0.2)) if name == "leaky_relu" else nn.ACTIVATIONS[name]
+    first, last = nn.Dense(8, use_bias=False), nn.Dense(1, use_bias=False)
+    x = np.concatenate([np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS])  # rows 2 i and 2 i + 1 are a pair
+    at = (np.arange(0, len(x), 2), np.arange(1, len(x), 2))
+    options = {"prior": priors.Normal(2**0.5)}  # the first kernel is x.x', the last weights have variance 2
+    plain, norm = (nn.Sequential([first, layer, *more, last]) for more in ((), (nn.LayerNorm(False, False),)))
+    kernel, tangent = (np.asarray(f(plain, x, **options)) for f in (nngp, ntk))
+    z = np.arange(-9, 9, 0.02) + 0.01  # kinks are between the nodes
+    u, v = np.meshgrid(z, z, indexing="ij")
+    weight = np.exp(-0.5 * (u**2 + v**2)) / np.exp(-0.5 * (u**2 + v**2)).sum()
+    slope = jax.jit(jax.vmap(jax.vmap(jax.grad(fn))))
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if "relu" in name else {"rtol": 1e-9, "atol": 1e-12}
+    for (k, a, b), i, j in zip(PAIRS, *at, strict=True):
+        one, other = np.sqrt(a) * u, k / np.sqrt(a) * u + np.sqrt(b - k**2 / a) * v
+        product = (weight * fn(one) * fn(other)).sum()
+        np.testing.assert_allclose(kernel[i, j] / 2, product, **tolerance)
+        slopes = (weight * slope(one) * slope(other)).sum()
+        loose = {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance  # of a function that jumps
+        np.testing.assert_allclose((tangent - kernel)[i, j] / (2 * k), slopes, **loose)
+        if name != "identity":  # with E f and E f^2 of both
+            means = [(weight * fn(units)).sum() for units in (one, other)]
+            sds = [
+                np.sqrt((weight * fn(units) ** 2).sum() - m**2) for units, m in zip((one, other), means, strict=True)
+            ]
+            expected = (product - means[0] * means[1]) / (sds[0] * sds[1])
+            np.testing.assert_allclose(nngp(norm, x, **options)[i, j] / 2, expected, **tolerance)
+
+
+# -- networks drawn from the prior -----------------------------------------------------------------------
+
+
+def covariance_of_draws(name, width, x, draws):
+    """E f f' over networks that `random_network` draws, and its standard errors."""
+
+    def model():
+        numpyro.deterministic("f", random_network("net", NETWORKS[name](width), x.shape[1:], PRIOR)(x))
+
+    f = Predictive(model, num_samples=draws, parallel=True)(jax.random.key(width))["f"]
+    f = np.asarray(f, np.float64)
+    products = np.einsum("snk,smk->snm", f, f) / OUTPUTS
+    return products.mean(0), products.std(0) / draws**0.5
+
+
+@EACH
+def test_covariance_of_drawn_networks(name):
+    """Twice the covariance at width 2 H less that at H has no error of order 1 / H; six standard errors."""
+    x = jnp.asarray(data(name, 3), jnp.float32)
+    (one, error), (other, second) = (covariance_of_draws(name, width, x, 800) for width in (16, 32))
+    kernel = np.asarray(nngp(NETWORKS[name](1), x, prior=PRIOR))
+    allowed = 6 * np.hypot(error, 2 * second)
+    assert (np.abs(2 * other - one - kernel) < allowed).all()
+    assert allowed.max() < 0.4 * kernel.max()  # so that it can fail
+
+
+@slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_tangent_kernels_of_drawn_networks(name, x64):
+    """The same for the mean of `empirical_ntk` over 150 networks, of widths 32 and 128."""
+    x, found = data(name, 3), []
+    for width in (32, 128):
+        net = NETWORKS[name](width)
+        shapes = net.param_shapes(x.shape[1:])
+        keys = dict(zip(shapes, jax.random.split(jax.random.key(width), len(shapes)), strict=True))
+        draws = {n: np.asarray(PRIOR(n, s).expand(s).sample(keys[n], (150,))) for n, s in shapes.items()}
+        kernels = [empirical_ntk(net, {n: v[i] for n, v in draws.items()}, x, prior=PRIOR) for i in range(150)]
+        found.append((np.mean(kernels, 0), np.std(kernels, 0) / 150**0.5))
+    (one, error), (other, second) = found
+    kernel = np.asarray(ntk(NETWORKS[name](1), x, prior=PRIOR))
+    allowed = 6 * np.hypot(error, 4 * second) / 3
+    assert (np.abs((4 * other - one) / 3 - kernel) < allowed).all()
+    assert allowed.max() < 0.3 * kernel.max()
+
+
+# -- priors ----------------------------------------------------------------------------------------------
+
+SMALL = nn.MLP([8, 1], "erf")
+SCALES = np.array([0.1, 1.0, 3.0])
+UNITS = np.linspace(0.1, 3.0, 8)
+EQUAL = {
+    "given scales": lambda: (
+        {"prior": priors.Hierarchical(), "scales": {"Dense_0.kernel_scale": 0.7, "Dense_1.kernel_scale": 1.9}},
+        {"prior": {"Dense_0.*": priors.Normal(0.7), "Dense_1.*": priors.Normal(1.9)}},
+    ),
+    # Of hidden weights only the mean square matters; without fan-in scaling the width of the specification counts.
+    "scales by hidden unit": lambda: (
+        {"prior": {"Dense_1.kernel": dist.Normal(0.0, UNITS[:, None] / 8**0.5), "*": PRIOR}},
+        {"prior": {"Dense_1.kernel": priors.Normal(np.mean(UNITS**2) ** 0.5), "*": PRIOR}},
+    ),
+    "weights that are not normal": lambda: (
+        {"prior": {"Dense_1.kernel": priors.ScaleMixture(0.5, 1.2, 0.3), "*": PRIOR}},
+        {"prior": {"Dense_1.kernel": priors.Normal((8 * (0.5 * 1.2**2 + 0.5 * 0.3**2)) ** 0.5), "*": PRIOR}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_priors_of_the_same_variances_have_the_same_kernel(name, x64):
+    found, expected = (nngp(SMALL, data(), **options) for options in EQUAL[name]())
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_scales_by_input_multiply_the_inputs(x64):
+    """... and inside a model the kernel adds no site."""
+    prior = priors.BySite({"Dense_0.kernel": priors.ARD()}, default=priors.Normal())
+    with handlers.seed(rng_seed=1), handlers.trace() as trace:
+        found = nngp(SMALL, data(), prior=prior, scales={"Dense_0.kernel_scale": SCALES})
+    np.testing.assert_allclose(found, nngp(SMALL, data() * SCALES), rtol=1e-12)
+    assert not trace
+
+
+# -- errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "message"),
+    [
+        (SMALL, lambda: {"prior": priors.Hierarchical()}, r"scales=\{'Dense_0.kernel_scale': 1.0\}"),
+        (SMALL, lambda: {"prior": priors.Normal(), "scales": {"a": 1.0}}, "no hyper-sites"),
+        (SMALL, lambda: {"prior": priors.Hierarchical(), "scales": {"b": 1.0}}, "Dense_0.kernel_scale"),
+        (SMALL, lambda: {"prior": priors.Laplace()}, "'Dense_0.kernel' that are not normal"),
+        (SMALL, lambda: {"prior": {"*.bias": priors.ScaleMixture(), "*": priors.Normal()}}, "'Dense_0.bias'"),
+        (SMALL, lambda: {"prior": priors.StudentT(df=2.0)}, "infinite variance"),
+        (SMALL, lambda: {"prior": dist.Normal(1.0, 1.0)}, "mean other than 0"),
+        (SMALL, lambda: {"prior": {"Dense_0.bias": dist.Normal(0, UNITS), "*": PRIOR}}, "alike"),
+        (SMALL, lambda: {"prior": {"Dense_0.kernel": dist.Normal(0, UNITS), "*": PRIOR}}, "alike"),
+        (
+            SMALL,
+            lambda: {"prior": {"Dense_1.kernel": dist.MultivariateNormal(np.zeros((8, 1)), np.eye(1)), "*": PRIOR}},
+            "independent weights",
+        ),
+        (nn.MLP([8, 1], "relu", nn.BatchNorm()), dict, "BatchNorm_0'.*LayerNorm"),
+        (nn.Sequential([nn.Dense(8), "relu"]), dict, "End it with `nn.Dense`"),
+        (nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]), dict, "needs normal inputs.*without activation"),
+        (nn.Sequential([nn.LayerNorm(), nn.Dense(1)]), dict, "use_scale=False"),
+        (nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]), dict, "before the block"),
+        (nn.Sequential([nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]), dict, "needs weights"),
+        (nn.Sequential(["relu"]), dict, "End it with"),
+        (nn.CNN([4], [1]), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "Conv2d_0.*Layers with a limit: Dense"),
+        (nn.MaxPool(2), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "outputs of shape"),
+        (SMALL, lambda: {"x1": np.full((2, 3), np.nan)}, "NaN"),
+        (SMALL, lambda: {"x1": np.zeros(3)}, r"x\[:, None\]"),
+        (SMALL, lambda: {"x2": np.zeros((2, 2))}, "x2"),
+    ],
+)
+def test_errors_teach(net, options, message):
+    with pytest.raises(ValueError, match=message):
+        nngp(net, **{"x1": data(), **options()})

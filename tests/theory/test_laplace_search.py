@@ -1,0 +1,338 @@
+"""AutoLaplace on its way: the search for the mode, tuned priors and noise, and the models it refuses.
+
+A run of one epoch with L-BFGS keeps its start, so that its first loss is that of the start, and its further losses
+are those after each step of Newton.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import stats
+from zoo import NOISE, ZOO, X, Y
+
+import numpyro_bnn as bnn
+from numpyro_bnn import guides, nn, priors
+
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")]
+
+
+def run(model, structure, *args, **settings):
+    guide = guides.AutoLaplace(model, structure)
+    return guide, guide.run(jax.random.key(0), *args, progress_bar=False, **settings)
+
+
+def data():
+    return jnp.asarray(X, float), jnp.asarray(Y, float)
+
+
+def smooth():
+    """Targets without noise."""
+    return jnp.asarray(X, float), jnp.asarray(np.sin(2 * X[:, 0]) + X[:, 1], float)
+
+
+# -- the search ----------------------------------------------------------------------------------------
+
+
+def little_noise(x, y=None):
+    """A posterior in a narrow curved valley, whose mode is hard to find."""
+    net = bnn.random_network("net", nn.MLP([6, 1], "tanh"), x.shape[1:], priors.Normal())
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.01), obs=y)
+
+
+def test_a_dense_precision_finds_the_mode():
+    """Twenty steps of L-BFGS are far from it; the damped steps of Newton that follow are not, and only go down."""
+    _, fit = run(little_noise, "full", *smooth(), num_epochs=20)
+    assert fit.converged
+    assert fit.losses[-1] < fit.losses[:20].min() - 10
+    assert np.all(np.diff(fit.losses[20:]) < 0)
+
+
+def exponential(y=None):
+    numpyro.sample("y", dist.Normal(jnp.exp(numpyro.sample("w", dist.Normal(0.0, 1.0))), 1e-4), obs=y)
+
+
+def test_a_step_of_newton_is_of_second_order():
+    """At a distance d from the root of exp(w) - y a straight step leaves d^2 / 2, the bent one less than d^3."""
+    d = 0.1
+    start = {"w": jnp.log(2.0) - d}
+    _, fit = run(exponential, "full", jnp.asarray(2.0), init_params=start, num_epochs=1)
+    w = np.log(2.0) + np.array([0.5 * d**2, d**3])
+    straight, bent = -stats.norm.logpdf(w) - stats.norm.logpdf(2.0, np.exp(w), 1e-4)
+    assert fit.losses[1] < bent < straight < fit.losses[0]
+
+
+def test_a_step_of_newton_counts_the_prior():
+    """One damped step of a linear model ends at the mode; without the prior it would leave a ten-thousandth."""
+    start = {"w": jnp.asarray(ZOO["line"].exact.mean["w"] + 1.0)}
+    _, fit = run(ZOO["line"].model, "full", *data(), init_params=start, num_epochs=1)
+    before, after = np.asarray(fit.losses[:2]) - fit.losses[-1]
+    assert after < 1e-5 * before  # the damping is 0.001
+
+
+def without_second_derivative(unit):
+    """tanh with a derivative that has none, or in reverse mode only."""
+
+    @jax.custom_jvp
+    def slope(x):
+        return 1 - jnp.tanh(x) ** 2
+
+    slope.defjvp(lambda x, t: (slope(*x), t[0] * jnp.nan))
+    if unit == "no second derivative":
+        function = jax.custom_jvp(jnp.tanh)
+        function.defjvp(lambda x, t: (jnp.tanh(*x), t[0] * slope(*x)))
+    else:
+        function = jax.custom_vjp(jnp.tanh)
+        function.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
+    return function
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["no second derivative", "reverse mode only"])
+def test_steps_of_newton_are_straight_without_second_derivatives(unit):
+    function = without_second_derivative(unit)
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2, 4]).to_event(2))
+        v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(function(x @ w) @ v, 0.1), obs=y)
+
+    _, fit = run(model, "full", *smooth(), num_epochs=20)
+    assert fit.converged
+
+
+@pytest.mark.slow
+def test_a_fit_without_noise_ends_while_digits_last():
+    """The noise of an exact fit tends to 0; the last point with enough digits for the precision is kept."""
+    inputs = np.random.default_rng(0).normal(size=(200, 3))
+    exact = bnn.models.regression(nn.MLP([20, 1], "tanh"), priors.Normal())
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        guide, fit = run(exact, "full", inputs, np.sin(2 * inputs[:, 0]) + inputs[:, 1], num_epochs=100)
+    assert guide.median(fit.params)["sigma"] < 1e-4
+    assert np.isfinite(fit.log_evidence)
+    found = guide.predictive(fit.params, inputs)
+    assert np.all(found.output_variance["loc"] > 0)
+
+
+def test_a_search_that_overflows_ends_at_its_lowest_point():
+    """The density is NaN beyond 2, where the first steps go."""
+
+    def model(y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(jnp.where(w > 2.0, jnp.nan, 50.0 * w), 30.0), obs=y)
+
+    guide, fit = run(model, "diag", jnp.asarray(140.0))
+    assert np.all(np.isfinite(fit.losses))
+    w = guide.median(fit.params)["w"]
+    lowest = -stats.norm.logpdf(w) - stats.norm.logpdf(140.0, 50.0 * w, 30.0)
+    np.testing.assert_allclose(lowest, np.min(fit.losses), rtol=1e-6)
+
+
+def test_a_start_far_from_the_mode_is_marked():
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        _, fit = run(ZOO["line"].model, "full", *data(), init_params={"w": jnp.full(2, 9.0)}, num_epochs=0)
+    assert not fit.converged
+    x, y = data()
+    gradient = x.T @ (x @ np.full(2, 9.0) - y) / NOISE**2 + 9.0
+    np.testing.assert_allclose(fit.grad_norm, np.linalg.norm(gradient), rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_minibatches_find_the_mode():
+    options = {"batch_size": 6, "num_epochs": 3000, "patience": 3000}
+    guide, fit = run(ZOO["line"].model, "full", *data(), **options)
+    np.testing.assert_allclose(guide.median(fit.params)["w"], ZOO["line"].exact.mean["w"], atol=0.02)
+    assert fit.converged
+
+
+# -- tuned priors and noise ----------------------------------------------------------------------------
+
+
+def log_marginal(prior_sd, noise=NOISE, rows=24):
+    """Of a line whose weights have the prior N(0, prior_sd^2)."""
+    x, y = X[:rows].astype(float), Y[:rows].astype(float)
+    return stats.multivariate_normal(np.zeros(len(y)), noise**2 * np.eye(len(y)) + prior_sd**2 * x @ x.T).logpdf(y)
+
+
+def test_tuned_prior_maximizes_the_evidence():
+    """Of the line by five rows: no other prior sd has more, on a grid of 1 percent."""
+    rows = [part[:5] for part in data()]
+    _, fit = run(ZOO["line"].model, "full", *rows, tune_prior=True, num_rounds=50)
+    assert fit.effective_parameters < 1.9  # of two: the prior matters
+    evidences = [log_marginal(fit.prior_precision["w"] ** -0.5 * factor, rows=5) for factor in np.exp(GRID)]
+    assert abs(int(np.argmax(evidences)) - 20) <= 1
+    np.testing.assert_allclose(fit.log_evidence, max(evidences), atol=1e-3)
+
+
+GRID = np.linspace(-0.2, 0.2, 41)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", ["kron", "low_rank"])
+def test_tuned_priors_of_a_network_are_at_a_maximum_of_the_evidence(structure):
+    """At the same weights, where one epoch keeps them, another prior sd of any site has less."""
+
+    def model(x, y=None, **factors):
+        def prior(name, shape):
+            return dist.Normal(0.0, 0.7 * factors.get(name.replace(".", "_"), 1.0)).expand(shape).to_event()
+
+        net = bnn.random_network("net", nn.MLP([3, 1], "tanh"), x.shape[1:], prior)
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], NOISE), obs=y)
+
+    random = np.random.default_rng(5)
+    point = {f"net/{name}": random.normal(size=shape) for name, shape in nn.MLP([3, 1]).param_shapes((2,)).items()}
+    options = {"init_params": point, "tune_prior": True, "num_rounds": 2, "num_epochs": 1}
+    _, fit = run(model, structure, *data(), **options)
+    tuned = {name: value**-0.5 for name, value in fit.prior_precision.items()}
+
+    def evidence(factors):
+        options = {name.removeprefix("net/").replace(".", "_"): value for name, value in factors.items()}
+        return run(model, structure, *data(), init_params=point, num_epochs=0, **options)[1].log_evidence
+
+    best = evidence(tuned)
+    np.testing.assert_allclose(best, fit.log_evidence, atol=1e-6)
+    for name, value in tuned.items():
+        for factor in (0.9, 1.1):
+            assert evidence(tuned | {name: factor * value}) < best
+
+
+@pytest.mark.slow
+def test_tuning_keeps_the_largest_evidence():
+    """Here the evidence falls after the fourth round: more rounds must not give less."""
+
+    def model(x, y=None):
+        net = bnn.random_network(
+            "net", nn.MLP([3, 1], "tanh"), (2,), lambda _, shape: dist.Normal(0.0, 1.0).expand(shape).to_event()
+        )
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.5), obs=y)
+
+    few, many = (
+        run(model, "diag", *smooth(), tune_prior=True, num_epochs=20, num_rounds=number)[1] for number in (4, 8)
+    )
+    assert many.log_evidence > few.log_evidence - 1e-3
+
+
+@pytest.mark.slow
+def test_tuned_noise_maximizes_the_evidence():
+    """Of a line with noise to be learned: no other noise sd (times its prior) has more; the joint mode is smaller."""
+    guide, fit = run(ZOO["spread"].model, "full", *data(), tune_prior=True, num_rounds=100)
+    scale, sigma = fit.prior_precision["w"] ** -0.5, float(guide.median(fit.params)["sigma"])
+    # The mode is that of the coordinate log sigma.
+    joint = [log_marginal(scale, s) + stats.halfnorm.logpdf(s) + np.log(s) for s in sigma * np.exp(GRID)]
+    assert abs(int(np.argmax(joint)) - 20) <= 1
+    other, plain = run(ZOO["spread"].model, "full", *data())
+    assert other.median(plain.params)["sigma"] < 0.98 * sigma
+    assert fit.converged
+
+
+# -- models --------------------------------------------------------------------------------------------
+
+
+def with_param(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    shift = numpyro.param("shift", jnp.array(5.0))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w + shift, 1.0), obs=y)
+
+
+def test_parameters_of_the_model_stay_as_given():
+    x, y = data()
+    exact = jnp.linalg.solve(x.T @ x + jnp.eye(2), x.T @ (y - 1.0))
+    start = {"shift": jnp.asarray(1.0), "w": exact}
+    guide, fit = run(with_param, "full", x, y, init_params=start, num_epochs=0)
+    assert fit.grad_norm < 1e-9
+    assert fit.params["shift"] == 1.0
+    np.testing.assert_allclose(guide.predictive(fit.params, x).mean, x @ exact + 1.0)
+
+
+def test_prediction_needs_the_model_of_the_run():
+    def model(x, y=None, moved=True):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        shift = numpyro.sample("shift", dist.Normal(0.0, 1.0)) if moved else 0.0
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w + shift, 1.0), obs=y)
+
+    guide, fit = run(model, "diag", *data(), num_epochs=0)
+    with pytest.raises(ValueError, match=r"without the site .shift. of the run"):
+        guide.predictive(fit.params, data()[0], moved=False)
+
+
+def observed(likelihood, prior=None, factor=False):
+    """y ~ likelihood(x w)."""
+
+    def model(x, y=None):
+        prior_of_w = dist.Normal(0.0, 1.0).expand([x.shape[1]]) if prior is None else prior().expand([x.shape[1]])
+        w = numpyro.sample("w", prior_of_w.to_event(1))
+        if factor:
+            numpyro.factor("extra", -jnp.sum(w**4))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", likelihood(x @ w), obs=y)
+
+    return model
+
+
+def discrete(x, y=None):
+    w, on = numpyro.sample("w", dist.Normal(0.0, 1.0)), numpyro.sample("on", dist.Bernoulli(0.5))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(on * w, 1.0), obs=y)
+
+
+def local(x, y=None):
+    with numpyro.plate("data", x.shape[0], subsample_size=4) as i:
+        numpyro.sample("y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=y[i])
+
+
+def heavy(x, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.StudentT(3.0, 0.0, scale))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x[:, 0] * w, 1.0), obs=y)
+
+
+def noise(f):
+    return dist.Normal(f, 1.0)
+
+
+STUDENT = partial(dist.StudentT, 3.0)
+
+# Model, structure and options, and the refusal.
+REFUSED = {
+    "likelihood": (
+        lambda: observed(lambda f: dist.Cauchy(f, 1.0)), "full", {}, "'y' with a Cauchy likelihood.*AutoLaplaceApprox"
+    ),
+    "factor": (lambda: observed(noise, factor=True), "full", {}, "'extra' with a factor"),
+    "discrete": (lambda: discrete, "full", {}, "the discrete latent site 'on'"),
+    "local": (lambda: local, "full", {}, "the local site 'z' in plate 'data'"),
+    "Laplace prior": (
+        lambda: observed(noise, dist.Laplace), "full", {}, "'w' with a Laplace prior, which has no second derivative"
+    ),
+    "scale of another family": (lambda: heavy, "full", {}, "'w', whose StudentT prior depends on {'scale'}"),
+    "other prior in kron": (
+        lambda: observed(noise, STUDENT), "kron", {}, "'w', whose prior is not Normal with one scale"
+    ),
+    "parameter": (lambda: with_param, "full", {}, "a model with the parameter 'shift', and no value for it"),
+    "random numbers": (lambda: ZOO["random inside"].model, "full", {}, "random numbers of its own"),
+    "nothing to tune": (
+        lambda: observed(noise, STUDENT), "full", {"tune_prior": True}, "without a site that has a Normal prior of"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_it_cannot_take_are_refused(name):
+    model, structure, options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        run(model(), structure, *data(), **options)
+
+
+def test_too_many_unknowns_of_a_dense_precision_are_refused():
+    with pytest.raises(ValueError, match=r"'full' for 10001 unknowns.*Use .kron., .low_rank. or .diag., or `sites=`"):
+        run(observed(noise), "full", jnp.ones((3, 10_001)), jnp.ones(3))

@@ -1,0 +1,200 @@
+"""Latent sites inside subsampled plates: chains of the model that declares them outside, exactly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group, refused, walk
+from numpyro import handlers
+from numpyro.infer import MCMC
+from numpyro.infer.reparam import LocScaleReparam
+from scipy import stats
+
+from numpyro_bnn import infer, to_inference_data
+
+G, B, N = 7, 3, 4  # groups, those of a minibatch, rows of a group
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(G, N))
+    y = 0.5 * x + rng.normal(size=(G, 1)) + 0.3 * rng.normal(size=(G, N))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+
+
+def observe(y, i, mean):
+    numpyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=y[i])
+
+
+def effects(inside):
+    """One effect per group."""
+
+    def model(x, y, batch_size=B):
+        tau = numpyro.sample("tau", dist.LogNormal(-0.5, 0.5))
+        with numpyro.plate("all", G):
+            b = None if inside else numpyro.sample("b", dist.Normal(0.3, tau))
+        with numpyro.plate("groups", G, subsample_size=batch_size) as i:
+            rows = numpyro.sample("b", dist.Normal(0.3, tau)) if inside else b[i]
+            observe(y, i, rows[:, None] * x[i])
+
+    return model
+
+
+def several(inside):
+    """Vectors of effects; positive effects, of which one prior depends on the data of the group and one on another
+    effect; priors that some groups lack."""
+
+    def model(x, y, batch_size=B):
+        def draw(x):
+            prior = dist.MultivariateNormal(jnp.zeros(2), jnp.array([[1.0, 0.3], [0.3, 0.5]]))
+            s = numpyro.sample("s", dist.LogNormal(x[:, 0], 0.5))
+            with handlers.mask(mask=x[:, 0] > 0):
+                c = numpyro.sample("c", dist.Normal(0.3, 0.7))
+            return s, numpyro.sample("t", dist.Gamma(2.0, s)), numpyro.sample("b", prior), c
+
+        with numpyro.plate("all", G):
+            outside = None if inside else draw(x)
+        with numpyro.plate("groups", G, subsample_size=batch_size) as i:
+            s, t, b, c = draw(x[i]) if inside else (value[i] for value in outside)
+            observe(y, i, (s + b[:, 1])[:, None] * x[i] + (t + b[:, 0] + c)[:, None])
+
+    return model
+
+
+def crossed(inside):
+    """Two subsampled plates, nested, with effects of the first and of both."""
+
+    def model(x, y, batch_size=B):
+        rows = numpyro.plate("groups", G, subsample_size=batch_size, dim=-2)
+        columns = numpyro.plate("columns", N, subsample_size=2, dim=-1)
+        if not inside:
+            with numpyro.plate("all", G, dim=-2):
+                b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+                with numpyro.plate("every", N, dim=-1):
+                    c = numpyro.sample("c", dist.LogNormal(0.0, 1.0))
+        with rows as i:
+            effect = numpyro.sample("b", dist.Normal(0.0, 1.0)) if inside else b[i]
+            with columns as j:
+                cell = numpyro.sample("c", dist.LogNormal(0.0, 1.0)) if inside else c[i[:, None], j]
+                numpyro.sample("y", dist.Normal(effect + cell, 1.0), obs=y[i[:, None], j])
+
+    return model
+
+
+def missing(inside):
+    """Observations that are missing are latent sites, which NumPyro makes."""
+
+    def model(x, y, batch_size=B):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+        with numpyro.plate("all", G):
+            if not inside:
+                missed = numpyro.sample("y_unobserved", dist.Normal(mu * x[:, 1], 1.0).mask(x[:, 0] <= 0))
+        with numpyro.plate("groups", G, subsample_size=batch_size) as i:
+            seen, fn = x[i, 0] > 0, dist.Normal(mu * x[i, 1], 1.0)
+            if inside:
+                values = numpyro.sample("y", fn, obs=y[i, 0], obs_mask=seen)
+            else:
+                numpyro.sample("y_observed", fn.mask(seen), obs=y[i, 0])
+                values = jnp.where(seen, y[i, 0], missed[i])
+            numpyro.sample("v", dist.Normal(values, 1.0), obs=y[i, 1])
+
+    return model
+
+
+def scoped(inside):
+    not_centered = handlers.reparam(effects(inside), {"b": LocScaleReparam(0.0)})
+    return handlers.scale(handlers.scope(not_centered, prefix="a"), 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("make", [several, crossed, missing, scoped], ids=lambda make: make.__name__)
+def test_chains_are_those_of_the_model_with_locals_outside(make, temperature):
+    """With control variates: the gradient of all groups at the start, then that of minibatches."""
+    args = data()
+
+    def moved(inside):
+        options = {"temperature": temperature, "gradient": "control_variates", "warm_start": 0.0}
+        kernel = infer.SGLD(make(inside), 0.02, steps_per_draw=1, **options)
+        start = kernel.init(jax.random.key(0), 0, None, args, {}).z
+        return walk(kernel, 4, args, start={name: 0.3 * jnp.ones_like(value) for name, value in start.items()})[1]
+
+    found, expected = moved(True), moved(False)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_some():
+    """Without noise from effects of 0; some groups are in no minibatch, but none has the gradient of another."""
+    x, y = data()
+    kernel = infer.SGLD(effects(True), 0.02, temperature=0.0, steps_per_draw=1, warm_start=0.0)
+    _, draws = walk(kernel, 1, (x, y), start={"tau": jnp.zeros(()), "b": jnp.zeros(G)})
+    prior, likelihood = 0.3, G / B * (np.asarray(x) * np.asarray(y)).sum(1) / 0.25
+    in_batch = np.abs(draws["b"][0] - 0.01 * (prior + likelihood)) < 1e-5
+    assert in_batch.sum() == B
+    np.testing.assert_allclose(draws["b"][0][~in_batch], 0.01 * prior, rtol=1e-4)
+
+
+KERNELS = {
+    "SGLD": lambda model: infer.SGLD(model, warm_start=infer.WarmStart(0.5, held_out=0.3), steps_per_draw=3),
+    "SGNHT": lambda model: infer.SGNHT(model, gradient="control_variates", steps_per_draw=3),
+    "MCLMC": lambda model: infer.MCLMC(model, steps_per_draw=3),
+    "GGMC": lambda model: infer.GGMC(model, steps_per_draw=3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.parametrize("name", KERNELS)
+def test_draws_are_exported_by_group(name):
+    """Each draw of the group's effects, and the log likelihood of all groups at it; groups may be held out."""
+    x, y = data()
+    mcmc = MCMC(KERNELS[name](effects(True)), num_warmup=8, num_samples=5, progress_bar=False)
+    mcmc.run(jax.random.key(0), x, y)
+    draws = mcmc.get_samples()
+    assert {name: value.shape for name, value in draws.items()} == {"b": (5, G), "tau": (5,)}
+    assert np.isfinite(draws["b"]).all()
+    found = to_inference_data(mcmc)
+    posterior = group(found, "posterior")["b"]
+    assert posterior.dims == ("chain", "draw", "groups")
+    np.testing.assert_array_equal(posterior[0], draws["b"])
+    density = stats.norm(np.asarray(draws["b"])[..., None] * x, 0.5).logpdf(y).sum(-1)
+    np.testing.assert_allclose(group(found, "log_likelihood")["y"][0], density, rtol=1e-4)
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def outside(x, y):
+    with numpyro.plate("groups", G, subsample_size=B) as i:
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        observe(y, i, b[:, None] * x[i])
+    numpyro.factor("penalty", -jnp.sum(b**2))
+
+
+def fixed_rows(x, y):
+    with numpyro.plate("groups", G, subsample_size=B):
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(b, 1.0), obs=y[:B, 0])
+
+
+def discrete(x, y):
+    with numpyro.plate("groups", G, subsample_size=B) as i:
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        observe(y, i, k[:, None] * x[i])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (outside, "site 'penalty' outside of plate 'groups', whose indices"),
+        (fixed_rows, "site 'y' in plate 'groups', whose value is not one row"),
+        (discrete, "discrete latent site 'k'"),
+    ],
+)
+def test_likelihoods_that_would_be_wrong_are_refused_with_locals_too(model, message):
+    with refused("model", message):
+        infer.SGLD(model, 1e-4).init(jax.random.key(0), 0, None, data(), {})

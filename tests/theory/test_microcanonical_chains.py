@@ -1,0 +1,246 @@
+"""The warm-up of the microcanonical kernel, the bias it reports, and the steps it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group, walk
+from numpyro.infer import MCMC
+from scipy import stats
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer
+
+SCALES = np.exp(np.linspace(-1.5, 1.5, 40)).astype(np.float32)
+CORRELATION = 0.7
+FAR = 30 * SCALES  # a mean
+
+
+def gaussian():
+    """Pairs of correlated coordinates of 40 scales, off the origin: no diagonal preconditioner makes it round."""
+    x = numpyro.sample("x", dist.Normal(FAR, SCALES).to_event(1))
+    root = (1 - CORRELATION**2) ** 0.5
+    numpyro.sample("y", dist.Normal(CORRELATION * (x - FAR), root * SCALES).to_event(1))
+
+
+def run(kernel, num_warmup, num_samples, *args, chains=4, start=None, fields=(), **kwargs):
+    options = {"num_warmup": num_warmup, "num_samples": num_samples, "num_chains": chains}
+    mcmc = MCMC(kernel, chain_method="vectorized", progress_bar=False, **options)
+    mcmc.run(jax.random.key(0), *args, init_params=start, extra_fields=fields, **kwargs)
+    return mcmc
+
+
+def by_chain(mcmc, field):
+    return np.asarray(mcmc.get_extra_fields(group_by_chain=True)[field])
+
+
+# -- the warm-up ------------------------------------------------------------------------------------------
+
+
+def test_implied_bias_is_the_inverse_of_the_energy_variance_of_leapfrog_steps():
+    bias = np.array([0.0, 1e-4, 0.05, 0.7, 10.0])
+    np.testing.assert_allclose(infer.implied_bias(4 * bias**3 / (1 + bias) ** 2), bias, rtol=1e-6)
+    first, last = infer.MCLMC(gaussian).energy_targets
+    np.testing.assert_allclose(infer.implied_bias(last), 0.05)  # bias_tolerance
+    assert first == 100 * last  # or where steps have errors of a quarter of the largest that is taken
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("integrator", ["mclachlan", "leapfrog"])
+def test_warm_up_meets_its_target_and_tells_the_bias(integrator):
+    mcmc = run(infer.MCLMC(gaussian, integrator=integrator, steps_per_draw=20), 400, 500)
+    state, kernel = mcmc.last_state, mcmc.sampler
+    _, target = kernel.energy_targets
+    # Energy errors of 1500 correlated steps of warm-up: relative standard error about (2 / 400)^(1/2).
+    energy = by_chain(mcmc, "energy_variance").mean(1)
+    np.testing.assert_allclose(energy, target, rtol=0.35)
+    about = kernel.describe(state)
+    np.testing.assert_allclose(about["implied_bias"], infer.implied_bias(energy.max()), rtol=1e-3)
+    assert about["biased"]
+    # The mean over directions of the bias is within what is said.
+    draws = mcmc.get_samples(group_by_chain=True)
+    white = [(np.asarray(draws[name], float) - mean) / SCALES for name, mean in (("x", FAR), ("y", 0.0))]
+    squares = (np.concatenate(white, -1) ** 2).mean((1, 2))
+    error = 2 * squares.std() / len(squares) ** 0.5  # of four chains: a t distribution
+    assert abs(squares.mean() - 1) < about["implied_bias"] + 3 * error
+    # The length is that of a spread of one in 80 whitened directions; scales are those of the prior.
+    np.testing.assert_allclose(state.decoherence_length, 80**0.5, rtol=0.35)
+    learned = np.asarray(state.engine.adaptation)[:, :40]
+    ratio = np.log(learned / SCALES)
+    assert np.abs(ratio - ratio.mean(1, keepdims=True)).max() < 0.35
+    idata = bnn.to_inference_data(mcmc)
+    for name in ("energy_variance", "decoherence_length"):
+        assert group(idata, "sample_stats")[name].shape == (4, 500)
+    assert "implied_bias_bound" in idata.attrs
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("given", [None, 1e-9], ids=["from below", "from above"])
+def test_energy_errors_follow_their_target(given):
+    """They grow with the sixth power of the step size, so transitions correct what they saw at other step sizes. By
+    default the target starts at errors of a twelfth of the largest taken, far below a hundred times the last target,
+    and falls geometrically. In 10,000 directions errors of single transitions are still off by a factor of two.
+    """
+    size = 10_000
+    sd = np.exp(np.linspace(-1, 1, size)).astype(np.float32)
+
+    def wide():
+        numpyro.sample("x", dist.Normal(0.0, sd).to_event(1))
+
+    start = {"x": jnp.asarray(sd * np.random.default_rng(0).normal(size=size), jnp.float32)}
+    options = {"warm_start": 0.0, "preconditioner": "identity", "steps_per_draw": 20, "energy_variance": given}
+    kernel = infer.MCLMC(wide, **options)
+    _, (energy, steps) = walk(
+        kernel, 60, start=start, warmup=60, keep=lambda state: (state.energy_variance, state.step_size)
+    )
+    first, last = kernel.energy_targets
+    if given is None:
+        limit = kernel.max_energy_error(size)
+        assert limit == pytest.approx(24 * (size * last) ** 0.5)
+        first = (limit / 12) ** 2 / size
+        assert first < 10 * last
+        given = infer.MCLMC(wide, energy_variance=(0.5, 0.1))  # the limit contains the targets of a user
+        assert given.max_energy_error(1000) == pytest.approx(12 * 500**0.5)
+        assert kernel.max_energy_error(10) == 15
+    target = np.r_[first * (last / first) ** (np.arange(36) / 36), np.full(24, last)]
+    ratio = energy / target
+    assert abs(ratio[12:36].mean() - 1) < 0.5
+    assert abs(ratio[36:].mean() - 1) < 0.5
+    assert (steps[1:] / steps[:-1]).max() < 1.2501
+    assert steps[12:].max() < 1.5 * steps[12:].min()  # errors at other step sizes would lead far off, and back
+
+
+def autocorrelation_time(draws):
+    """Pairs of autocorrelations are summed until one is negative; the mean over coordinates, lag by lag."""
+    times = []
+    for column in (draws - draws.mean(0)).T:
+        lags = np.array([column[: len(draws) - lag] @ column[lag:] for lag in range(len(draws) // 2 * 2)])
+        pairs = (lags / lags[0]).reshape(-1, 2).sum(1)
+        first = np.flatnonzero(pairs <= 0)
+        times.append(max(2 * pairs[: first[0] if len(first) else None].sum() - 1, 1 / len(draws)))
+    return np.mean(times)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_lengths_are_a_share_of_the_distance_traveled_per_effective_draw():
+    """0.4 of it, where draws are correlated: as one step apart. Before, they are the spread of the whitened draws."""
+    kernel = infer.MCLMC(gaussian, warm_start=0.0, steps_per_draw=1)
+    keep = {"keep": lambda state: (state.z, state.decoherence_length, state.step_size, state.engine.adaptation)}
+    _, (z, lengths, steps, scales) = walk(kernel, 400, warmup=400, **keep)
+    changes = np.flatnonzero(np.diff(lengths) != 0) + 1
+    assert len(changes) == 3
+    middle, late, end = changes  # where variances set it, where they set it again, and where correlations do
+    flat = np.concatenate([z["x"], z["y"]], 1).astype(float)
+    spread = (flat[middle - 80 : middle + 1].var(0, ddof=1) / scales[middle] ** 2).sum() ** 0.5
+    assert lengths[middle] == pytest.approx(spread, rel=0.15)
+    white = flat[late + 1 : end + 1] / scales[end]
+    expected = 0.4 * autocorrelation_time(white) * steps[end + 1]
+    assert lengths[end] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
+def test_fixed_values_stay():
+    kernel = infer.MCLMC(gaussian, 0.3, decoherence_length=4.0, preconditioner="identity", steps_per_draw=5)
+    state = run(kernel, 60, 5, chains=2).last_state
+    np.testing.assert_allclose(state.step_size, 0.3)
+    np.testing.assert_allclose(state.decoherence_length, 4.0)
+
+
+# -- refused steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_tiny_errors_at_the_mode_do_not_lengthen_the_steps_at_once():
+    """A learned scale of 500 weights that the data know well: its direction has rare, very large energy errors. The
+    first transitions have errors of 1e-11; they tripled the step size, and errors of 100 nats followed. No step that
+    is kept has an error above the limit."""
+    known = 2 * np.random.default_rng(0).normal(size=500).astype(np.float32)
+
+    def funnel():
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([500]).to_event(1))
+        numpyro.sample("y", dist.Normal(scale * z, 0.2).to_event(1), obs=known)
+
+    kernel = infer.MCLMC(funnel, warm_start=0.0, steps_per_draw=30)
+    options = {"num_warmup": 60, "num_samples": 40, "num_chains": 4, "chain_method": "vectorized"}
+    mcmc = MCMC(kernel, progress_bar=False, **options)
+    start = {"scale": jnp.full(4, np.log(2.0)), "z": jnp.tile(known / 2, (4, 1))}
+    fields = ("energy_variance", "step_size")
+    mcmc.warmup(jax.random.key(0), init_params=start, extra_fields=fields, collect_warmup=True)
+    sizes = by_chain(mcmc, "step_size")
+    assert (sizes[:, 1:] / sizes[:, :-1]).max() < 1.2501
+    mcmc.run(jax.random.key(1), extra_fields=("energy_variance",))
+    limit = kernel.max_energy_error(501)
+    assert by_chain(mcmc, "energy_variance").max() <= limit**2 / 501
+    about = bnn.to_inference_data(mcmc).attrs
+    assert about["implied_bias"] < 0.1
+    assert about["frozen"] == "[False, False, False, False]"
+    assert about["max_energy_error"] == pytest.approx(limit)
+    assert max(json.loads(about["refused_steps"])) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_a_cliff_that_no_gradient_shows_is_not_passed():
+    """Most steps see gradients only: they are undone together. The density up to the edge is the truncated one."""
+
+    def cliff():
+        x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([20]).to_event(1))
+        numpyro.factor("cliff", jnp.where(x[0] > 1.0, -1e4, 0.0))
+
+    kernel = infer.MCLMC(cliff, 0.4, warm_start=0.0, steps_per_draw=40, preconditioner="identity")
+    start, fields = {"x": jnp.zeros((16, 20))}, ("refused_steps",)
+    mcmc = run(kernel, 10, 400, chains=16, start=start, fields=fields)
+    x = np.asarray(mcmc.get_samples(group_by_chain=True)["x"], np.float64)[..., 0]
+    assert x.max() <= 1
+    refused = by_chain(mcmc, "refused_steps")
+    assert set(np.unique(np.round(40 * refused))) >= {0, 30}  # blocks of thirty, and single steps
+    exact, means = stats.truncnorm(-np.inf, 1.0).mean(), x.mean(1)
+    error = means.std(ddof=1) / 4
+    assert abs(means.mean() - exact) < 5 * error  # t with 15 degrees of freedom: failure rate 2e-4
+    assert error < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steers", [False, True])
+def test_steps_that_are_not_finite_are_not_taken(steers):
+    """After warm-up too: a region without density is a wall, not the end of the chain. Steps that are chosen get so
+    short that hardly more than one in 64 is refused, as energy errors alone would not make them."""
+
+    def walled():
+        x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([10]).to_event(1))
+        numpyro.factor("wall", jnp.where(x[0] < 1, 0.0, jnp.nan) * x[0])
+
+    options = {"preconditioner": "identity"} if steers else {"step_size": 0.5}
+    kernel = infer.MCLMC(walled, warm_start=0.0, steps_per_draw=20, **options)
+    fields, count = ("refused_steps", "diverging"), 60 if steers else 10
+    mcmc = run(kernel, count, 100, chains=2, start={"x": jnp.zeros((2, 10))}, fields=fields)
+    x = np.asarray(mcmc.get_samples()["x"])
+    assert np.isfinite(x).all()
+    assert x[:, 0].max() < 1
+    assert not by_chain(mcmc, "diverging").any()
+    refused = by_chain(mcmc, "refused_steps")
+    assert (refused.max(1) > 0).all()
+    if steers:
+        assert refused.mean() < 1.5 / 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step_size", [1e-9, 1e10])
+def test_a_chain_that_takes_no_step_is_marked(step_size):
+    """Steps so short that they are lost in rounding, or so long that all are refused."""
+    mcmc = run(infer.MCLMC(gaussian, step_size, steps_per_draw=10), 40, 20, chains=2)
+    assert np.isnan(mcmc.get_samples()["x"]).all()
+    with pytest.warns(UserWarning, match=r"diverged \(chain 0 at step"):
+        about = bnn.to_inference_data(mcmc).attrs
+    assert about["frozen"] == "[True, True]"
+    assert about["refused_steps"] == "[1.0, 1.0]"
+    assert np.isnan(about["implied_bias"])

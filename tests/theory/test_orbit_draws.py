@@ -1,0 +1,516 @@
+"""Moves along symmetries: exact densities on the orbit, priors that stay, walks that adapt; quotients likewise.
+
+Where the likelihood ignores all sites the posterior is the prior; moves run around a kernel that stays where it is.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import refused
+from jax import random
+from numpyro import handlers
+from orbits import Still, after_moves
+from scipy import stats
+
+from numpyro_bnn import infer, symmetry
+from numpyro_bnn.symmetry import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+
+RATE = 1e-6  # failure rate of a comparison
+
+
+def ignored(y=None):
+    """Data that no other site has an effect on."""
+    numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+
+def moves(symmetries, **options):
+    return lambda kernel: infer.OrbitMoves(kernel, symmetries, **options)
+
+
+def methods(described):
+    """How a kernel moves along each symmetry, as the attributes of its results tell."""
+    return [entry.rpartition(": ")[2] for entry in described["orbit_moves"].split("; ")]
+
+
+def prior_draws(model, size=4000, args=()):
+    def draw(key):
+        trace = handlers.trace(handlers.seed(model, key)).get_trace(*args)
+        return {name: site["value"] for name, site in trace.items() if name != "y"}
+
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(draw))(random.split(random.key(0), size)))
+
+
+# -- from one point: the density on the orbit ------------------------------------------------------------
+
+LOC, SD = np.array([[0.4, -1.0], [2.0, 0.3]]), np.array([[0.5, 2.0], [1.5, 0.8]])
+W, V = np.array([[0.3, -1.2], [0.7, 1.9]]), np.array([[1.1], [-0.6]])
+CHAINS = 4000
+
+
+def log_normal(value, loc, sd):
+    return -0.5 * ((value - loc) / sd) ** 2
+
+
+# Symmetry, method, and the log density of the group element g of unit u with respect to the Haar measure.
+EXACT_DRAWS = {
+    "radius": (
+        Scale([("radius w", 1)]),
+        "gig",
+        lambda g, u: 2 * g + log_normal(np.exp(g) * W[:, [u]], 0.0, SD[:, [u]]).sum(0),
+    ),
+    "factor": (
+        Rescale([("factor w", 1)], [("factor v", 0)]),
+        "gig",
+        lambda g, u: (
+            (2 - 1) * g
+            + log_normal(np.exp(g) * W[:, [u]], 0.0, SD[:, [u]]).sum(0)
+            + log_normal(np.exp(-g) * V[u], 0.0, 0.7)
+        ),
+    ),
+    "shift": (
+        Shift([("shift w", 1)]),
+        "normal",
+        lambda g, u: log_normal(g + W[:, [u]], LOC[:, [u]], SD[:, [u]]).sum(0),
+    ),
+    "shift of one element": (Shift([("one v", 0)]), "prior", lambda g, u: log_normal(g + V[u], 0.0, 0.7)),
+}
+REDRAWN, SIGNS = JointScale("weights", "precision", -2.0), SignFlip([("radius w", 1)])
+
+
+def independent(y=None):
+    for name in ("radius", "factor", "shift"):
+        loc = LOC if name == "shift" else 0 * LOC
+        numpyro.sample(f"{name} w", dist.Normal(jnp.asarray(loc), jnp.asarray(SD)).to_event(2))
+    for name in ("factor", "one"):
+        numpyro.sample(f"{name} v", dist.Normal(jnp.zeros((2, 1)), 0.7).to_event(2))
+    precision = numpyro.sample("precision", dist.Gamma(2.0, 2.0))
+    numpyro.sample("weights", dist.Normal(0.0, precision**-0.5).expand([3]).to_event(1))
+    ignored(y)
+
+
+START = {
+    **{f"{name} w": W for name in ("radius", "factor", "shift")},
+    **{f"{name} v": V for name in ("factor", "one")},
+    "precision": np.array(3.0),
+    "weights": np.array([0.5, -1.0, 2.0]),
+}
+
+
+def from_one_point(symmetries, **options):
+    draws = {name: jnp.broadcast_to(jnp.float32(value), (CHAINS, *value.shape)) for name, value in START.items()}
+    return after_moves(moves(symmetries, **options.pop("moves", {})), independent, draws, (0.3,), **options)
+
+
+@cache
+def one_transition():
+    return from_one_point([*(s for s, _, _ in EXACT_DRAWS.values()), REDRAWN, SIGNS])
+
+
+def elements_of(name, after):
+    """Group elements (S, U) of a move of sites that started at W and V."""
+    site = EXACT_DRAWS[name][0].sites[0]
+    now = after[site][:, 0] if site.endswith("w") else after[site][..., 0]
+    before = W[0] if site.endswith("w") else V[:, 0]
+    return np.log(np.abs(now / before)) if name in ("radius", "factor") else now - before
+
+
+def assert_density_on_the_orbit(name, after):
+    """Kolmogorov-Smirnov against quadrature, and units draw independently."""
+    drawn, grid = elements_of(name, after), np.linspace(-12.0, 12.0, 40_001)
+    for unit in range(2):
+        log_density = EXACT_DRAWS[name][2](grid, unit)
+        density = np.exp(log_density - log_density.max())
+        cdf = np.cumsum(density) / density.sum()
+        assert stats.kstest(drawn[:, unit], lambda x, cdf=cdf: np.interp(x, grid, cdf)).pvalue > RATE
+    assert abs(np.corrcoef(drawn.T)[0, 1]) < 5 / np.sqrt(CHAINS)
+
+
+@pytest.mark.parametrize("name", EXACT_DRAWS)
+def test_exact_draws_have_the_density_on_the_orbit(name):
+    described, after, _ = one_transition()
+    assert methods(described)[list(EXACT_DRAWS).index(name)] == EXACT_DRAWS[name][1]
+    assert_density_on_the_orbit(name, after)
+
+
+def test_a_redrawn_precision_keeps_the_standardized_weights():
+    described, after, _ = one_transition()
+    assert methods(described)[-2:] == ["scale prior", "flip"]
+    assert stats.kstest(after["precision"], stats.gamma(2.0, scale=0.5).cdf).pvalue > RATE
+    standard = after["weights"] * np.sqrt(after["precision"] / 3.0)[:, None]
+    np.testing.assert_allclose(standard, np.broadcast_to(START["weights"], standard.shape), rtol=1e-5)
+
+
+def test_moves_of_one_transition_are_independent_and_follow_one_another():
+    """Signs move after radii of the same site; elements of all symmetries are uncorrelated."""
+    _, after, _ = one_transition()
+    signs = np.sign(after["radius w"][:, 0] / W[0])
+    np.testing.assert_array_equal(signs, np.sign(after["radius w"][:, 1] / W[1]))
+    for column in signs.T:
+        assert stats.binomtest(int((column > 0).sum()), CHAINS).pvalue > RATE
+    assert (after["factor w"] / W > 0).all()
+    elements = np.column_stack([*(elements_of(name, after) for name in EXACT_DRAWS), signs, after["precision"]])
+    correlations = np.corrcoef(elements.T) - np.eye(elements.shape[1])
+    # 55 pairs of at most standard correlation errors each: five of them, 6e-7 each.
+    assert np.abs(correlations).max() < 5.5 / np.sqrt(CHAINS)
+
+
+def test_walks_have_the_density_of_exact_draws():
+    """Where the likelihood enters the ratio moves are walks; it ignores these sites."""
+    described, after, _ = from_one_point([EXACT_DRAWS["factor"][0]], moves={"exact": False}, transitions=60)
+    assert methods(described) == ["walk"]
+    assert_density_on_the_orbit("factor", after)
+
+
+# -- from draws of the prior: it stays the prior ---------------------------------------------------------
+
+COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
+RING = np.eye(4) + 0.4 * (np.roll(np.eye(4), 1, axis=0) + np.roll(np.eye(4), -1, axis=0))
+HIGH = np.array([1.0, 1.2])
+
+
+class Units(NamedTuple):
+    """A site of dependent units or of units with means of their own, how it moves, and whether only in slow tests."""
+
+    group: type
+    method: str
+    loc: Any
+    covariance: Any
+    slow: bool = False
+
+
+def apart(loc, method, slow=False):
+    return Units(Permutation, method, np.array(loc), np.eye(len(loc)), slow)
+
+
+# Orders are accepted only if all orders are equally likely: neither one exchange of units nor a rotation shows it.
+UNITS = {
+    "flip": Units(SignFlip, "flip", np.zeros(3), COUPLED),
+    "scale": Units(Scale, "walk", np.zeros(3), COUPLED),
+    "shift": Units(Shift, "walk", np.zeros(3), COUPLED, slow=True),
+    "ring": Units(Permutation, "shuffle", np.zeros(4), RING),
+    "even": Units(Permutation, "order", np.zeros(4), 0.6 * np.eye(4) + 0.4, slow=True),
+    "pinned 2": apart([0.0, 6.0], "shuffle", slow=True),
+    "pinned 3": apart([0.0, 6.0, 12.0], "shuffle", slow=True),
+    "alike 2": apart([0.0, 0.0], "order", slow=True),
+    "alike 3": apart([0.0, 0.0, 0.0], "order", slow=True),
+    "two of three": apart([0.0, 0.0, 6.0], "shuffle"),
+}
+
+
+@cache
+def units_from_the_prior(slow):
+    chosen = {name: row for name, row in UNITS.items() if row.slow == slow}
+
+    def model(y=None):
+        for name, row in chosen.items():
+            if (row.covariance == np.eye(len(row.loc))).all():
+                numpyro.sample(name, dist.Normal(jnp.asarray(row.loc), 1.0).to_event(1))
+            else:
+                numpyro.sample(name, dist.MultivariateNormal(jnp.asarray(row.loc), jnp.asarray(row.covariance)))
+        ignored(y)
+
+    before = prior_draws(model, 20_000)
+    symmetries = [row.group([(name, 0)]) for name, row in chosen.items()]
+    with jax.debug_key_reuse(True):  # no move uses a key twice
+        described, after, _ = after_moves(moves(symmetries), model, before, (0.3,), transitions=4)
+    assert methods(described) == [row.method for row in chosen.values()]
+    return before, after
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if row.slow else []) for name, row in UNITS.items()]
+)
+def test_dependent_units_keep_their_prior(name):
+    """First and second moments within 5 standard errors (6e-7 each); Var(x y) = 1 + r^2 of standard normals."""
+    before, after = (draws[name] for draws in units_from_the_prior(UNITS[name].slow))
+    row, number = UNITS[name], len(after)
+    centered, error = after - row.loc, np.sqrt((1 + row.covariance**2) / number)
+    np.testing.assert_allclose(centered.mean(0), 0.0, atol=5 / np.sqrt(number))
+    np.testing.assert_array_less(np.abs(centered.T @ centered / number - row.covariance), 5 * error)
+    # Units that are pinned 6 sd apart keep their order, others move: all of them where they move one by one.
+    changed = np.abs(after - before) > 1e-5
+    if row.group is Permutation:
+        assert np.mean(changed.any(1)) < 0.01 if "pinned" in name else np.mean(changed.any(1)) > 0.2
+    else:
+        assert (changed.mean(0) > 0.2).all()
+
+
+@cache
+def bounds_from_the_prior():
+    def model(y=None):
+        s = numpyro.sample("s", dist.Gamma(3.0, 2.0))
+        numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
+        numpyro.sample("t", dist.HalfNormal(s))
+        r = numpyro.sample("r", dist.Uniform(0.5, 2.0))
+        numpyro.sample("u", dist.Uniform(0.0, r))
+        numpyro.sample("v", dist.Normal(0.0, r).expand([2]).to_event(1))
+        numpyro.sample("bounded", dist.Uniform(0.0, jnp.asarray(HIGH)).to_event(1))
+        ignored(y)
+
+    before = prior_draws(model)
+    symmetries = [JointScale("w", "s"), JointScale("v", "r"), Permutation([("bounded", 0)])]
+    with jax.debug_key_reuse(True):
+        described, after, _ = after_moves(moves(symmetries), model, before, (0.3,), transitions=3)
+    assert methods(described) == ["hyperprior", "hyperprior", "shuffle"]
+    return before, after
+
+
+def test_redrawn_scales_are_corrected_for_sites_that_stay():
+    """One site below has a density that depends on the scale, another one a support."""
+    before, after = bounds_from_the_prior()
+    for name in ("t", "u"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
+    for name in ("s", "r"):
+        assert (np.abs(after[name] / before[name] - 1) > 1e-4).mean() > 0.5
+    assert stats.kstest(after["s"], stats.gamma(3.0, scale=0.5).cdf).pvalue > RATE
+    assert stats.kstest((after["w"] / after["s"][:, None]).ravel(), stats.norm.cdf).pvalue > RATE
+    assert stats.kstest(after["t"] / after["s"], stats.halfnorm.cdf).pvalue > RATE
+    assert stats.kstest(after["r"], stats.uniform(0.5, 1.5).cdf).pvalue > RATE
+    assert stats.kstest(after["u"] / after["r"], stats.uniform.cdf).pvalue > RATE
+
+
+def test_orders_are_corrected_where_only_supports_tell_units_apart():
+    """The density of uniform weights is the same number wherever it is not 0."""
+    before, after = bounds_from_the_prior()
+    assert (after["bounded"] < HIGH).all()
+    assert (np.abs(after["bounded"] - before["bounded"]) > 1e-4).any()
+
+
+# Made anew for every trace: some distributions cache arrays.
+BOUNDED = {
+    "uniform": lambda: dist.Uniform(-1.0, 1.0),
+    "half-normal": lambda: dist.HalfNormal(1.0),
+    "truncated": lambda: dist.TruncatedNormal(0.0, 1.0, low=-0.5, high=1.0),
+    "log-uniform": lambda: dist.LogUniform(0.1, 2.0),
+}
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "uniform")) for f in BOUNDED])
+def test_moves_stay_in_bounded_supports(family):
+    """Ten moves take draws of the prior to such draws; a quotient, tested with the slow ones, gives such draws."""
+    groups = {"rescale": Rescale([("rescale w", 1)], [("rescale v", 0)]), "shift": Shift([("shift w", 1)])}
+
+    def model(y=None):
+        for group in groups:
+            for name, shape in ((f"{group} w", (2, 3)), (f"{group} v", (3,))):
+                numpyro.sample(name, BOUNDED[family]().expand(shape).to_event(len(shape)))
+        ignored(y)
+
+    before, symmetries, fn = prior_draws(model, 2000), list(groups.values()), BOUNDED[family]()
+    _, moved, _ = after_moves(moves(symmetries), model, before, (0.3,), transitions=10)
+    quotient = [prior_draws(symmetry.quotient(model, symmetries, 0.3), 2000)] if family != "uniform" else []
+    for name in (site for s in symmetries for site in s.sites):
+        assert np.abs(moved[name] - before[name]).max() > 0.1
+        for after in (moved, *quotient):
+            assert np.asarray(fn.support(after[name])).all()
+            assert stats.kstest(after[name].ravel(), lambda x: np.asarray(fn.cdf(x))).pvalue > RATE
+
+
+# -- the likelihood, learned scales, widths --------------------------------------------------------------
+
+
+def test_walks_with_the_likelihood_know_its_scale():
+    """Draws of two conjugate posteriors under `handlers.scale` stay draws of them."""
+    y, scales = 3.0, {"weak": 0.3, "strong": 4.0}
+
+    def model():
+        for name, scale in scales.items():
+            w = numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            with handlers.scale(scale=scale):
+                numpyro.sample(f"y of {name}", dist.Normal(w.sum(), 1.0), obs=y)
+
+    rng = np.random.default_rng(0)
+    covariances = {name: np.linalg.inv(np.eye(2) + scale * np.ones((2, 2))) for name, scale in scales.items()}
+    means = {name: covariances[name] @ np.full(2, scale * y) for name, scale in scales.items()}
+    draws = {n: jnp.asarray(rng.multivariate_normal(means[n], covariances[n], 4000), jnp.float32) for n in scales}
+    _, after, _ = after_moves(moves([Scale("weak"), Scale("strong")], exact=False), model, draws, transitions=6)
+    for name, mean in means.items():
+        total, variance = after[name].sum(1), covariances[name].sum()
+        # Standard errors of independent draws; 5 of them, failure rate 6e-7 each.
+        assert float(total.mean()) == pytest.approx(mean.sum(), abs=5 * np.sqrt(variance / 4000))
+        assert float(total.var()) == pytest.approx(variance, rel=5 * np.sqrt(2 / 4000))
+        assert (np.abs(after[name] - draws[name]) > 1e-3).mean() > 0.5
+
+
+@pytest.mark.parametrize("centered", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_scales_of_single_units_move_with_the_units(centered):
+    """So an order of the units is always accepted, and each weight keeps its scale."""
+    end = "" if centered else "_base"
+
+    def weights(name, scale, shape):
+        if centered:
+            return numpyro.sample(name, dist.Normal(0.0, scale).expand(shape).to_event(2))
+        base = numpyro.sample(f"{name}_base", dist.Normal(0.0, 1.0).expand(shape).to_event(2))
+        return numpyro.deterministic(name, scale * base)
+
+    def model(y=None):
+        s, t = (numpyro.sample(n, dist.HalfCauchy(1.0).expand([3]).to_event(1)) for n in "st")
+        numpyro.sample("other", dist.HalfCauchy(1.0).expand([3]).to_event(1))
+        weights("w", s, (2, 3))
+        weights("v", t[:, None], (3, 4))
+        ignored(y)
+
+    before = {name: v for name, v in prior_draws(model, 50).items() if name + end not in ("w_base", "v_base")}
+    order = Permutation([("w", 1), ("v", 0)])
+    described, after, accepted = after_moves(
+        moves([order]), model, before, (0.3,), read=lambda s: s.orbit_accept_prob
+    )
+    assert methods(described) == ["order"]
+    assert (accepted == 1.0).all()
+    for n in range(50):
+        # A unit is known by its first scale.
+        where = np.argsort(before["s"][n])[np.argsort(np.argsort(after["s"][n]))]
+        for name, axis in (("s", 0), ("t", 0), (f"w{end}", 1), (f"v{end}", 0)):
+            np.testing.assert_allclose(after[name][n], before[name][n].take(where, axis), rtol=1e-5)
+    assert (np.abs(after["s"] - before["s"]) > 1e-6).any()
+    np.testing.assert_allclose(after["other"], before["other"], rtol=1e-5)
+
+
+def test_each_walk_finds_its_width_in_warm_up_and_keeps_it():
+    """To an acceptance of 0.44; exact draws are always accepted."""
+
+    def model(y=None):
+        numpyro.sample("narrow", dist.Normal(2.0, 0.1).expand([2]).to_event(1))
+        numpyro.sample("wide", dist.StudentT(2.0, 0.0, 3.0))
+        numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        ignored(y)
+
+    start = {"narrow": jnp.full((40, 2), 2.0), "wide": jnp.ones(40), "w": jnp.ones((40, 2))}
+    described, _, (accepted, widths) = after_moves(
+        moves([Scale("narrow"), Scale("wide"), Scale("w")]), model, start, (0.3,), transitions=400, num_warmup=200,
+        read=lambda state: (state.orbit_accept_prob, state.orbit_width),
+    )  # fmt: skip
+    assert methods(described) == ["walk", "walk", "gig"]
+    # Independent chains: their mean has a standard error near 0.003.
+    np.testing.assert_allclose(accepted[:, 200:, :2].mean((0, 1)), 0.44, atol=0.03)
+    assert (accepted[..., 2] == 1.0).all()
+    assert (widths[:, 1:200, :2] != widths[:, :199, :2]).all()
+    assert (widths[:, 200:] == widths[:, 199:200]).all()
+    assert (widths[:, -1, 1] > 10 * widths[:, -1, 0]).all()
+
+
+# -- quotients -------------------------------------------------------------------------------------------
+
+# A scale and a bias are not sampled, and the walk reads their densities.
+IN_ANY_ORDER = {
+    "scale": JointScale("w", "w scale"),
+    "bias": Shift([("b", 0)]),
+    "walk": JointRescale("u", "w", [("u scale", 1), ("b scale", 1), ("w scale", -1)]),
+    "radius": Scale([("w", 0)]),
+}
+MEANS = {"u": 1.5, "w": 0.0, "b": 0.0}
+
+
+def scales_and_weights(y=None):
+    for name in "uwb":
+        scale = numpyro.sample(f"{name} scale", dist.LogNormal(1.0, 0.5))
+        numpyro.sample(name, dist.Normal(MEANS[name], scale).expand([2]).to_event(1))
+    ignored(y)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [("walk", "scale"), *(pytest.param(o, marks=pytest.mark.slow) for o in [("walk", "bias"), ("radius", "scale")])],
+    ids=" then ".join,
+)
+def test_a_quotient_has_the_prior_in_any_order_of_its_symmetries(order):
+    free = symmetry.quotient(scales_and_weights, [IN_ANY_ORDER[name] for name in order], 0.3)
+    draws = prior_draws(free)
+    for name in "uwb":
+        scale = draws[f"{name} scale"]
+        assert stats.kstest((np.log(scale) - 1.0) / 0.5, "norm").pvalue > RATE, name
+        standard = (draws[name] - MEANS[name]) / scale[:, None]
+        assert stats.kstest(standard.ravel(), "norm").pvalue > RATE, name
+
+
+def own_random_numbers(x, y=None, batch_size=None):
+    """Two odd units with dropout on a minibatch, and two weights without an effect; returns what it drew."""
+    w, v = (numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1)) for name in "wv")
+    for name in ("first", "second"):
+        numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    other = numpyro.sample("other", dist.Normal(0.0, 1.0))
+    numpyro.deterministic("twice", 2.0 * other)
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as index:
+        keep = random.bernoulli(numpyro.prng_key(), 0.5, index.shape)
+        f = numpyro.deterministic("f", jnp.tanh(x[index, None] * w) @ v * keep)
+        numpyro.deterministic("of one unit", x[index] * w[0])
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=None if y is None else y[index])
+    return index, keep
+
+
+@pytest.mark.parametrize("batch_size", [2, pytest.param(None, marks=pytest.mark.slow)])
+def test_deterministic_sites_of_a_quotient_belong_to_the_recorded_weights(batch_size):
+    """Of the same rows and the same dropout, wherever on the orbit the draw lies; orbits are drawn independently."""
+    x, units = jnp.linspace(-1.0, 1.5, 6), [("w", 0), ("v", 0)]
+    symmetries = [SignFlip(units), Permutation(units), Scale("first"), Scale("second")]
+    free = symmetry.quotient(own_random_numbers, symmetries, x, jnp.sin(x))
+    draws = prior_draws(lambda: numpyro.deterministic("run", free(x, jnp.sin(x), batch_size)), 2000)
+    index, keep = draws["run"]
+    assert index.shape == (2000, batch_size or 6)
+    rows = np.asarray(x)[index]
+    f = np.einsum("nr,nru,nu->nr", keep, np.tanh(rows[..., None] * draws["w"][:, None]), draws["v"])
+    np.testing.assert_allclose(draws["f"], f, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(draws["of one unit"], rows * draws["w"][:, :1], rtol=1e-5)
+    np.testing.assert_allclose(draws["twice"], 2.0 * draws["other"], rtol=1e-6)
+    radii = [np.linalg.norm(draws[name], axis=1) for name in ("first", "second")]
+    assert abs(np.corrcoef(*radii)[0, 1]) < 5 / np.sqrt(2000)
+
+
+# -- cost and refusals -----------------------------------------------------------------------------------
+
+
+def two_units(x, y):
+    w, v = (numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1)) for name in "wv")
+    numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * w) @ v, 0.5).to_event(1), obs=y)
+
+
+@pytest.mark.slow
+def test_the_cost_of_moves_does_not_depend_on_the_data():
+    """Compiled flops of one sweep with few and with many rows; the likelihood is not in the program."""
+    units = [("w", 0), ("v", 0)]
+    kernel, found = infer.OrbitMoves(Still(two_units), [SignFlip(units), Permutation(units)]), []
+    for rows in (10, 1000):
+        args = (jnp.linspace(-1, 1, rows), jnp.ones(rows))
+        state = kernel.init(random.key(0), 0, {"w": jnp.ones(2), "v": jnp.ones(2)}, args, {})
+        program = jax.jit(lambda state, args=args: kernel.sample(state, args, {}))
+        found.append(program.lower(state).compile().cost_analysis()["flops"])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "fragment"),
+    [
+        (lambda: infer.OrbitMoves(lambda: None, []), "kernel", "has `refresh`"),
+        (lambda: started([]), "symmetries", "none"),
+        (lambda: started(["w"]), "symmetries", "symmetry.find"),
+        (lambda: started([Scale("ww")]), "site", "Did you mean"),
+        (lambda: started([Scale([("w", 5)])]), "unit_axes", "Count the axes"),
+        (lambda: jax.jit(lambda y: started([SignFlip("w")], y))(jnp.ones(6)), "model_args", "outside"),
+    ],
+    ids=["no kernel", "none", "no symmetry", "unknown site", "axis", "traced data"],
+)
+def test_what_moves_cannot_use_is_refused(make, argument, fragment):
+    with refused(argument, fragment):
+        make()
+
+
+def started(symmetries, y=None):
+    y = jnp.ones(6) if y is None else y
+    return infer.OrbitMoves(Still(two_units), symmetries).init(random.key(0), 0, {}, (jnp.ones(6), y), {})
+
+
+def test_a_symmetry_that_nearly_holds_is_refused_with_the_way_out():
+    def with_epsilon(x, y):
+        f = x @ numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        f = (f - f.mean()) / jnp.sqrt(f.var() + 0.3)
+        numpyro.sample("y", dist.Normal(f, 0.3).to_event(1), obs=y)
+
+    x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    with pytest.raises(ValueError, match=r"changes by \d.*exact=False"):
+        symmetry.check(with_epsilon, [Scale("w")], (x, x[:, 0]))

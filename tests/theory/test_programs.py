@@ -1,0 +1,386 @@
+"""Programs compiled once and used again, by equal computations and by no others; models that are read, not run."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group
+from jax import random
+from jax.extend.core import ClosedJaxpr
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
+from numpyro.infer import MCMC, SVI, Trace_ELBO
+from numpyro.primitives import Messenger
+from zoo import NOISE, ZOO, X, Y, line, network, spread
+
+from numpyro_bnn import guides, infer, symmetry, to_inference_data
+from numpyro_bnn.program.compiled import run, shared
+from numpyro_bnn.program.reading import Reading, arrays_in
+
+THREE = np.arange(3, dtype=np.float32)
+
+
+def times(factor):
+    return lambda given, args, kwargs: given * (factor * args[0]).sum()
+
+
+# -- equal computations share a program, others do not ---------------------------------------------------------
+
+
+def test_equal_computations_share_a_program(compiled):
+    """Another function, other data of the same shape, another value: nothing is compiled."""
+    run(times(2.0), jnp.float32(1.0), (THREE,), {})
+    before = len(compiled)
+    assert float(run(times(2.0), jnp.float32(3.0), (THREE + 1,), {})) == 36.0
+    assert len(compiled) == before
+
+
+def test_programs_that_run_once_are_kept_for_themselves(compiled):
+    """A kernel must not be slow because the same computation was compiled quickly before, also inside another one."""
+    fn, counts = times(5.0), []
+    for once in (True, False, True):
+        before = len(compiled)
+        assert float(run(fn, jnp.float32(2.0), (THREE,), {}, once)) == 30.0
+        counts.append(len(compiled) - before)
+    assert counts == [1, 1, 0]
+    assert float(jax.jit(lambda x: run(fn, x, (THREE,), {}, once=True))(2.0)) == 30.0
+
+
+CLOSED_OVER = {
+    "number": lambda n: n,
+    "NumPy scalar": np.float32,
+    "NumPy array": lambda n: np.full(5000, n, np.float32),
+    "JAX array": lambda n: jnp.full(5000, n, jnp.float32),
+    "long arrays that print alike": lambda n: np.where(np.arange(5000) == 1000 + n, 5000, 0),
+}
+
+
+@pytest.mark.parametrize("kind", CLOSED_OVER)
+def test_what_a_function_closes_over_is_a_part_of_it(kind):
+    """Numbers and arrays, also inside a program of its own, and surroundings that change between two calls."""
+    weights, surroundings = np.arange(5000, dtype=np.float32), {}
+
+    def fn(given, args, kwargs):
+        return given * surroundings["product"](args[0])
+
+    for wrap in (lambda product: product, jax.jit):
+        for number in (1, 2, 3):
+            factor = CLOSED_OVER[kind](number)
+            surroundings["product"] = wrap(lambda x, factor=factor: (factor * x).mean())
+            expected = 2 * (np.asarray(factor) * weights).mean(dtype=float)
+            assert float(run(fn, 2.0, (weights,), {})) == pytest.approx(expected, rel=1e-5)
+
+
+def test_host_functions_and_derivatives_of_an_author_are_never_shared():
+    """Equal programs by their text, which shows neither."""
+    for number in (1.0, 2.0):
+
+        def on_host(given, args, kwargs, add=number):
+            return jax.pure_callback(lambda x: np.float32(x + add), jax.ShapeDtypeStruct((), jnp.float32), given)
+
+        assert float(run(on_host, jnp.float32(1.0), (THREE,), {})) == 1.0 + number
+
+        @jax.custom_jvp
+        def f(x):
+            return x
+
+        f.defjvp(lambda primals, tangents, slope=number: (primals[0], slope * tangents[0]))
+        found = jax.grad(lambda z, f=f: run(lambda given, args, kwargs: f(given), z, (), {}))(1.0)
+        assert float(found) == number
+
+
+def test_a_shared_function_is_traced_once_for_its_shapes(compiled):
+    """Also while it is differentiated, and again in float64."""
+    traced = []
+
+    def square(x):
+        traced.append(x)
+        return x * x
+
+    call = shared(square)
+    assert [float(call(jnp.float32(x))) for x in (2, 3)] == [4.0, 9.0]
+    assert len(traced) == 1
+    before = len(compiled)
+    assert float(shared(lambda x: x * x)(jnp.float32(5.0))) == 25.0
+    assert len(compiled) == before
+    assert float(jax.grad(call)(3.0)) == 6.0
+    with jax.enable_x64(True):
+        assert call(1.0).dtype == jnp.float64
+
+
+# -- what is compiled for a kernel, a guide, an export ---------------------------------------------------------
+
+
+def exact_log_likelihood(idata, x, y):
+    w = group(idata, "posterior")["w"].to_numpy()
+    return dist.Normal(w @ x.T, NOISE).log_prob(y)
+
+
+def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
+    """On other data of the same shape; each export has its own data and draws, the first compiles few programs."""
+    counts = []
+    for seed, rows in enumerate((17, 17, 19)):
+        x, y, new = X[:rows] + seed, Y[:rows] - seed, X[: rows - 9] + seed
+        mcmc = MCMC(infer.SGLD(line, step_size=1e-3), num_warmup=2, num_samples=2, progress_bar=False)
+        start = len(compiled)
+        mcmc.run(random.key(seed), x, y)
+        middle = len(compiled)
+        found = to_inference_data(mcmc, predictions={"x": new, "y": new[:, 0]})
+        counts.append((middle - start, len(compiled) - middle))
+        np.testing.assert_array_equal(group(found, "observed_data")["y"], y)
+        mean = group(found, "posterior")["w"].to_numpy() @ new.T
+        np.testing.assert_allclose(group(found, "predictions")["y_mean"], mean, rtol=1e-5, atol=1e-6)
+        expected = exact_log_likelihood(found, x, y)
+        np.testing.assert_allclose(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
+    first, same_shape, other_shape = counts
+    assert same_shape == (1, 0)
+    assert first[0] > 1
+    assert 0 < other_shape[1] <= 10
+
+
+def test_a_second_guide_and_export_compile_nothing(compiled):
+    """A new guide, other parameters, other data of the same shape; the first export compiles few programs."""
+    counts, params = [], []
+    for seed in range(2):
+        guide = guides.AutoMeanField(line)
+        x, y = X[:17] + seed, Y[:17] - seed
+        svi = SVI(line, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
+        start = len(compiled)
+        result = guides.fit(svi, random.key(seed), 5, x, y, progress_bar=False)
+        middle = len(compiled)
+        found = to_inference_data(result, guide=guide, args=(x, y), num_samples=4)
+        counts.append((middle - start, len(compiled) - middle))
+        params.append(result.params)
+        expected = exact_log_likelihood(found, x, y)
+        np.testing.assert_allclose(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
+    assert counts[1] == (0, 0) < counts[0]
+    assert 0 < counts[0][1] <= 10
+    assert all(np.any(params[0][name] != params[1][name]) for name in params[0])
+
+
+@pytest.mark.slow
+def test_adf_on_other_data_compiles_nothing(compiled):
+    def fit(seed):
+        return guides.AutoADF(line).run(random.key(seed), X, Y - seed, num_epochs=1, progress_bar=False).params
+
+    first, before = fit(0), len(compiled)
+    second = fit(1)
+    assert len(compiled) == before
+    assert all(np.any(first[name] != second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_symmetries_of_other_data_compile_nothing(compiled):
+    """Finding them, and preparing moves along them, uses the programs of the data before."""
+    counts = []
+    for seed in range(2):
+        x, y, before = jnp.asarray(X[:17] + seed), jnp.asarray(Y[:17]), len(compiled)
+        kernel = infer.OrbitMoves(infer.MALA(network, step_size=0.1), symmetry.find(network, x, y))
+        kernel.init(random.key(seed), 1, None, (x, y))
+        counts.append(len(compiled) - before)
+    assert counts[1] == 0 < counts[0] <= 20
+
+
+@pytest.mark.slow
+def test_models_that_compute_shapes_from_data():
+    """The number of groups follows from values, which a program of the data as inputs does not have."""
+
+    def model(group, y):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
+
+    for labels, make in (([0, 1, 1], infer.MALA), ([0, 1, 2], infer.MALA), ([0, 1, 1], infer.SGLD)):
+        mcmc = MCMC(make(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False)
+        mcmc.run(random.key(0), np.array(labels), THREE)
+        assert mcmc.get_samples()["effect"].shape == (2, len(set(labels)))
+    exported = to_inference_data(mcmc)
+    assert group(exported, "posterior_predictive")["y"].shape == (1, 2, 3)
+    np.testing.assert_array_equal(group(exported, "observed_data")["y"], THREE)
+
+
+def test_changed_data_are_read_again():
+    """A second run of one ``MCMC`` on other data, and on the same table with other values, does not see the first."""
+    x, exact = X.copy(), ZOO["line"].exact
+    mcmc = MCMC(infer.MALA(line, warm_start=0.5), num_warmup=20, num_samples=200, progress_bar=False)
+
+    def check(sign, y):
+        mcmc.run(random.key(0), x, y)
+        error = np.abs(mcmc.get_samples()["w"].mean(0) - sign * exact.mean["w"])
+        assert np.all(error < 5 * exact.sd["w"] / np.sqrt(20))  # at least 20 effective draws
+
+    check(1, Y)
+    check(-1, -Y)
+    x *= -1.0
+    check(1, -Y)
+
+
+def constants_of(closed):
+    """The arrays that a program and its inner programs hold themselves; references are inputs."""
+    for const in closed.consts:
+        if not isinstance(const, jax.Ref):
+            yield const
+    for equation in closed.jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda part: isinstance(part, ClosedJaxpr)):
+            if isinstance(inner, ClosedJaxpr):
+                yield from constants_of(inner)
+
+
+FLIP = [symmetry.SignFlip([("w", 0)])]
+KERNELS = {
+    "SGLD": lambda: infer.SGLD(spread),
+    "MCLMC": lambda: infer.MCLMC(spread),
+    "OrbitMoves": lambda: infer.OrbitMoves(infer.MALA(spread, step_size=1e-3), FLIP, exact=False),
+    "ParallelTempering": lambda: infer.ParallelTempering(infer.MALA(spread, step_size=1e-3), 2),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS])
+def test_data_are_no_constants_of_the_program(name):
+    """Of 4,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs many times their memory."""
+    kernel, data = KERNELS[name](), (jnp.zeros((4000, 2)), jnp.zeros(4000))
+    state = kernel.init(random.key(0), 1, None, data)
+    program = jax.make_jaxpr(lambda state: kernel.sample(state, data, {}))(state)
+    assert program.jaxpr.eqns
+    assert max((np.size(part) for part in constants_of(program)), default=0) < 4000
+
+
+# -- models are read -------------------------------------------------------------------------------------------
+
+
+class Note(Messenger):
+    """Note whether any latent site has a number instead of a placeholder."""
+
+    eager = False
+
+    def postprocess_message(self, msg):
+        latent = msg["type"] == "sample" and not msg["is_observed"]
+        self.eager |= latent and not isinstance(msg["value"], jax.core.Tracer)
+
+
+def precisions(x, y=None, batch_size=None):
+    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([1, 4]).to_event(2))
+    v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(jnp.tanh(x[i, None] @ w) @ v, 1.0), obs=None if y is None else y[i])
+
+
+UNITS = [symmetry.Permutation([("w", 1), ("v", 0)])]
+WEIGHTS = np.ones((1, 4), np.float32)
+MALA = partial(infer.MALA, step_size=0.1)
+# What reads a model, and how often it may call it.
+READERS = {
+    "find": (lambda model: symmetry.find(model, THREE, THREE), 2),
+    "check": (lambda model: symmetry.check(model, UNITS, (THREE, THREE)), 1),
+    "quotient": (lambda model: symmetry.quotient(model, UNITS, THREE, THREE), 2),
+    "collapse": (lambda model: infer.collapse(model, ["v"], THREE, THREE), 1),
+    "conjugate_sites": (lambda model: infer.PrecisionGibbs(model).conjugate_sites(THREE, THREE), 1),
+    "PrecisionGibbs": (
+        lambda model: infer.PrecisionGibbs(handlers.condition(model, {"w": WEIGHTS, "v": WEIGHTS[0]})),
+        1,
+    ),
+    "MALA": (MALA, 3),
+    "OrbitMoves": (lambda model: infer.OrbitMoves(MALA(model), UNITS), 5),
+    "UnitMoves": (lambda model: infer.UnitMoves(MALA(model), {"w": 1}), 4),
+    "minibatches": (lambda model: infer.SGLD(partial(model, batch_size=2), step_size=1e-3), 3),
+}
+SLOW_READERS = {"quotient", "find", "OrbitMoves"}  # others read in the same ways
+
+
+@pytest.mark.filterwarnings("ignore:symmetry.find")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_READERS else []) for n in READERS]
+)
+def test_models_are_read_without_running_them(name):
+    """No model is run operation by operation, each of which would be compiled; nor is it called again and again."""
+    calls = []
+
+    def model(*args, **kwargs):
+        note = Note()
+        with note:
+            precisions(*args, **kwargs)
+        calls.append(note.eager)
+
+    read, most = READERS[name]
+    found = read(model)
+    if hasattr(found, "init"):
+        found.init(random.key(0), 1, None, (jnp.asarray(THREE), jnp.asarray(THREE)))
+    assert 1 <= len(calls) <= most
+    assert not any(calls)
+
+
+def test_values_reach_the_inside_of_loops():
+    def model(y):
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+
+        def step(before, y):
+            z = numpyro.sample("z", dist.Normal(before, s))
+            numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+            return z, z
+
+        numpyro.deterministic("last", scan(step, 0.0, y)[0])
+
+    reading = Reading(model, (THREE,))
+    assert reading.latent == ("s", "z")
+    assert float(reading.at({"z": jnp.array([5.0, 6.0, 7.0])})["last"]["value"]) == 7.0
+    depends = reading.depends(lambda sites: {"last": sites["last"]["value"], "y": sites["y"]["fn"]})
+    assert all("z" in used for used in depends.values())  # a loop mixes what it is given
+
+
+def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
+    """The sites follow from the data that are inputs; each is known by its place among the arguments."""
+
+    def model(group, x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+        f = numpyro.deterministic("f", w[group] * x)
+        numpyro.sample("y", dist.Normal(f, 1.0).to_event(1), obs=y)
+
+    data = np.array([0, 1, 1]), THREE, 2 * THREE
+    reading = Reading(model, data[:2], {"y": data[2]})
+    sources = reading.sources(lambda sites: {name: site["value"] for name, site in sites.items()})
+    assert sources == {"w": set(), "f": {"_[1]"}, "y": {"y"}}
+    np.testing.assert_array_equal(reading.at({"w": jnp.array([1.0, 2.0])})["f"]["value"], [0.0, 2.0, 4.0])
+    assert reading.shapes()["w"].shape == (2,)
+    first, second = reading.draw([0, 1])
+    assert bool((first["w"] != second["w"]).all())
+    expected = handlers.trace(handlers.seed(model, random.key(1))).get_trace(*data)["w"]["value"]
+    np.testing.assert_allclose(second["w"], expected, rtol=1e-6)
+
+
+def test_a_fixed_site_is_read_without_a_warning():
+    """``handlers.substitute`` gives it a value, which another may replace."""
+    reading = Reading(handlers.substitute(line, {"w": jnp.array([3.0, 0.0])}), (X, Y))
+    for given, slope in (({}, 3.0), ({"w": jnp.array([5.0, 0.0])}, 5.0)):
+        np.testing.assert_allclose(reading.at(given)["y"]["fn"].loc, slope * X[:, 0], rtol=1e-6)
+
+
+def test_distributions_of_users_are_read():
+    """Also one that does not say which of its attributes are arrays."""
+
+    class Laplace(dist.Distribution):
+        support = dist.constraints.real
+
+        def __init__(self, loc):
+            self.loc = loc
+            super().__init__(jnp.shape(loc))
+
+        def sample(self, key, sample_shape=()):
+            return self.loc + random.laplace(key, sample_shape)
+
+        def log_prob(self, value):
+            return -jnp.abs(value - self.loc)
+
+    def model():
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        w = numpyro.sample("w", Laplace(2 * s))
+        numpyro.sample("y", dist.Normal(w, 1.0), obs=3.0)
+
+    reading = Reading(model)
+    assert reading.depends(lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()})["w"] == {"s"}
+    assert float(reading.at({"s": 4.0})["w"]["fn"].loc) == 8.0
+    assert float(reading.at({"y": 7.0})["y"]["value"]) == 7.0

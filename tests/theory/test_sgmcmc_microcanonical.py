@@ -1,0 +1,374 @@
+"""Microcanonical dynamics against a transcription of the equations, Jacobians, closed forms and exact targets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from numpyro_bnn.infer import MCLMC, implied_bias
+from numpyro_bnn.sgmcmc import Diagonal, Full, Microcanonical, Minibatch, build
+from numpyro_bnn.sgmcmc.dynamics import Direction
+from numpyro_bnn.sgmcmc.engine import reset_statistics
+from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
+from numpyro_bnn.sgmcmc.streams import Keys
+
+slow = pytest.mark.slow
+BOTH = pytest.mark.parametrize("integrator", ["mclachlan", pytest.param("leapfrog", marks=slow)])
+P = 6
+STIFF = np.linspace(0.5, 3.0, P)
+Q, NOISE = np.random.default_rng(1).normal(size=(2, P))
+U = np.random.default_rng(2).normal(size=P)
+U = U / np.linalg.norm(U)
+
+
+def potential(q):
+    """Not Gaussian, coupled."""
+    return 0.5 * jnp.vdot(q, STIFF * q) + 0.1 * jnp.sum(q**4) + 0.3 * jnp.sin(q[0] * q[1])
+
+
+def slope(q):
+    """Minus the gradient, written out."""
+    force = -STIFF * q - 0.4 * q**3
+    force[:2] -= 0.3 * np.cos(q[0] * q[1]) * q[1::-1]
+    return force
+
+
+def value(q):
+    return 0.5 * q @ (STIFF * q) + 0.1 * np.sum(q**4) + 0.3 * np.sin(q[0] * q[1])
+
+
+def turned(u, force, time):
+    """The exact flow of du = (I - uu') f dt / (P - 1), in its hyperbolic form, and the energy it takes up."""
+    size = np.linalg.norm(force)
+    e, delta = force / size, time * size / (len(u) - 1)
+    stretch = np.cosh(delta) + (u @ e) * np.sinh(delta)
+    return (u + (np.sinh(delta) + (u @ e) * (np.cosh(delta) - 1)) * e) / stretch, (len(u) - 1) * np.log(stretch)
+
+
+def transcribed(q, u, integrator, eps, root, temperature):
+    outer = {"leapfrog": 0.5, "mclachlan": 0.1931833275037836}[integrator]
+    turns = [outer, outer] if integrator == "leapfrog" else [outer, 1 - 2 * outer, outer]
+    start, kinetic = value(q) / temperature, 0.0
+    for number, share in enumerate(turns):
+        if number:
+            q = q + eps / (len(turns) - 1) * root * u
+        u, change = turned(u, root * slope(q) / temperature, share * eps)
+        kinetic += change
+    return q, u, kinetic + value(q) / temperature - start
+
+
+def one_step(dynamics, q, u, eps, *, target=potential, noise=0.0, uniform=1.0, root=1.0, temperature=1.0):
+    """The step of the package from a position and a direction."""
+
+    def evaluate(q, batch):
+        return Evaluation(q, *jax.value_and_grad(target)(q), ())
+
+    def product(_, v):
+        return root * v
+
+    q = jnp.asarray(q)
+    numbers = (jnp.asarray(n, q.dtype) for n in (eps, temperature))
+    context = StepContext(evaluate, product, product, (), *numbers, jnp.asarray(False))
+    length = jnp.asarray(q.size**0.5 if dynamics.length is None else dynamics.length, q.dtype)
+    memory = Direction(jnp.asarray(u, q.dtype), *jax.value_and_grad(target)(q), length)
+    randomness = StepRandomness(jnp.broadcast_to(jnp.asarray(noise, q.dtype), (1, q.size)), (), jnp.asarray(uniform))
+    return dynamics.step(context, q, memory, randomness)
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=slow)])
+def test_a_step_is_the_published_one(integrator, temperature, x64):
+    eps, length, root = 0.9, 2.5, np.linspace(0.7, 1.4, P)
+    options = {"noise": NOISE, "root": root, "temperature": temperature}
+    found = one_step(Microcanonical(length, integrator), Q, U, eps, **options)
+    refreshed = U + np.sqrt((np.exp(2 * eps / length) - 1) / P) * NOISE
+    q, u, error = transcribed(Q, refreshed / np.linalg.norm(refreshed), integrator, eps, root, temperature)
+    np.testing.assert_allclose(found.position, q, rtol=1e-6)
+    np.testing.assert_allclose(found.memory.direction, u, rtol=1e-6)
+    np.testing.assert_allclose(found.energy_error, error, rtol=1e-6)
+    assert np.abs(q - Q).max() > 0.1
+    assert abs(error) > 1e-3
+
+
+@BOTH
+def test_the_motion_is_reversible(integrator, x64):
+    @jax.jit
+    def far(q, u):
+        def body(carry, _):
+            found = one_step(Microcanonical(float("inf"), integrator), *carry, 0.7)
+            return (found.position, found.memory.direction), None
+
+        return jax.lax.scan(body, (q, u), None, 50)[0]
+
+    q, u = far(Q, U)
+    assert np.abs(q - Q).max() > 0.5
+    np.testing.assert_allclose(np.linalg.norm(u), 1.0, rtol=1e-12)
+    back, direction = far(q, -u)
+    np.testing.assert_allclose(back, Q, atol=1e-8)
+    np.testing.assert_allclose(-direction, U, atol=1e-8)
+
+
+@BOTH
+def test_the_kinetic_energy_is_the_jacobian(integrator, x64):
+    """Minus the log determinant of a step on (position, sphere), by automatic differentiation in tangent planes."""
+
+    @jax.jit
+    def step(q, u):
+        found = one_step(Microcanonical(float("inf"), integrator), q, u / jnp.linalg.norm(u), 0.8)
+        return found.position, found.memory.direction
+
+    def plane(u):
+        return np.linalg.svd(np.asarray(u)[None])[2][1:].T  # (P, P - 1), orthogonal to u
+
+    (qq, qu), (uq, uu) = jax.jit(jax.jacobian(step, (0, 1)))(Q, U)
+    q, u = step(Q, U)
+    first, last = plane(U), plane(u)
+    _, logdet = np.linalg.slogdet(np.block([[qq, qu @ first], [last.T @ uq, last.T @ uu @ first]]))
+    error = transcribed(Q, U, integrator, 0.8, 1.0, 1.0)[2]
+    np.testing.assert_allclose(-logdet, error - (value(np.asarray(q)) - value(Q)), rtol=1e-8)
+    assert abs(logdet) > 0.1
+
+
+def test_energy_errors_keep_their_digits():
+    """P = 2000, potentials near 10^4: a trajectory of 60 steps in float32 beside the same in float64."""
+    size = 2000
+    q = np.random.default_rng(3).normal(size=size) * 3
+
+    def quartic(q):
+        return 0.5 * jnp.vdot(q, q) + 0.01 * jnp.sum(q**4)
+
+    @jax.jit
+    def error(q, u):
+        def body(carry, _):
+            found = one_step(Microcanonical(float("inf")), *carry, 1.0, target=quartic)
+            return (found.position, found.memory.direction), found.energy_error
+
+        return jax.lax.scan(body, (q, u), None, 60)[1].sum()
+
+    u = np.ones(size) / size**0.5
+    single = float(error(q.astype(np.float32), u.astype(np.float32)))
+    with jax.enable_x64(True):
+        double = float(error(q, u))
+    assert quartic(q.astype(np.float32)) > 1e4
+    assert abs(double) > 0.05
+    # 120 gradients with a relative error of 1e-7 each turn the direction by as much, times P.
+    np.testing.assert_allclose(single, double, atol=0.02)
+
+
+def test_one_step_in_ten_is_shorter_where_steps_may_be_refused(x64):
+    """... by 4, 16 or 64, which are equally likely; elsewhere none is."""
+    dynamics = Microcanonical(float("inf"), max_energy_error=5.0)
+    uniform = (np.arange(3000) + 0.5) / 3000
+
+    @jax.jit
+    @jax.vmap
+    def moved(uniform):
+        return one_step(dynamics, Q, U, 0.8, target=lambda q: 0.0 * q.sum(), uniform=uniform).position
+
+    lengths = np.linalg.norm(moved(uniform) - Q, axis=1) / 0.8
+    found = {
+        float(size): int(count) for size, count in zip(*np.unique(lengths.round(9), return_counts=True), strict=True)
+    }
+    assert found == {1.0: 3000 - 3 * 100, 0.25: 100, 0.0625: 100, 0.015625: 100}
+
+
+# -- stationary distributions ----------------------------------------------------------------------------
+
+
+def test_the_implied_bias_is_that_of_leapfrog():
+    """Underdamped Langevin (OBABO) with the angle h: variance 1 / (1 - h^2 / 4), energy errors from its matrix."""
+    for h in np.linspace(0.01, 1.9, 50):
+        step = np.array([[1 - h**2 / 2, h], [-h * (1 - h**2 / 4), 1 - h**2 / 2]])
+        variance = 1 / (1 - h**2 / 4)
+        change = (step.T @ step - np.eye(2)) @ np.diag([variance, 1.0])
+        np.testing.assert_allclose(implied_bias(0.5 * np.trace(change @ change)), variance - 1, rtol=1e-6)
+    energies = np.geomspace(1e-12, 10, 40)
+    bias = implied_bias(energies)
+    assert implied_bias(0.0) == 0
+    assert np.all(implied_bias((energies[1:] + energies[:-1]) / 2) > (bias[1:] + bias[:-1]) / 2)  # concave
+
+
+def moments(sampler, scale, burn, keep, thin):
+    """Per-coordinate means of x^2 and the mean energy variance; one flat chain of independent coordinates."""
+
+    @jax.jit
+    def run(state):
+        def body(carry, _):
+            state, total = carry
+            state = sampler.run(state, thin)
+            return (state, total + state.position**2), None
+
+        state = reset_statistics(sampler.run(state, burn))
+        return jax.lax.scan(body, (state, jnp.zeros_like(scale)), None, keep)[0]
+
+    begin = jax.random.normal(jax.random.key(2), scale.shape) / scale
+    state, total = run(sampler.init(begin, jax.random.key(1)))
+    assert int(state.first_divergence) == -1
+    return np.asarray(total, np.float64) / keep, float(state.statistics.energy_variance)
+
+
+@pytest.mark.parametrize(
+    ("integrator", "widths", "angles"),
+    [
+        ("mclachlan", np.linspace(0.3, 1.7, 8), (1.2,)),
+        pytest.param("leapfrog", np.ones(8), (0.4, 0.6, 1.0), marks=slow),
+    ],
+    ids=["eight widths", "one width"],
+)
+def test_biases_are_within_what_the_energy_error_implies(integrator, widths, angles):
+    """Gaussians in 16384 dimensions. Of one width, the bias falls like the third root of the energy variance."""
+    size = 16_384
+    scale = jnp.asarray(np.tile(widths, size // 8), jnp.float32)
+    target = Full(lambda q: 0.5 * jnp.vdot(q * scale, q * scale))
+    biases, energies = [], []
+    for h in angles:
+        sampler = build(target, Microcanonical(2 * size**0.5, integrator), schedule=h * size**0.5)
+        squares, energy = moments(sampler, scale, 100, 150, max(1, round(1.5 / h)))
+        by_width = (squares * np.asarray(scale, np.float64) ** 2 - 1).reshape(-1, 8)
+        bias, error = np.abs(by_width.mean(0)).mean(), (by_width.var(0).sum() / len(by_width)) ** 0.5 / 8
+        assert error < 0.1 * bias
+        assert bias + 4 * error < implied_bias(energy) < 4 * (bias - 4 * error)  # failure rates of 3e-5
+        biases.append(bias)
+        energies.append(energy)
+    if len(angles) == 3:
+        # Standard errors of the logarithms: of the bias 0.03, of the energy variance (few hundred steps) 0.1.
+        order = np.log(biases[2] / biases[0]) / np.log(energies[2] / energies[0])
+        assert abs(order - 1 / 3) < 4 * (0.03 + 0.1 / 3) / np.log(energies[2] / energies[0]) + 0.02, order
+
+
+def noisy(variances):
+    """A standard Gaussian whose gradients have noise of these variances."""
+
+    def potential_fn(q, key):
+        return 0.5 * jnp.vdot(q, q) + jnp.vdot(q, jnp.sqrt(variances) * jax.random.normal(key, q.shape))
+
+    return Minibatch(potential_fn, Keys())
+
+
+@slow
+def test_noise_of_unequal_sizes_is_evened_out_by_a_preconditioner():
+    """Half of the directions with 40 times the noise variance: they take speed from the others, until the noise has
+    one size in whitened directions."""
+    size, h = 2048, 0.3
+    noise = jnp.where(jnp.arange(size) % 2 == 0, 4.0, 0.1)
+
+    def bias(preconditioner):
+        dynamics = Microcanonical(2 * size**0.5, "leapfrog", fresh=True)
+        sampler = build(noisy(noise), dynamics, preconditioner, schedule=h * size**0.5)
+        squares, _ = moments(sampler, jnp.ones(size), 300, 200, 4)
+        return np.abs(squares.reshape(-1, 2).mean(0) - 1).max()  # standard error about 0.006
+
+    plain, evened = bias(None), bias(Diagonal(jnp.exp(jnp.mean(jnp.log(noise))) / noise))
+    assert plain > 0.1
+    assert evened < 0.5 * plain
+
+
+# -- refused steps ---------------------------------------------------------------------------------------
+
+
+def rounded(q):
+    return 0.5 * jnp.vdot(q, q)
+
+
+@pytest.mark.parametrize("bad", [np.nan, *(pytest.param(b, marks=slow) for b in (np.inf, 1e6))])
+def test_a_refused_step_turns_back(bad):
+    """Everything beyond a small ball is impossible: the chain stays, its direction is reversed."""
+
+    def walled(q):
+        return rounded(q) + jnp.where(jnp.vdot(q, q) > 1e-6, bad, 0.0)
+
+    def after(dynamics):
+        sampler = build(Full(walled), dynamics, schedule=0.5)
+        state = sampler.init(jnp.zeros(P) + 1e-5, jax.random.key(0))
+        return state, jax.jit(sampler.step)(state)
+
+    before, state = after(Microcanonical(float("inf"), max_energy_error=5.0))
+    np.testing.assert_array_equal(state.position, before.position)
+    np.testing.assert_allclose(state.memory.direction, -before.memory.direction, rtol=1e-5)
+    assert (int(state.first_divergence), int(state.step)) == (-1, 1)
+    assert (int(state.statistics.num_refused), int(state.statistics.num_steps)) == (1, 1)
+    assert float(state.statistics.energy_variance) == 0  # only steps that were taken count
+    if not np.isnan(bad):  # without a limit only what is not finite is refused
+        before, free = after(Microcanonical(float("inf")))
+        assert int(free.statistics.num_refused) == (not np.isfinite(bad))
+        assert (np.abs(free.position - before.position).max() > 1e-2) == np.isfinite(bad)
+
+
+def test_the_way_down_is_taken_in_warm_up_only():
+    """Far from the mode energy errors are huge: in warm-up, steps that lower the potential are taken all the same."""
+    sampler = build(Full(lambda q: 1e4 * rounded(q)), Microcanonical(2.0, max_energy_error=5.0), schedule=1.0)
+    start = jnp.full(P, 30.0)
+    run = jax.jit(sampler.run, static_argnums=1)
+    after, within = (run(sampler.init(start, jax.random.key(0), jnp.int32(n)), 40) for n in (0, 40))
+    assert int(after.statistics.num_refused) > 0
+    assert int(within.statistics.num_refused) == 0
+    assert float(rounded(within.position)) < float(rounded(after.position)) < float(rounded(start))
+
+
+@slow
+def test_gradients_alone_show_the_energy_error_of_gaussians():
+    """The trapezoidal rule is exact: with and without potentials the same steps are refused, to the same places."""
+    scale = np.linspace(0.5, 2.0, 40).astype(np.float32)
+    ends = []
+    for energy in (True, False):
+        dynamics = Microcanonical(5.0, energy=energy, max_energy_error=0.1)
+        sampler = build(Full(lambda q: rounded(scale * q)), dynamics, schedule=4.0)
+        state = sampler.init(jax.random.normal(jax.random.key(1), (40,)) / scale, jax.random.key(0))
+        ends.append(jax.jit(sampler.run, static_argnums=1)(state, 50))
+    counts = [int(end.statistics.num_refused) for end in ends]
+    assert counts[0] == counts[1]
+    assert 3 < counts[0] < 40
+    np.testing.assert_allclose(ends[1].position, ends[0].position, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(ends[1].memory.potential, ends[0].memory.potential, rtol=1e-3)
+
+
+@slow
+@pytest.mark.parametrize(("integrator", "h"), [("mclachlan", 0.9), ("leapfrog", 0.35)])
+def test_on_gaussians_the_limit_of_the_kernel_refuses_nothing(integrator, h):
+    """At about the energy variance of the default, the chain is the same to the last bit."""
+    size = 2000
+    limit = MCLMC(lambda: None).max_energy_error(size)
+    widths = jnp.tile(jnp.linspace(0.3, 1.7, 8), size // 8)
+    ends = []
+    for bound in (limit, float("inf")):
+        dynamics = Microcanonical(2 * size**0.5, integrator, max_energy_error=bound)
+        sampler = build(Full(lambda q: rounded(widths * q)), dynamics, schedule=h * size**0.5)
+        begin = jax.random.normal(jax.random.key(2), (size,)) / widths
+        ends.append(jax.jit(sampler.run, static_argnums=1)(sampler.init(begin, jax.random.key(0)), 2000))
+    assert (size * float(ends[0].statistics.energy_variance)) ** 0.5 > 0.5
+    assert int(ends[0].statistics.num_refused) == 0
+    np.testing.assert_array_equal(ends[0].position, ends[1].position)
+
+
+@slow
+def test_refusals_leave_the_density_as_it_is():
+    """A cliff that no gradient shows, at 0.8 of a Gaussian: the distribution is the truncated one, up to the edge.
+
+    A new direction in place of a reversed one would double the mass within a step of it.
+    """
+    size, edge, step, chains = 8, 0.8, 0.5, 400
+    cliff = Full(lambda q: rounded(q) + jnp.where(q[0] > edge, 40.0, 0.0))
+    sampler = build(cliff, Microcanonical(4.0, max_energy_error=5.0), schedule=step)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        def body(state, _):
+            state = sampler.run(state, 4)
+            return state, state.position[0]
+
+        state = sampler.run(sampler.init(jnp.zeros(size), key), 200)
+        return jax.lax.scan(body, state, None, 400)
+
+    state, x = run(jax.random.split(jax.random.key(0), chains))
+    x = np.asarray(x, np.float64)
+    assert x.max() <= edge
+    assert float(np.mean(state.statistics.num_refused / state.statistics.num_steps)) > 0.02
+    grid = np.linspace(edge - 0.18, edge, 4)
+    found = np.stack([(x > g).mean(1) for g in grid[:-1]])
+    exact = (stats.norm.cdf(edge) - stats.norm.cdf(grid[:-1])) / stats.norm.cdf(edge)
+    error = found.std(1) / chains**0.5
+    # Four standard errors and two percent for steps that are not short: failure rate 6e-5 each.
+    assert np.all(np.abs(found.mean(1) - exact) < 4 * error + 0.02 * exact)
+    assert np.all(error < 0.05 * exact)

@@ -1,0 +1,214 @@
+"""Chains that survive: steps that are not finite, chains that start again, divergences that are reported."""
+
+from functools import partial
+
+import arviz as az
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from helpers import group
+from jax import lax
+from numpyro.infer import MCMC
+from scipy import stats
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, metrics
+from numpyro_bnn.sgmcmc import BAOAB, Full, Microcanonical, NoseHoover, Overdamped, build
+
+# -- the density up to a border -------------------------------------------------------------------------
+
+
+def walled(q):
+    """A unit Gaussian in front of 1, without a density behind."""
+    return 0.5 * jnp.vdot(q, q) + jnp.where(q[0] < 1, 0.0, jnp.nan) * q[0]
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("dynamics", "size", "eps", "bias"),
+    [
+        # The discretization makes a variance too large by eps / 4.
+        pytest.param(Overdamped(), 1, 0.1, 0.03, id="overdamped", marks=pytest.mark.slow),
+        pytest.param(BAOAB(1.0), 1, 0.1, 0.01, id="momentum", marks=pytest.mark.slow),
+        pytest.param(NoseHoover(1.0, mass=40.0), 1, 0.1, 0.02, id="thermostat", marks=pytest.mark.slow),
+        pytest.param(Microcanonical(), 20, 0.4, 0.01, id="microcanonical", marks=pytest.mark.slow),
+    ],
+)
+def test_the_density_up_to_a_border_is_the_truncated_one(dynamics, size, eps, bias):
+    """A chain that stays and turns back is a Metropolis rejection. With another momentum, up to twice the mass would
+    lie within a step of the border."""
+    chains, number = 128, 1500
+    sampler = build(Full(walled), dynamics, schedule=eps)
+
+    def draw(state, _):
+        state = sampler.run(state, 2)
+        return state, state.known_position[0]
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        state = sampler.run(sampler.init(jnp.zeros(size), key), 100)
+        return lax.scan(draw, state, None, number)
+
+    state, x = run(jax.random.split(jax.random.key(0), chains))
+    x, exact = np.asarray(x, np.float64), stats.truncnorm(-np.inf, 1.0)
+    assert (np.asarray(state.first_divergence) == -1).all()
+    assert (np.asarray(state.statistics.num_refused) > 0).all()
+    # Overdamped moves are refused one step late, which a chain does not know before the first.
+    assert (x >= 1).sum(1).max() <= isinstance(dynamics, Overdamped)
+    width = eps if size > 1 else eps**0.5
+    near, share = (x > 1 - width).mean(1), 1 - exact.cdf(1 - width)
+    for values, target, allowed in ((x.mean(1), exact.mean(), bias), (near / share, 1.0, bias)):
+        error = values.std(ddof=1) / chains**0.5
+        assert abs(values.mean() - target) < allowed + 4.5 * error
+        assert error < 0.05
+
+
+# -- chains that start again ----------------------------------------------------------------------------
+
+
+def unit(size=3):
+    """Full-batch SGLD multiplies the position by 1 - eps / 2: without noise all is known."""
+    numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(infer.SGLD, id="SGLD"),
+        pytest.param(partial(infer.SGHMC, momentum_decay=0.3), id="SGHMC", marks=pytest.mark.slow),
+        pytest.param(infer.SGNHT, id="SGNHT", marks=pytest.mark.slow),
+    ],
+)
+def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
+    """One of two chains gets far too long steps; the other is the same, bit for bit, as beside a healthy one."""
+    kernel = make(unit, steps_per_draw=20, warm_start=0.2)
+    state = kernel.init(jax.random.split(jax.random.key(0), 2), 200, {"w": jnp.ones((2, 3))}, (), {})
+
+    def transition(lost, state, i):
+        far = lost & (jnp.arange(2) == 0) & (i == 74)
+        state = state._replace(base_step_size=jnp.where(far, 1e12, state.base_step_size))
+        state = kernel.sample(state, (), {})
+        return state, (state.z["w"], state.refused_steps, state.base_step_size)
+
+    run = jax.jit(lambda state, lost: lax.scan(partial(transition, lost), state, jnp.arange(230)))
+    healthy, (calm, refused, sizes) = jax.device_get(run(state, jnp.asarray(False)))
+    end, (w, failing, found) = jax.device_get(run(state, jnp.asarray(True)))
+    assert not refused.any()
+    np.testing.assert_array_equal(w[:, 1], calm[:, 1])
+    np.testing.assert_array_equal(end.num_gradients, healthy.num_gradients)
+    assert np.isfinite(w).all()
+    # Chains are looked at every ten transitions: at 80, after fewer than 200 steps that failed, and at 90.
+    np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(74, 90))
+    assert not end.diverging.any()
+    np.testing.assert_allclose(found[90, 0], 0.5 * sizes[74, 0], rtol=1e-4)  # the curvature is 1 everywhere
+    np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)
+    assert np.abs(w[90:, 0]).max() < 6
+    assert kernel.describe(end)["restarts"] == "[1.0, 0.0]"
+
+
+@pytest.mark.slow
+def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
+    """It starts again while there is warm-up left, with the step size that was asked for, and is marked after it."""
+    kernel = infer.SGLD(unit, 1e6, steps_per_draw=50, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=32, num_samples=10, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    assert np.isnan(mcmc.get_samples()["w"]).all()
+    with pytest.warns(metrics.HealthWarning, match=r"diverged \(chain 0 at step"):
+        idata = bnn.to_inference_data(mcmc)
+    assert idata.attrs["restarts"] == "[2.0]"  # at transitions 8 and 16, of 4, 8, ..., 20
+    assert idata.attrs["base_step_size"] == "[1000000.0]"
+    assert idata.attrs["refused_steps"] == "[1.0]"
+    np.testing.assert_array_equal(group(idata, "posterior")["marked"], [True])
+
+
+def test_a_diverging_warm_start_is_undone_and_reported():
+    """Sampling begins where the optimizer did."""
+    options = {"temperature": 0.0, "warm_start": 0.5, "optimizer": optax.sgd(1e30)}
+    kernel = infer.SGLD(unit, 0.1, steps_per_draw=5, **options)
+    mcmc = MCMC(kernel, num_warmup=4, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0), init_params={"w": jnp.ones(3)})
+    np.testing.assert_allclose(mcmc.get_samples()["w"][0], 0.95**15, rtol=1e-5)
+    idata = bnn.to_inference_data(mcmc)
+    assert idata.attrs["restarts"] == "[2.0]"
+    report = {finding.name: finding for finding in metrics.health(idata).findings}
+    assert (report["restarts"].verdict, report["restarts"].value) == ("note", 2)
+
+
+# -- divergences ----------------------------------------------------------------------------------------
+
+
+def test_divergence_is_reported_with_chain_and_step():
+    eps = 2.0 * (1 + 1e6)  # each step multiplies by -1e6
+    kernel = infer.SGLD(unit, eps, temperature=0.0, steps_per_draw=100, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=4, num_chains=3, chain_method="vectorized", progress_bar=False)
+    # |w|^2 leaves float32 (3.4e38) when |w| > 1.8e19: from 1 at the fourth step, from 1e9 at the second.
+    begin = {"w": jnp.stack([jnp.array([1.0, 1.0, 0.0]), jnp.array([1e9, 0.0, 0.0]), jnp.zeros(3)])}
+    mcmc.run(jax.random.key(0), init_params=begin)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    diverged, refused = np.asarray(fields["diverging"]), np.asarray(fields["refused_steps"])
+    # After 200 steps that are not taken.
+    np.testing.assert_array_equal(diverged, [[False, False, True, True], [False, False, True, True], [False] * 4])
+    np.testing.assert_allclose(refused, [[0.97, 1, 1, 1], [0.99, 1, 1, 1], [0] * 4])
+    np.testing.assert_array_equal(np.isnan(draws).all(-1), diverged)
+    np.testing.assert_array_equal(draws[2], 0.0)
+    expected = r"SGLD diverged \(chain 0 at step 3, chain 1 at step 1\).*NaN.*smaller `step_size`"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        idata = bnn.to_inference_data(mcmc)
+    assert caught[0].filename == __file__  # it points at the user's line
+    assert idata.attrs["first_divergence"] == "[3, 1, -1]"
+    np.testing.assert_array_equal(group(idata, "sample_stats")["diverging"], diverged)
+    single = jax.tree.map(lambda leaf: leaf[0], mcmc.last_state)
+    assert kernel.get_diagnostics_str(single) == "100 steps of size 2.00e+06, DIVERGED at step 3"
+
+
+@pytest.mark.parametrize("method", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)])
+def test_a_run_with_a_lost_chain_is_of_use(method, tmp_path):
+    """Export with predictions, file, scores; the first chain is at a place from which no step is finite, although
+    NumPyro refuses a normal distribution whose mean is NaN."""
+    lost, sound = [True, False, False], [1, 2]
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(w[0] * x, 1.0), obs=y)
+
+    def run(start):
+        kernel = infer.SGHMC(model, 0.01, steps_per_draw=50, warm_start=0.0)
+        mcmc = MCMC(kernel, num_warmup=0, num_samples=30, num_chains=3, chain_method=method, progress_bar=False)
+        mcmc.run(jax.random.key(0), x, x, init_params={"w": start})
+        return mcmc
+
+    x, begin = jnp.linspace(-1.0, 1.0, 9), jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])
+    mcmc = run(begin)
+    with pytest.warns(metrics.HealthWarning, match=r"diverged \(chain 0 at step 0\)"):
+        idata = bnn.to_inference_data(mcmc, predictions={"x": x, "y": x})
+    refused = group(idata, "sample_stats")["refused_steps"]
+    np.testing.assert_array_equal(refused, np.broadcast_to(np.c_[lost], refused.shape))
+    idata.to_netcdf(tmp_path / "fit.nc")
+    idata = az.from_netcdf(tmp_path / "fit.nc")
+    for name in ("posterior", "sample_stats", "predictions", "log_likelihood"):
+        np.testing.assert_array_equal(group(idata, name)["marked"], lost)
+    assert group(idata, "posterior").sizes["chain"] == 3
+    assert metrics.health(idata).marked == (0,)
+    predictions = group(idata, "predictions")
+    assert np.isnan(predictions["y_mean"][0, 4:]).all()  # after 200 steps that were not taken
+    assert np.isfinite(predictions["y_mean"][1:]).all()
+    densities = predictions["y_log_likelihood"]
+    with pytest.warns(metrics.HealthWarning, match="left out chains 0, "):
+        score = metrics.lppd(densities)
+    assert score.value == metrics.lppd(densities.to_numpy()[sound]).value
+    # The others are the chains of a run without it.
+    alone = run(begin.at[0].set(0.0))
+    both = [np.asarray(each.get_samples(group_by_chain=True)["w"])[sound] for each in (mcmc, alone)]
+    np.testing.assert_array_equal(*both)
+    idata = bnn.to_inference_data(alone)
+    report = {finding.name: finding for finding in metrics.health(idata).findings}
+    assert report["diverged"].verdict == report["refused_steps"].verdict == report["restarts"].verdict == "ok"
+    assert "marked" not in group(idata, "posterior").coords
+    assert idata.attrs["first_divergence"] == "[-1, -1, -1]"

@@ -1,0 +1,340 @@
+"""ParallelTempering: exchanges, the ladder, targets of all replicas, crossing between modes, inner kernels."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group, refused, walk
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import HMC, MCMC, NUTS, Gibbs
+from numpyro.infer.gibbs import CustomGibbs, conditioned
+from numpyro.infer.util import compute_log_probs, constrain_fn
+from scipy import stats
+from zoo import BATCH, ZOO
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, models, nn, priors, symmetry
+from numpyro_bnn.program.reading import CONDITIONED
+
+
+def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
+    options = {"num_warmup": warmup, "num_samples": draws, "num_chains": chains, "chain_method": method}
+    mcmc = MCMC(kernel, progress_bar=False, **options)
+    mcmc.run(jax.random.key(0) if key is None else key, *args, extra_fields=fields)
+    return mcmc
+
+
+def hmc(model, length=1.5):
+    return HMC(model, trajectory_length=length)
+
+
+def still(model):
+    """A kernel that stays where it is: what moves are exchanges."""
+    fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
+    return HMC(model, step_size=1e-9, trajectory_length=1e-9, **fixed)
+
+
+def conjugate():
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(w, 0.5), obs=1.0)
+
+
+# -- exchanges and the ladder -----------------------------------------------------------------------------
+
+
+def bordered():
+    """`conjugate`, without a density beyond 3."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(jnp.where(w < 3, w, jnp.nan), 0.5), obs=1.0)
+
+
+def log_ratios(betas, log_density):
+    return (betas[..., :-1] - betas[..., 1:]) * (log_density[..., 1:] - log_density[..., :-1])
+
+
+def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_ladder_that_warm_up_sets():
+    """Replicas that stay where they are, in 64 chains; a half of these has a replica without a density.
+
+    The ladder is spaced after 2, 4, 8 and 16 transitions by the rejections since the last time, and never afterwards.
+    """
+    kernel, chains, warmup, size = infer.ParallelTempering(still(bordered), 4), 64, 20, 4
+    places = np.tile(np.array([1.6, 0.7, 0.3, -0.4], np.float32), (chains, 1))
+    places[: chains // 2, 2] = 3.5
+
+    def at(state):
+        base = state.base._replace(z={"w": jnp.asarray(places)})
+        return kernel.refresh(state._replace(base=base, z={"w": base.z["w"][:, 0]}), (), {})
+
+    def keep(state):
+        return state.base.z["w"], state._replace(base=(), rng_key=())
+
+    end, (w, seen) = walk(kernel, 150, warmup=warmup, chains=chains, edit=at, keep=keep)
+    before = np.concatenate([places[None], w[:-1]]).astype(float)
+    first = np.broadcast_to(0.01 ** (np.arange(size) / 3), (1, chains, size))
+    betas = np.concatenate([first, seen.inverse_temperatures]).astype(float)
+    log_density = np.where(before < 3, -0.5 * ((before - 1) / 0.5) ** 2, np.nan)
+    ratios = log_ratios(betas[:-1], log_density)
+    accepted = np.where(np.isnan(ratios), 0, np.exp(np.minimum(ratios, 0)))
+    np.testing.assert_allclose(seen.swap_accept_prob, accepted, rtol=1e-3, atol=1e-5)
+    np.testing.assert_array_equal(seen.z["w"], w[..., 0])
+
+    swapped = (w[..., 1:] == before[..., :-1]) & (w[..., :-1] == before[..., 1:])
+    turn = np.arange(150)[:, None] % 2 == np.arange(size - 1) % 2
+    assert not swapped[~turn[:, None].repeat(chains, 1)].any()
+    due = turn[:, None].repeat(chains, 1)
+    error = np.sqrt((accepted * (1 - accepted))[due].sum())
+    assert abs(swapped[due].sum() - accepted[due].sum()) < 5 * error  # failure rate 6e-7
+    np.testing.assert_array_equal(np.sort(w, -1), np.sort(before, -1))  # nothing but exchanges
+    assert swapped[due & (accepted > 0.9999)].all()
+    assert not swapped[accepted == 0].any()
+
+    moved = np.flatnonzero(np.abs(np.diff(betas, axis=0)).max((1, 2)) > 1e-5) + 1
+    np.testing.assert_array_equal(moved, [2, 4, 8, 16])
+    total = np.zeros((chains, size - 1))
+    for i, (accept_prob, rejections) in enumerate(zip(accepted, seen.rejections, strict=True), 1):
+        total = np.zeros_like(total) if i in moved else total + 1 - accept_prob
+        np.testing.assert_allclose(rejections, total, rtol=1e-3, atol=1e-4)
+
+    # A state that was at the last temperature and comes back to the first has made a round trip.
+    been, trips = np.zeros((chains, size), bool), np.zeros(chains, int)
+    for i in range(150):
+        source = np.argmax(before[i][:, None] == w[i][:, :, None], -1)
+        been = np.take_along_axis(been, source, 1)
+        trips = trips + been[:, 0] if i >= warmup else trips
+        been[:, 0], been[:, -1] = False, True
+    np.testing.assert_array_equal(end.round_trips, trips)
+    assert trips[chains // 2 :].min() > 0
+    assert trips[: chains // 2].max() == 0
+
+    # What the replicas cache belongs to their values and temperatures, also where other kernels move the first.
+    fresh = kernel.refresh(end, (), {})
+    np.testing.assert_allclose(end.base.potential_energy, fresh.base.potential_energy, rtol=1e-5)
+    there = kernel.refresh(end._replace(z={"w": jnp.full(chains, 0.7)}), (), {})
+    np.testing.assert_allclose(there.base.z["w"], np.c_[np.full(chains, 0.7), end.base.z["w"][:, 1:]])
+    potential = 0.5 * 0.7**2 + 0.5 * ((0.7 - 1) / 0.5) ** 2 + np.log(2 * np.pi) + np.log(0.5)
+    np.testing.assert_allclose(there.base.potential_energy[:, 0], potential, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_sites_that_other_blocks_hold_are_not_tempered():
+    """As a block of ``Gibbs``, exchanges and replicas agree: what is given is no data."""
+
+    def model():
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0))
+        w = numpyro.sample("w", dist.Normal(u, 0.5))
+        numpyro.sample("y", dist.Normal(w + u, 1.0), obs=1.0)
+
+    kernel = infer.ParallelTempering(still(model).wrap_model(conditioned), 3)
+    keep = {"keep": lambda state: (state.base.z["u"], state.inverse_temperatures, state.swap_accept_prob)}
+    _, (u, betas, accepted) = walk(kernel, 10, kwargs={CONDITIONED: {"w": jnp.array(2.0)}}, **keep)
+    ratios = log_ratios(betas[:-1], stats.norm.logpdf(1.0, 2.0 + u[:-1]))
+    assert np.abs(ratios).max() > 0.01
+    np.testing.assert_allclose(accepted[1:], np.exp(np.minimum(ratios, 0)), rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_values_of_all_blocks_of_a_gibbs_are_exchanged_together():
+    """Also where one block holds constrained values, another one unconstrained ones."""
+
+    def model():
+        s = numpyro.sample("s", dist.HalfNormal(2.0))
+        numpyro.sample("y", dist.Normal(s * numpyro.sample("w", dist.Normal(0.0, 1.0)), 5.0), obs=1.0)
+
+    def stay(rng_key, gibbs_sites, hmc_sites):
+        return gibbs_sites
+
+    gibbs = Gibbs([(CustomGibbs(stay), ["s"]), (still(model), None)])
+    kernel = infer.ParallelTempering(gibbs, 3)
+    mcmc = run(kernel, warmup=0, draws=60)
+    pairs = np.stack([np.asarray(mcmc.get_samples()[name]) for name in ("s", "w")], 1).round(4)
+    assert len(np.unique(pairs, axis=0)) == len(np.unique(pairs[:, 1])) == 3
+    assert pairs[:, 0].min() > 0
+
+
+# -- what it targets --------------------------------------------------------------------------------------
+
+
+OBSERVED = np.array([1.5, -2.5])
+
+
+def positive_scale():
+    s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
+    with numpyro.plate("data", 2):
+        numpyro.sample("y", dist.Normal(0.0, s), obs=jnp.asarray(OBSERVED))
+
+
+def log_scale_moments(beta, temper):
+    """Mean and sd of log s under the tempered density of s, by quadrature."""
+    z = np.linspace(-12, 8, 50_001)
+    s = np.exp(z)
+    log_likelihood = stats.norm(0.0, s[:, None]).logpdf(OBSERVED).sum(1)
+    log_weight = (1 if temper == "likelihood" else beta) * stats.gamma(0.5).logpdf(s) + beta * log_likelihood + z
+    weight = np.exp(log_weight - log_weight.max())
+    weight /= weight.sum()
+    mean = (weight * z).sum()
+    return mean, ((weight * (z - mean) ** 2).sum()) ** 0.5
+
+
+def assert_moments(betas, draws, moments):
+    """Means and variances at every temperature, within 5 MCSE: failure rate 6e-7 each."""
+    for beta, values in zip(np.asarray(betas), np.asarray(draws, float).T, strict=True):
+        mean, sd = moments(beta)
+        z = (values - mean) / sd
+        for quantity, exact in ((z, 0.0), (z**2, 1.0)):
+            error = (quantity.var() / effective_sample_size(quantity[None])) ** 0.5
+            assert abs(quantity.mean() - exact) < 5 * error
+
+
+REPLICAS = {"HMC": hmc, "NUTS": NUTS, "MALA": lambda model: infer.MALA(model, steps_per_draw=10)}
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("name", "temper"), [*((name, "joint") for name in REPLICAS), ("HMC", "likelihood"), ("MALA", "likelihood")]
+)
+def test_every_replica_has_its_tempered_posterior(name, temper):
+    kernel = infer.ParallelTempering(REPLICAS[name](positive_scale), 4, lowest=0.05, temper=temper)
+    mcmc = run(kernel, draws=3000, fields=("base.z",))
+    betas, extra = np.asarray(mcmc.last_state.inverse_temperatures), mcmc.get_extra_fields()
+    assert betas[0] == 1
+    assert (np.diff(betas) < 0).all()
+    assert_moments(betas, extra["base.z"]["s"], lambda beta: log_scale_moments(beta, temper))
+    assert np.ptp(np.asarray(extra["swap_accept_prob"]).mean(0)) < 0.25  # a ladder of equal rates
+
+
+def simplex():
+    p = numpyro.sample("p", dist.Dirichlet(jnp.array([0.5, 2.0, 3.0])))
+    numpyro.sample("y", dist.Categorical(p), obs=1)
+
+
+def interval_and_factor():
+    with numpyro.plate("two", 2), handlers.mask(mask=jnp.array([True, False])):
+        u = numpyro.sample("u", dist.Uniform(-1.0, 2.0))
+    numpyro.factor("penalty", -(u.sum() ** 2))
+
+
+def scaled_prior():
+    with handlers.scale(scale=3.0):
+        s = numpyro.sample("s", dist.HalfNormal(2.0))
+    numpyro.sample("y", dist.Normal(0.0, s), obs=1.0)
+
+
+def scanned():
+    def step(total, x):
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        numpyro.sample("y", dist.Normal(total, s), obs=x)
+        return total + s, s
+
+    scan(step, 0.0, jnp.array([0.3, 1.0, -0.4]))
+
+
+def scoped():
+    handlers.scope(handlers.scope(positive_scale, prefix="a", divider="."), prefix="b")()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temper", ["likelihood", "joint"])
+@pytest.mark.parametrize(
+    "model", [simplex, interval_and_factor, scaled_prior, scanned, scoped], ids=lambda model: model.__name__
+)
+def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(model, temper):
+    """Whatever the supports, handlers and names."""
+    kernel = infer.ParallelTempering(hmc(model), 3, lowest=0.1, temper=temper)
+    state = kernel.init(jax.random.key(1), 0)
+    same = {name: value[:1].repeat(3, 0) for name, value in state.base.z.items()}
+    there = kernel.refresh(state._replace(base=state.base._replace(z=same)), (), {})
+    place = {name: value[0] for name, value in same.items()}
+    values = constrain_fn(model, (), {}, place)
+    densities, sites = compute_log_probs(model, (), {}, values)
+    tempered = sum(value for name, value in densities.items() if temper == "joint" or sites[name]["is_observed"])
+    assert abs(tempered) > 0.01
+    transforms = {name: dist.biject_to(sites[name]["fn"].support) for name in place}
+    jacobian = sum(
+        jnp.sum(transforms[name].log_abs_det_jacobian(value, values[name])) for name, value in place.items()
+    )
+    whole = sum(densities.values()) + (there.inverse_temperatures - 1) * tempered + jacobian
+    np.testing.assert_allclose(there.base.potential_energy, -whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_moves_that_weigh_the_likelihood_know_its_temperature():
+    """Moves of inexact symmetries under a scale of the log density: the sum of two weights."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with handlers.scale(scale=4.0):
+            numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=3.0)
+
+    moves = infer.OrbitMoves(hmc(model), [symmetry.Scale("w")], exact=False)
+    mcmc = run(infer.ParallelTempering(moves, 3, lowest=0.1), draws=4000, fields=("base.base.z",))
+    draws = mcmc.get_extra_fields()["base.base.z"]["w"].sum(-1)
+
+    def moments(beta):
+        precision = 1 / 2 + 4 * beta
+        return 12 * beta / precision, precision**-0.5
+
+    assert_moments(mcmc.last_state.inverse_temperatures, draws, moments)
+
+
+# -- inner kernels, chain methods, refusals ---------------------------------------------------------------
+
+
+def gibbs_of(entry):
+    """The precisions by their conditionals, the rest by HMC."""
+    model = models.regression(nn.MLP([2, 1], "tanh"), priors.GammaPrecision(centered=True))
+    sites = infer.PrecisionGibbs(model).conjugate_sites(*entry.args)
+    return Gibbs([(infer.PrecisionGibbs(model), sites), (hmc(model, 0.5), None)])
+
+
+INNER = {
+    "NUTS": lambda entry: NUTS(entry.model, max_tree_depth=3),
+    "Gibbs": gibbs_of,
+    "OrbitMoves": lambda entry: infer.OrbitMoves(hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)),
+    "MALA": lambda entry: infer.MALA(entry.model, steps_per_draw=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.parametrize("name", INNER)
+def test_any_kernel_with_a_model_may_be_inside(name):
+    """Also after a round through pickle; what ArviZ gets."""
+    entry = ZOO["network"]
+    kernel = pickle.loads(pickle.dumps(infer.ParallelTempering(INNER[name](entry), 3)))
+    mcmc = run(kernel, entry.args, 6, 4, chains=2)
+    for values in mcmc.get_samples(group_by_chain=True).values():
+        assert np.isfinite(values).all()
+        assert len(np.unique(values[:, -1])) > 1  # chains differ
+    idata = bnn.to_inference_data(mcmc, posterior_predictive=False)
+    assert group(idata, "sample_stats")["swap_accept_prob"].dims == ("chain", "draw", "neighbors")
+    assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
+    assert idata.attrs["num_replicas"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_chain_methods_and_kinds_of_keys_agree():
+    kernel = infer.ParallelTempering(hmc(conjugate), 3)
+    vectorized = run(kernel, warmup=5, draws=5, chains=2).get_samples()["w"]
+    for options in ({"method": "sequential"}, {"method": "parallel"}, {"key": jax.random.PRNGKey(0)}):
+        other = run(pickle.loads(pickle.dumps(kernel)), warmup=5, draws=5, chains=2, **options)
+        np.testing.assert_allclose(vectorized, other.get_samples()["w"], rtol=1e-4)
+
+
+def test_kernels_that_cannot_be_tempered_are_refused():
+    entry = ZOO["line"]
+    with refused("kernel", "NUTS(model)"):
+        infer.ParallelTempering(HMC(potential_fn=lambda z: jnp.sum(z**2)))
+    with refused("kernel", "SGLD with temperature 0.5"):
+        infer.ParallelTempering(infer.SGLD(entry.model, temperature=0.5))
+    kernel = infer.ParallelTempering(infer.SGLD(entry.model, 1e-3))
+    with refused("kernel", "subsamples plate 'data'"):
+        kernel.init(jax.random.key(0), 0, None, entry.args, {"batch_size": BATCH})

@@ -1,0 +1,329 @@
+"""Wrong models, data and combinations of arguments of public functions: the error says what came, and what to write.
+
+Plain options are in `test_options.py`.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import refused
+from numpyro import handlers
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from options import ROOMS, calls, declared
+from zoo import LABELS, NET, ZOO, N, X, Y
+
+import numpyro_bnn as bnn
+from numpyro_bnn import guides, infer, infinite, metrics, models, moments, nn, plots, priors, sgmcmc, symmetry
+from numpyro_bnn.sgmcmc import schedules
+
+pytestmark = pytest.mark.core
+
+LINE = ZOO["line"].model
+NAN, HALVES, TABLE = np.full(N, np.nan), np.full((N, 2), 0.5), X.astype(object)
+KERNEL, STREAM = {"kernel": np.ones((2, 1))}, sgmcmc.WithReplacement(10, 2)
+
+
+@cache
+def key():
+    return jax.random.key(0)
+
+
+def start(kernel, *args, init_params=None, num_warmup=0, **kwargs):
+    return kernel.init(key(), num_warmup, init_params, args, kwargs)
+
+
+def network(net=NET, shape=(2,), prior=None, name="net"):
+    return handlers.seed(bnn.random_network, 0)(name, net, shape, prior)
+
+
+def trace(model, *args):
+    return handlers.trace(handlers.seed(model, 0)).get_trace(*args)
+
+
+def regression(*args):
+    return trace(models.regression(NET), *args)
+
+
+def changing():
+    """A model whose site has another name in every call."""
+    names = (f"w{i}" for i in range(10**6))
+
+    def model(x, y=None):
+        w = numpyro.sample(next(names), dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x[:, 0] * w, 0.5), obs=y)
+
+    return model
+
+
+def fit(*args, num_steps=5, **options):
+    svi = SVI(LINE, AutoNormal(LINE), numpyro.optim.Adam(0.1), Trace_ELBO())
+    return guides.fit(svi, key(), num_steps, *args, progress_bar=False, **options)
+
+
+def adf(*args, **options):
+    return guides.AutoADF(LINE).run(key(), *args, progress_bar=False, **options)
+
+
+def laplace(*args, sites=None, **options):
+    return guides.AutoLaplace(LINE, sites=sites).run(key(), *args, progress_bar=False, **options)
+
+
+@cache
+def fitted():
+    guide = guides.AutoADF(LINE)
+    return guide, guide.run(key(), X, Y, num_epochs=1, progress_bar=False).params
+
+
+def sampler(dynamics=None, schedule=0.1, gradient=None, **options):
+    dynamics = sgmcmc.Overdamped() if dynamics is None else dynamics
+    gradient = sgmcmc.Full(lambda q: 0.5 * q @ q) if gradient is None else gradient
+    return sgmcmc.build(gradient, dynamics, schedule=schedule, **options)
+
+
+def flow():
+    return pytest.importorskip("flowjax.distributions").StandardNormal((2,))
+
+
+@cache
+def gp():
+    return infinite.gp_regression(NET, X, Y, noise_sd=0.1)
+
+
+@cache
+def regressor():
+    return bnn.estimators.Regressor("adf", widths=(2,), effort=0.05, random_state=0).fit(X, Y)
+
+
+@cache
+def idata():
+    xr = pytest.importorskip("xarray")
+    draws, axes = np.random.default_rng(0).normal(size=(1, 5, N)), ("chain", "draw", "data")
+    groups = {
+        "posterior": {"w": (("chain", "draw", "k"), draws[..., :2])},
+        "posterior_predictive": {"y": (axes, draws), "y_mean": (axes, draws)},
+        "observed_data": {"y": (("data",), Y)},
+        "constant_data": {"x": (("data",), Y)},
+    }
+    return xr.DataTree.from_dict({name: xr.Dataset(values) for name, values in groups.items()})
+
+
+# By room: (call, argument at fault, part of the message).
+ROWS = {
+    "estimators": [
+        (lambda: bnn.estimators.Regressor(widths=50).fit(X, Y), "widths", "Pass the hidden widths, e.g. `(50,)`."),
+        (lambda: bnn.estimators.Regressor(prior="normal").fit(X, Y), "prior", "priors."),
+        (lambda: bnn.estimators.Classifier("nut").fit(X, LABELS), "method", "Did you mean 'nuts'?"),
+        (lambda: bnn.estimators.Classifier().fit(X, 0 * LABELS), "y", "Pass rows of at least two classes."),
+        (lambda: regressor().conformal_interval(X, X[:3], Y[:3]), "X_held_out", "Hold out at least 9 rows"),
+        (lambda: regressor().calibrate(X[:9], Y[:9]), "X", "Hold out at least 10 rows."),
+        (lambda: regressor().most_uncertain(X, 1000), "num_rows", "Ask for fewer rows."),
+    ],
+    "nn": [
+        (lambda: nn.Conv2d(4, window=(3, 3, 3)), "window", "Pass a positive integer or a pair of them, e.g"),
+        (lambda: nn.Conv2d(4, padding="same"), "padding", "Known: SAME, VALID, an integer."),
+        (lambda: nn.Flatten().output_shape((3,)), "x", "It takes inputs of 3 axes (argument `rank`)."),
+        (lambda: nn.BatchNorm(False, False).apply({}, jnp.ones((1, 3))), "x", "Pass a batch of at least two rows"),
+        (lambda: nn.Residual(nn.Dense(3)).output_shape((2,)), "x", "It takes a body and a shortcut of one shape"),
+        (lambda: nn.Sequential([nn.Dense(3), None]), "layers", "Pass layers such as `nn.Dense(8)`"),
+        (lambda: nn.MLP(3), "widths", "Pass a list of positive integers"),
+        (lambda: nn.MLP([3, 1], "rellu"), "name", "Did you mean 'relu'? Known: identity, relu, leaky_relu, tanh"),
+        (lambda: nn.CNN([4], 10), "widths", "Pass a list of positive integers"),
+        (lambda: NET.output_shape(2), "input_shape", "Pass the shape of one data point as a tuple"),
+        (lambda: NET.output_shape((0,)), "input_shape", "Every size must be at least 1."),
+        (lambda: NET.apply(NET.init(key(), (2,)), jnp.ones((5, 3))), "x", "It takes (..., 2)."),
+    ],
+    "priors": [
+        (lambda: priors.Hierarchical(dist.Normal()), "scale_prior", "Pass a scalar distribution on (0, inf)"),
+        (lambda: priors.GammaPrecision(centered=True, marginal=True), "marginal", "there is nothing to center"),
+        (lambda: priors.Fixed(0.5), "params", "Pass parameters: a dictionary as of `net.init`"),
+        (lambda: priors.Fixed(KERNEL)("bias", (1,)), "params", "Known: kernel."),
+        (lambda: priors.Fixed(KERNEL)("kernel", (3, 1)), "params", "network of this size."),
+        (lambda: priors.Learned({}), "init", "Pass parameters: a dictionary as of `net.init`"),
+        (lambda: priors.BySite([priors.Normal()]), "patterns", "Pass a dictionary, e.g. `{"),
+        (lambda: priors.BySite({"a": priors.Normal()})("b", (2, 2)), "patterns", "Add one, or a `default=`"),
+    ],
+    "numpyro_bnn": [
+        (lambda: bnn.random_network("net", NET, (2,)), "name", "Call it in a model that a kernel, a guide or `"),
+        (lambda: network(shape=2), "input_shape", "Pass the shape of one data point as a tuple"),
+        (lambda: network(prior=priors.Hierarchical), "prior", "Pass an object, `priors.Hierarchical()`."),
+        (lambda: network(prior="normal"), "prior", "Did you mean 'Normal'?"),
+        (lambda: network(prior={"Dense_7.*": priors.Normal()}), "patterns", "Known: Dense_0.kernel, Dense_0.bias"),
+        (lambda: bnn.to_inference_data(3), "result", "Pass a run `numpyro.infer.MCMC`, or the result"),
+        (lambda: bnn.to_inference_data(None, predictions=[X]), "predictions", "Name the arguments of the model"),
+        (lambda: bnn.predict(LINE, 3, X), "idata", ""),
+    ],
+    "models": [
+        (lambda: models.regression(NET, noise=dist.Normal()), "noise", "Pass a distribution on (0, inf)"),
+        (lambda: models.regression(NET, noise=0.1, heteroscedastic=True), "noise", "leave it out"),
+        (lambda: trace(models.regression(nn.MLP([3]), heteroscedastic=True), X, Y), "net", "must have 2 outputs."),
+        (lambda: trace(models.classification(nn.Dense(2), 2), X, Y), "y", "Pass integer class labels 0..K-1"),
+        (lambda: trace(models.classification(nn.Dense(2), 2), X, LABELS + 2), "y", "With 2 classes pass labels"),
+        (lambda: regression(X[:, 0], Y), "x", "Pass (N, *input_shape), e.g. `x[:, None]` for"),
+        (lambda: regression(X, NAN), "y", "Drop or impute those rows first."),
+        (lambda: regression(X, Y, N + 1), "batch_size", f"Pass a number from 1 to N = {N}."),
+        (lambda: regression(X, Y, np.array([2, 3])), "batch_size", "Pass an integer of at least 1."),
+    ],
+    "symmetry": [
+        (lambda: symmetry.find(LINE, TABLE, Y), "args", "x.astype(float)"),
+        (lambda: symmetry.Rescale("v", 3), "outgoing", "Pass a site, or a pair of site and axis"),
+        (lambda: symmetry.JointScale("w", "s", 0), "power", "Pass 1 for a scale, -2 for a precision."),
+        (lambda: symmetry.Shift(None), "elements", "Pass a site, or a pair of site and axis"),
+        (lambda: symmetry.SignFlip(3), "elements", "Pass a site, or a pair of site and axis"),
+        (lambda: symmetry.Permutation([]), "elements", "Name at least one site."),
+        (lambda: symmetry.check(LINE, [symmetry.Scale("w")], (X, Y)), "symmetries", "Leave it out, remove the epsil"),
+        (lambda: symmetry.quotient(LINE, [symmetry.Scale("v")], X, Y), "site", "Known: w."),
+        (lambda: symmetry.canonical({"w": X}, [symmetry.Scale("v")]), "symmetries", "Known: w."),
+        (lambda: symmetry.canonical({"w": X[:0]}, [symmetry.Scale("w")]), "draws", "Pass at least one row."),
+        (lambda: symmetry.invariants({"w": X}, 3), "symmetries", "Pass symmetries such as `symmetry.Scale(...)`"),
+        (lambda: symmetry.JointRescale("a", "b", []), "scales", "Name hyper-sites with powers"),
+        (lambda: symmetry.orbit_coordinates({"w": X}, "scale"), "symmetries", "Pass symmetries such as"),
+    ],
+    "moments": [
+        (lambda: moments.register(3), "names", "Pass names of primitives"),
+        (lambda: moments.register("cumsum")(3), "rule", "Put it above a function"),
+        (lambda: moments.register_elementwise(jnp.tanh), "names", "Pass names of primitives"),
+        (lambda: moments.propagate(jnp.sum)(moments.Gaussian(X[0], Y[:3])), "var", "Pass one variance per element"),
+        (lambda: moments.propagate(np.sum)(moments.Gaussian(LABELS, LABELS)), "mean", "Pass floating-point"),
+    ],
+    "sgmcmc": [
+        (lambda: sgmcmc.WithReplacement(10, 11), "batch_size", "Pass at most num_data = 10."),
+        (lambda: sgmcmc.Epochs(2**31, 1), "num_data", "Pass fewer than 2^31 rows"),
+        (lambda: sgmcmc.Diagonal([-1.0]), "values", "Pass positive finite numbers."),
+        (lambda: sgmcmc.Dense([[1.0, 2.0], [0.0, 1.0]]), "matrix", "Pass a symmetric positive definite matrix (P,"),
+        (lambda: sampler(sgmcmc.MALA(), temperature=0), "temperature", "Pass a finite number above 0."),
+        (lambda: sampler(sgmcmc.MALA(), gradient=sgmcmc.Minibatch(np.sum, STREAM)), "gradient", "Pass `Full`"),
+        (lambda: sampler().init(0.0, jnp.ones(2)), "position", "Pass one flat vector (P,): see `ravel_pytree`."),
+        (lambda: sampler().init(jnp.ones(2), 0), "rng_key", "Pass one key, e.g. `jax.random.key(0)`"),
+        (lambda: sampler().init(jnp.ones(2), key(), -1), "num_warmup", "Pass an integer of at least 0."),
+        (lambda: sampler(preconditioner=sgmcmc.RMSProp()).init(X[0], key()), "num_warmup", "learns during warm-up"),
+        (lambda: schedules.polynomial(1.0, gamma=2), "gamma", "Above 1 the chain freezes: pass a value in (0."),
+        (lambda: schedules.cyclical(0.1, 2, 3), "num_cycles", "Pass at most num_steps = 2."),
+    ],
+    "infinite": [
+        (lambda: infinite.nngp(NET, X[:, 0]), "x1", "Pass one row per data point, (N, D), e.g. `x[:"),
+        (lambda: infinite.ntk(NET, X[:0]), "x1", "Pass at least one row."),
+        (lambda: infinite.empirical_ntk(NET, {}, X), "params", "Pass one array for each parameter"),
+        (lambda: infinite.gp_regression(NET, X, Y[:3], noise_sd=0.1), "y", "Pass one row per data point in each."),
+        (lambda: infinite.prior_fit(NET, X, Y[:, None, None]), "y", "Pass targets of shape (N,) or (N, K)."),
+        (lambda: gp().log_density(X, Y[:3]), "y", "one row per row of `x`"),
+    ],
+    "guides": [
+        (lambda: guides.init_to_fan_in("w"), "site", "init_strategy=init_to_fan_in"),
+        (lambda: fit(X, Y, batch_size=2.5), "subsample_size", f"from 1 to {N}"),
+        (lambda: fit(X, Y, init_params={"w_auto_loc": NAN[:2]}), "init_params['w_auto_loc']", "Drop or impute"),
+        (lambda: fit(X, Y, init_params={"w_auto_loc": np.ones(3)}), "init_params", "Pass a value of shape [(2,)]."),
+        (lambda: adf(X, Y, init_means={"w": NAN[:2]}), "init_means['w']", "Drop or impute those rows first."),
+        (lambda: adf(X, Y, init_means={"w": np.ones(3)}), "var", "Pass one variance per element of the mean, (3,"),
+        (lambda: adf(X, Y, orders=[[0, 1]], num_epochs=1), "orders", f"E = 1 permutations of N = {N} rows."),
+        (lambda: fitted()[0].update(fitted()[1], X), "model", "Pass the targets among the arguments"),
+        (lambda: laplace(X, Y, sites="v.*"), "sites", "Known: w."),
+        (lambda: laplace(X), "sites", "Pass the targets (`y`)"),
+        (lambda: laplace(X, Y, init_params={"w": np.ones(3)}), "init_params", "Pass a value of shape (2,)."),
+        (lambda: guides.AutoLaplace(LINE).predictive({}, X), "params", "Call `run` of this guide first"),
+        (lambda: guides.AutoLaplace(LINE).predictive({}, X, link="sample"), "rng_key", "Pass a key, e.g."),
+        (lambda: guides.AutoBlocks(LINE, {"*": guides.FullRank}), "blocks", "Pass a dictionary from patterns to"),
+        (lambda: guides.AutoBlocks(LINE, init_scale=0), "init_scale", "Pass a positive number, or positive standard"),
+        (lambda: guides.Coupling(hidden=(0,)), "hidden", "Pass an integer of at least 1."),
+        (lambda: guides.Flowjax(3), "flow", "lowjax"),
+        (lambda: guides.Flowjax(flow(), standardized="no"), "standardized", "Pass True or False."),
+        (lambda: guides.evidence(3, {}, X, Y, rng_key=key()), "guide", "Pass a NumPyro guide and"),
+        (lambda: guides.evidence(AutoNormal(LINE), 3, X, Y, rng_key=key()), "params", "Pass the parameters of"),
+        (lambda: guides.summarize([1.0, np.nan]), "log_weights", "a density of the model"),
+    ],
+    "infer": [
+        (lambda: infer.SGLD(LINE, 0.1).init(0, 0, None, (X, Y), {}), "rng_key", "Pass a key"),
+        (lambda: start(infer.SGLD(LINE), X, Y, batch_size=0), "subsample_size", f"from 1 to {N}"),
+        (lambda: start(infer.MCLMC(LINE), X, NAN), "args[0][1]", "Drop or impute those rows first."),
+        (lambda: start(infer.SGLD(changing()), X, Y), "model", "the same name in each call"),
+        (lambda: start(infer.SGLD(LINE), X, Y, init_params={"w": NAN[:2]}), "init_params['w']", "Drop or impute"),
+        (lambda: start(infer.SGLD(LINE), X, Y, init_params={"v": 0.0}), "init_params", "shaped {'w': (2,)}."),
+        (lambda: start(infer.SGLD(LINE, warm_start=0.01), X, Y, num_warmup=10), "warm_start", "Take a larger share"),
+        (lambda: infer.SGLD(LINE, preconditioner="rms"), "preconditioner", "Known: identity, rmsprop, warm_start"),
+        (lambda: infer.PSGLD(LINE, preconditioner="warm_start", warm_start=0), "preconditioner", "Set `warm_start="),
+        (lambda: infer.SGHMC(LINE, momentum_decay=0), "momentum_decay", "Pass a `step_size`, or a decay"),
+        (lambda: infer.SGNHT(LINE, momentum_decay=1), "momentum_decay", "a thermostat needs momentum."),
+        (lambda: infer.CyclicalSGLD(LINE, 0.1, steps_per_draw=3), "steps_per_draw or warm_start", "Set `cycle_len"),
+        (lambda: infer.CyclicalSGLD(LINE, 1.0, cycle_length=9), "cycle_length, draws_per_cycle, explore", "one step"),
+        (lambda: infer.MALA(LINE, gradient="control_variates"), "gradient", "Leave it out: this kernel uses"),
+        (lambda: infer.GHMC(LINE, temperature=0), "temperature", "Pass a finite number above 0."),
+        (lambda: infer.GGMC(LINE, minibatches="epochs"), "minibatches", "It is exact with independent minibatches"),
+        (lambda: infer.MCLMC(LINE, energy_variance=(1, 2, 3)), "energy_variance", "Pass a number or (first, last)."),
+        (lambda: infer.implied_bias([0.1, -1]), "energy_variance", "Pass a finite number at least 0."),
+        (lambda: infer.OrbitMoves(NUTS, [symmetry.Scale("w")]), "kernel", "Pass a kernel made from a model that has"),
+        (lambda: infer.OrbitMoves(NUTS(LINE), []), "symmetries", "Declare one, e.g. `symmetry.Permutation(...)`,"),
+        (lambda: start(infer.OrbitMoves(NUTS(LINE), [symmetry.Scale("v")]), X, Y), "site", "Known: w."),
+        (lambda: infer.UnitMoves(NUTS(LINE), {}), "units", "Pass the axis of the units by site"),
+        (lambda: infer.collapse(LINE, "w", X, Y), "sites", "Pass a nonempty sequence of distinct site name"),
+        (lambda: infer.ParallelTempering(infer.SGLD(LINE, temperature=0.5)), "kernel", "leave it at 1"),
+        (lambda: start(infer.ParallelTempering(NUTS(LINE)), X, Y, batch_size=2), "kernel", "density of all the data"),
+    ],
+    "metrics": [
+        (lambda: metrics.lppd(np.ones(3)), "log_likelihood", "Pass draws shaped (S, N), or (C, S, N) by chai"),
+        (lambda: metrics.rmse(Y, Y[:3]), "y", "Pass one row per data point in each."),
+        (lambda: metrics.crps(Y, Y), "draws", "Pass draws shaped (S, N), or (C, S, N) by chai"),
+        (lambda: metrics.pit(Y[None], Y, None), "rng", "Pass an integer of at least 0."),
+        (lambda: metrics.accuracy(HALVES * 2, LABELS), "probs", "Normalize over the last axis."),
+        (lambda: metrics.brier(HALVES - 1, LABELS), "probs", "Pass probabilities, e.g. softmax(logits)."),
+        (lambda: metrics.auroc([], [1.0]), "scores_in", "Pass at least one row."),
+        (lambda: metrics.log_score(HALVES, LABELS.astype(str)), "labels", "Pass integer class labels 0..K-1"),
+        (lambda: metrics.uncertainty(HALVES), "probs", "Pass probabilities shaped (S, N, K) or (C, S,"),
+        (lambda: metrics.relative_logit_variance(HALVES), "logits", "Pass logits shaped (S, N, K)"),
+        (lambda: metrics.function_space(Y), "draws", "Pass predictions shaped (C, S, N, ...), chains"),
+        (lambda: metrics.health(Y), "idata", "Pass the result of `to_inference_data`"),
+    ],
+    "datasets": [
+        (lambda: bnn.datasets.Scaler.fit("x"), "train", "Pass an array with one row per data point."),
+        (lambda: bnn.datasets.Scaler("0", 1.0), "mean", "Pass an array of numbers."),
+        (lambda: bnn.datasets.Scaler(np.zeros(2), np.arange(2)), "scale", "Pass positive numbers of shape (2,)"),
+    ],
+    "plots": [
+        (lambda: plots.predictive_band(idata(), levels=0.9), "levels", "Pass several, e.g. `(0.5, 0.9)`."),
+        (lambda: plots.predictive_band(idata(), levels=(1.5,)), "levels", "above 0 and below 1."),
+        (lambda: plots.predictive_band(idata(), Y[:2]), "x", f"Pass one value for each of {N} points."),
+        (lambda: plots.reliability_diagram(idata()), "site", "Class probabilities are needed: pass a classif"),
+    ],
+    "runs": [
+        (lambda: bnn.runs.Rows(np.array(["a"])), "source", "Pass an array of numbers."),
+        (lambda: bnn.runs.fit("folder", 3, key(), 10), "method", "Pass a `numpyro.infer.SVI` or a `guides.AutoADF`"),
+        (
+            lambda: bnn.runs.start("a", MCMC(NUTS(potential_fn=np.sum), num_warmup=1, num_samples=1), key()),
+            "mcmc",
+            "",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "fragment"),
+    [pytest.param(*row, id=f"{room}-{i}-{row[1]}") for room, rows in ROWS.items() for i, row in enumerate(rows)],
+)
+def test_wrong_arguments_are_refused(call, argument, fragment):
+    with refused(argument, fragment):
+        call()
+
+
+# Results, states, base classes and distributions, and classes without arguments: nobody can call them wrongly.
+NOT_CALLED = {
+    *("ADFResult", "LaplaceResult", "Block", "Evidence", "Prediction", "PriorFit", "Score", "Uncertainty", "Run"),
+    *("Equation", "Interpreter", "Layer", "BatchStatistics", "ForwardContext", "GroupStudentT", "Prior", "Sampler"),
+    *("State", "Symmetry", "HealthWarning", "Diagonal", "FullRank", "Overdamped", "Reading", "GPRegression"),
+}
+
+
+def test_every_public_function_has_a_declared_option_or_a_row():
+    """By the names that the code of the rows and of their helpers holds."""
+    helpers = [value for value in globals().values() if hasattr(value, "__code__") or hasattr(value, "__wrapped__")]
+    codes = [getattr(value, "__wrapped__", value).__code__ for value in helpers]
+    codes += [row[0].__code__ for rows in ROWS.values() for row in rows]
+    called = {name for code in codes for name in code.co_names}
+    public = {name: call for room in ROOMS for name, owner, call in calls(room) if owner is None}
+    public = {name for name, call in public.items() if not declared(call)}
+    assert public - called - NOT_CALLED == set()

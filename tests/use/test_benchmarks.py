@@ -1,0 +1,509 @@
+"""What benchmarks compute and print is right: scores, comparisons, distributions, and the tables of the pages."""
+
+import importlib
+import inspect
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from numpyro import handlers
+from numpyro.infer import MCMC, Predictive
+from scipy import stats
+
+import numpyro_bnn as bnn
+from numpyro_bnn import symmetry
+from use.scripts import SCRIPTS
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+DOCS = FOLDER.parent / "docs"
+
+
+@pytest.fixture(autouse=True)
+def without_data_folder(monkeypatch):
+    """Scripts may find one there."""
+    monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
+
+
+@pytest.mark.slow
+def test_members_are_observed_several_times():
+    """An interval of probability 0.9 needs 19 draws; the noise of each is new, the mean is that of its member."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 1))
+    network = bnn.models.regression(bnn.nn.MLP([1, 1]))
+    mcmc = MCMC(bnn.infer.SGLD(network, 1e-4, warm_start=0.5), num_warmup=4, num_samples=4, num_chains=2,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), x, x[:, 0] + rng.normal(size=20))
+    from examples.shared import observations_of_members
+
+    y = observations_of_members(mcmc, {"x": x}, times=12)
+    assert y.shape == (24, 20)
+    assert len(np.unique(y)) == y.size
+    members = bnn.to_inference_data(mcmc, {"x": x}, members=True)
+    mean, sd = members["predictions"]["y_mean"].to_numpy()[:, 0], members["posterior"]["sigma"].to_numpy()[:, :1]
+    scaled = (y.reshape(12, 2, 20) - mean) / sd
+    assert abs(scaled.mean()) < 4 / 480**0.5  # fails for one seed in 16,000
+    assert abs((scaled**2).mean() - 1) < 4 * (2 / 480) ** 0.5
+
+
+def test_interval_score_is_smallest_for_the_true_quantiles():
+    """Mean score of normal observations, for intervals of several kinds; that of the true ones is 2 phi(z) / .05."""
+    from examples.tabular import interval_score
+
+    y = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000)  # the distribution itself, without noise
+    z = stats.norm.ppf(0.95)
+    found = {ends: interval_score(np.float64(ends[0]), np.float64(ends[1]), y).mean() for ends in
+             ((-z, z), (-z + 0.1, z), (-z, z + 0.1), (-z - 0.1, z + 0.1), (-z + 0.1, z + 0.1))}  # fmt: skip
+    assert min(found, key=found.get) == (-z, z)
+    assert found[-z, z] == pytest.approx(2 * stats.norm.pdf(z) / 0.05, rel=1e-3)
+
+
+def test_demo_compares_in_megapascal():
+    """An exact prediction with a known sd has the density of that normal; ends and means are in the units of y."""
+    from examples import demo
+
+    rows = demo.load(0, 309)
+    assert len(rows.y) == 721
+    assert abs(rows.y.mean()) < 1e-5
+    found = demo.from_moments(rows.y_new, np.full(309, 0.25), rows)
+    mpa = rows.y_new * rows.scale + rows.center
+    assert 2 < mpa.min() < mpa.max() < 83
+    np.testing.assert_allclose(found.log_density, stats.norm.logpdf(0, scale=0.5 * rows.scale), rtol=1e-5)
+    np.testing.assert_allclose(found.high - found.mean, 1.645 * 0.5 * rows.scale, rtol=1e-5)
+    made = demo.scores(found, found, rows, 1.0)
+    assert made["coverage"] == 1
+    assert made["rmse"] == pytest.approx(0, abs=1e-4)
+    worse = demo.from_moments(rows.y_new + 0.5, np.full(309, 0.25), rows)
+    assert demo.scores(worse, found, rows, 1.0)["behind"] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
+    """Chains of autocorrelated normal draws: the root mean square of t is what Welch's t has, a shift raises it."""
+    from examples.benchmarks.function_agreement import compare
+
+    rng = np.random.default_rng(0)
+    level = rng.normal(size=(2, 8, 1, 2000))  # chains that have not mixed
+    first, second = level + rng.normal(size=(2, 8, 50, 2000))
+    same = compare(first, second)
+    assert same["rms t, mean"] == pytest.approx(same["expected rms t"], rel=0.06)
+    assert same["share beyond 95 %, mean"] == pytest.approx(0.05, abs=0.02)
+    assert compare(first + 2.0, second)["rms t, mean"] > 3
+
+
+@pytest.mark.slow
+def test_annealing_finds_evidence_and_posterior_of_a_linear_model():
+    """Log evidence and mean of eight populations, within four standard errors (and the bias of a log, var / 2)."""
+    from examples.benchmarks.annealing import Clock, anneal
+
+    rng = np.random.default_rng(0)
+    design, noise = rng.normal(size=(12, 3)), 0.3
+    y = design @ np.array([1.0, -0.5, 0.2]) + noise * rng.normal(size=12)
+
+    def prior(q):
+        return -jax.scipy.stats.norm.logpdf(q).sum()
+
+    def potential(q):
+        return prior(q) - jax.scipy.stats.norm.logpdf(y, design @ q, noise).sum()
+
+    options = SimpleNamespace(leapfrogs=5, mutations=4, effective=0.7, seed=0)
+    start = rng.normal(size=(8, 200, 3)).astype(np.float32)
+    now, _ = anneal(start, potential, prior, options, Clock())
+    exact = stats.multivariate_normal(np.zeros(12), design @ design.T + noise**2 * np.eye(12)).logpdf(y)
+    variance = now.log_evidence.var(ddof=1)
+    assert (now.beta == 1).all()
+    assert variance < 0.5
+    assert abs(now.log_evidence.mean() + variance / 2 - exact) < 4 * (variance / 8) ** 0.5
+    covariance = np.linalg.inv(np.eye(3) + design.T @ design / noise**2)
+    means, sd = now.q.mean(1), np.diag(covariance) ** 0.5
+    z = (means.mean(0) - covariance @ design.T @ y / noise**2) / (means.std(0, ddof=1) / 8**0.5)
+    assert np.abs(z).max() < 5  # t with 7 degrees of freedom: 5 has a p-value of 0.0016
+    assert np.allclose(now.q.std(1).mean(0), sd, rtol=0.1)
+
+
+@pytest.mark.slow
+def test_exchanges_of_units_follow_the_density_of_all_chains():
+    """A chain that prefers large biases gets them, by the exact odds: of two exchangeable states, e^2 : 1."""
+    from examples.benchmarks import mixing
+
+    case = SimpleNamespace(potential=lambda q: -2.0 * q[0] * q[1])  # biases come first
+    z = {mixing.BIAS: np.array([[1.0], [0.0]]), mixing.KERNEL: np.array([[[1.0]], [[0.0]]])}
+    z = jax.tree.map(jax.numpy.asarray, z)
+    _, accepted = mixing.exchange_units(case, z, jax.random.key(0), 50)
+    assert accepted == 1.0  # both have the same density, whichever chain has the unit
+    tilted = SimpleNamespace(potential=lambda q: -q[0] * q[2])
+    z["side"] = jax.numpy.array([2.0, 0.0])  # of the first chain alone
+    ends = jax.vmap(lambda key: mixing.exchange_units(tilted, z, key, 21)[0][mixing.BIAS][0, 0])
+    share = float(ends(jax.random.split(jax.random.key(1), 2000)).mean())
+    expected = math.exp(2) / (1 + math.exp(2))
+    # After n moves the share of one state is off by at most (-e^-2)^n: nothing after 21.
+    assert abs(share - expected) < 4 * (expected * (1 - expected) / 2000) ** 0.5
+
+
+def test_table_of_image_chains_is_that_of_its_file():
+    from examples.benchmarks.shared import provenance
+    from examples.image_chains import table
+
+    report = json.loads((DOCS / "image_chains.json").read_text())
+    made = f"begin -->\n{table(report)}\n\n{provenance([report])}\n<!-- table of image_chains"
+    assert made in (DOCS / "guides.md").read_text()
+
+
+def prior_fit(name, way, draws=2000):
+    """A data set, a network and independent draws from the prior in the place of a run."""
+    module = importlib.import_module("examples.symmetries")
+    args = module.parse(["--width", "3", "--residual-width", "2"])
+    data, net = module.load_data(args), module.make_net(name, args)
+    model = module.make_model(net, centered=way == "centered")
+    sites = Predictive(model, num_samples=draws)(jax.random.key(0), data.x_train[:9])
+    sites = {k: np.asarray(v).reshape(2, draws // 2, *v.shape[1:]) for k, v in sites.items() if k != "y"}
+    return module, data, net, module.Fit(sites, 3, 7.0, 1.0, 2.0, 4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bn", "residual", "relu"])
+def test_summaries_of_independent_draws(name):
+    """Draws from the prior: every ESS is that of independent draws, the scale has its exact mean."""
+    way = "centered" if name == "relu" else "non-centered"
+    module, data, net, fit = prior_fit(name, way)
+    found = [
+        s
+        for s in symmetry.from_network(net, data.x_train.shape[1:])
+        if not isinstance(s, symmetry.Permutation | symmetry.SignFlip)
+    ]
+    if name != "relu":
+        kernels = [s.unit_axes[0].site for s in found if isinstance(s, symmetry.Scale)]
+        found += [symmetry.JointScale((site,), f"{site}_scale") for site in kernels]
+    values = module.statistics_of(name, fit, found)
+    units = {"bn": 3, "residual": 4, "relu": 3}[name]
+    assert {key: value.shape[2] for key, value in values.items() if key != "log s"} == dict.fromkeys(
+        set(values) - {"log s"}, units
+    )
+    assert values["log s"].shape[2] == {"bn": 1, "residual": 2, "relu": 2}[name]
+    function = module.predictor(net, data)(fit.sites)
+    assert function.shape == (2, 1000, module.TEST_POINTS)
+    summary = module.summarize(fit, values, function)
+    for ess in summary["ess"].values():
+        assert 0.7 < ess["min_per_draw"] <= ess["median_per_draw"] < 1.4
+        assert ess["median_per_second"] == pytest.approx(ess["median_per_draw"] * 2000 / 4)
+    # log |N(0, 1)| has variance pi^2 / 8; failure rate 1e-5.
+    error = np.pi / 8**0.5 / 2000**0.5
+    assert abs(summary["scale_mean"] - module.EXACT_MEAN) < 4.5 * error
+    assert summary["scale_mcse"] == pytest.approx(error, rel=0.3)
+    low, high = np.exp(module.EXACT_INTERVAL)
+    np.testing.assert_allclose([low, high], stats.halfnorm(scale=1).ppf([0.05, 0.95]), rtol=1e-5)
+    if name == "relu":  # uniform, whatever the orbit; failure rate 1e-5 each
+        for unit in range(3):
+            assert stats.kstest(values["place"][..., unit].ravel(), "uniform").pvalue > 1e-5
+
+
+def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
+    from examples.symmetries import place_on_orbit
+
+    draws = np.random.default_rng(0)
+    for p in (0.0, 0.5, 6.5, -3.0):
+        root = np.exp(draws.uniform(-3, 4, size=12))
+        u = stats.geninvgauss.rvs(p, root, random_state=draws)
+        np.testing.assert_allclose(
+            place_on_orbit(p, root * u, root / u), stats.geninvgauss.cdf(u, p, root), atol=2e-4
+        )
+
+
+@pytest.mark.slow
+def test_neal_scales_the_ard_prior_as_he_does():
+    """His x0.2:0.5:1 with four inputs: width 0.2 / 4, because alpha is 1 (section on priors of his documentation).
+
+    The precision of an input over that they share is Gamma(0.5) of mean 1, whatever the width.
+    """
+    neal = importlib.import_module("examples.neal")
+
+    def draw(key):
+        trace = handlers.trace(handlers.seed(neal.ard, key)).get_trace("k", (4, 3))
+        return trace["k_shared_precision"]["value"], trace["k_precision"]["value"]
+
+    shared, each = jax.vmap(draw)(jax.random.split(jax.random.key(0), 2000))
+    # Two tests at 1e-4: a seed in 5000 fails.
+    assert stats.kstest(shared * 0.25 * 0.05**2, stats.gamma(0.25).cdf).pvalue > 1e-4
+    assert stats.kstest(np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf).pvalue > 1e-4
+
+
+def test_classification_compares_split_by_split():
+    """Signs are such that above 0 ours is better; the number of test rows of each class is the same in all splits."""
+    from examples.benchmarks.classification import held_out_fifth, log_loss, scores, split_of, table
+
+    first, second = (split_of("wine", split, 0.2) for split in (0, 1))
+    assert np.bincount(first.y_test).tolist() == np.bincount(second.y_test).tolist() == [12, 14, 10]
+    assert not np.array_equal(first.x_test, second.x_test)
+    rows, held_out = held_out_fifth(first, 0)
+    assert [len(rows[1]), len(held_out[1])] == [113, 29]
+
+    probs, labels = np.array([[0.75, 0.25], [0.5, 0.5]]), np.array([0, 1])
+    found = scores(probs, labels)
+    assert found["log_loss"] == pytest.approx(-np.log(0.75 * 0.5) / 2) == pytest.approx(log_loss(probs, labels))
+    assert found["accuracy"] == 0.5
+
+    def row(method, split, loss, accuracy, **more):
+        line = {"set": "wine", "split": split, "method": method, "log_loss": loss, "accuracy": accuracy, "ece": 0.1}
+        return line | {"seconds": 2.0, "warnings": []} | more
+
+    lines = [row("Classifier", split, 0.1, 0.9, effort=0.5) for split in (0, 1)]
+    lines += [row("boosting", split, 0.3 + 0.2 * split, 0.8) for split in (0, 1)]
+    head, _, ours, other = table(lines).splitlines()
+    assert head.startswith("| set | splits |  | log loss | accuracy | ECE | gain in log loss |")
+    assert ours == "| wine | 2 | Classifier, effort 0.5 | 0.100 | 0.900 | 0.100 |  |  |  | 2 |"
+    assert other.startswith("| wine | 2 | boosting | 0.400 | 0.800 | 0.100 | +0.300 ± 0.100 | +0.100 ± 0.000 |")
+
+
+def test_uci_tables_name_the_best_and_count_the_splits():
+    from examples.benchmarks.uci_table import tables
+
+    def line(method, split, value):
+        scores = {"rmse": 1.0, "log_likelihood": value, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0}
+        scores |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+        return {"set": "yacht", "split": split, "method": method, "head": "homo", **scores}
+
+    text = tables([line("a", 0, -1.0), line("a", 1, -2.0), line("b", 0, 0.5)])["uci_log_likelihood"]
+    head, _, *rows = text.splitlines()
+    cost = tables([line("a", 0, -1.0), line("a", 1, -2.0)])["uci_cost"]
+    assert "| a, homo | 2 | 0.900 | 3 |" in cost
+    assert "Machine: 2 cores, cpu. jax 1. Seed 0, effort 1.0." in cost
+    # Of -1 and -2: mean -1.5, standard error 0.5; the method of one split says so, and is not compared.
+    assert head == "| test log likelihood | yacht |"
+    assert rows[:3] == [
+        "| a, homo | -1.500 ± 0.500 |",
+        "| b, homo | 0.500 (1) |",
+        "| PBP, published | -1.647 ± 0.022 |",
+    ]
+    assert "| DVI, published | **-0.47** ± 0.03 |" in rows
+
+
+def test_uci_summary_takes_the_best_of_the_methods_with_most_splits():
+    from examples.benchmarks.uci_table import tables
+
+    about = {"rmse": 1.0, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0, "head": "homo"}
+    about |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    values = [
+        *(("yacht", "a", split, -0.4 - 0.2 * split) for split in (0, 1)),
+        ("yacht", "b", 0, 0.5),  # one split of two: not compared
+        ("wine", "NNGP", 0, 2.0),  # knows its test rows
+        ("wine", "a", 0, -1.2),
+    ]
+    names = ("set", "method", "split", "log_likelihood")
+    text = tables([dict(zip(names, row, strict=True)) | about for row in values])["uci_summary"]
+    wine, yacht = text.splitlines()[2:]
+    assert yacht == "| yacht | -0.500 ± 0.100 | a, homo (2) | -0.47 ± 0.03, DVI | -0.03 ± 0.10 |"
+    assert wine == "| wine | -1.200 | a, homo (1) | -0.90 ± 0.01, DVI | -0.30 |"
+
+
+def uci_line(name, run_name, method, split, value, head="hetero"):
+    about = {"rmse": 2 - value, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0, "head": head}
+    about |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    return {"set": name, "run": run_name, "method": method, "split": split, "log_likelihood": value} | about
+
+
+def test_uci_tables_compare_with_boosting_split_by_split():
+    """Boosting is never the best of ours, and only the splits of ours count."""
+    from examples.benchmarks.uci_table import paired, tables
+
+    values = [
+        *(("yacht", "mclmc", "MCLMC", split, 0.5 + 0.1 * split) for split in (0, 1)),
+        *(("yacht", "ngboost", "NGBoost", split, 0.2 + 0.4 * split) for split in (0, 1, 2)),
+        *(("yacht", "catboost", "CatBoost", split, -9.0) for split in (0, 1)),
+    ]
+    lines = [uci_line(*row) for row in values]
+    made = tables(lines)
+    # Gains 0.3 and 0.0: mean 0.15, standard error 0.15.
+    row = made["uci_summary"].splitlines()[2]
+    assert "MCLMC, hetero (2)" in row
+    assert row.endswith("| 0.400, NGBoost | +0.150 ± 0.150 (2) |")
+    assert "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]  # of two splits, not of three
+    expected = "| yacht | MCLMC, hetero | - | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
+    assert made["uci_paired_log_likelihood"].splitlines()[2] == expected
+    assert made["uci_paired_rmse"].splitlines()[2] == expected.replace("+0", "-0").replace("+9", "-9")
+    assert "but not those of boosting" in made["uci_cost"]
+
+    # The recipe stands above the older chains.
+    lines += [uci_line("yacht", "recipe", "recipe", split, 0.7, "tails") for split in (0, 1)]
+    head, _, row, last = tables(lines)["uci_paired_log_likelihood"].splitlines()
+    assert head == "| log likelihood | by | minus MCLMC, hetero | minus NGBoost | minus CatBoost |"
+    assert row.startswith("| yacht | recipe, tails | +0.150 ± 0.050 (2) | +0.300 ± 0.200 (2) |")
+    assert last == expected
+    # Without others, or a common split, nothing is compared.
+    assert "uci_paired_rmse" not in tables(lines[:2])
+    assert paired(lines[:1] + lines[3:4], ["MCLMC"], ["NGBoost"], "rmse") == ""
+
+
+def test_uci_gap_table_stands_beside_published_figures():
+    from examples.benchmarks import uci
+    from examples.benchmarks.uci_gap import PUBLISHED
+
+    about = {"splits_of": "tail", "machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
+    lines = [uci_line("yacht", "mclmc", "MCLMC", split, -1.0 - split) | about for split in range(6)]
+    lines += [uci_line("yacht", "mclmc", "deep ensemble", 0, 5.0) | about]
+    made = uci.tables(lines)
+    two_sets = uci.tables([*lines, *(line | {"set": "energy", "log_likelihood": 0.0} for line in lines[:3])])
+    rows = zip(made["uci_tail"].splitlines()[:8], two_sets["uci_tail"].splitlines()[:8], strict=True)
+    assert all(row.split("|")[2] == other.split("|")[3] for row, other in rows)  # both have a split 0
+    assert two_sets["uci_tail"].splitlines()[2].split("|")[2] == " 0.000 ± 0.000, 4.000 (3) "
+    assert set(made) == {"uci_tail"}  # the other tables are of the standard splits
+    head, _, ours, other, *published = made["uci_tail"].splitlines()[:8]
+    assert head == "| tail: log likelihood, RMSE | yacht (6 splits) |"
+    assert ours == "| MCLMC, hetero | -3.500 ± 0.764, 5.500 |"
+    assert other == "| deep ensemble, hetero | 5.000 ± 0.000, -3.000 (1) |"
+    assert published[2] == "| PNN-E (deep ensemble), published | **-2.591** ± 0.383, 4.587 |"
+    assert set(PUBLISHED) == {(kind, name) for kind in uci.KINDS for name in uci.COLUMNS}
+
+
+def test_scores_of_a_mixture_of_normal_densities():
+    """One member: the normal scores; two members: the density is their mean, and so is the distribution function."""
+    from examples import loaders
+    from examples.benchmarks.boosting import mixture_scores
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 2)), 3 + 5 * rng.normal(size=60)
+    data = loaders.standardize(loaders.Dataset(x[:40], y[:40], x[40:], y[40:], "mine"))
+    mean, variance = rng.normal(size=(2, 20)), rng.gamma(3.0, size=(2, 20)) / 3
+    one = mixture_scores(mean[:1], variance[:1], data)
+    scale, errors, sd = data.y_scaler.scale_factor, data.y_test - mean[0], np.sqrt(variance[0])
+    expected = {
+        "rmse": scale * np.sqrt(np.mean(errors**2)),
+        "log_likelihood": stats.norm.logpdf(errors, scale=sd).mean() - np.log(scale),
+        "coverage": np.mean(np.abs(errors) < stats.norm.ppf(0.95) * sd),
+    }
+    assert one == pytest.approx(expected, rel=1e-5)
+    two = mixture_scores(mean, variance, data)
+    density = stats.norm.pdf(data.y_test, mean, np.sqrt(variance)).mean(axis=0)
+    assert two["log_likelihood"] == pytest.approx(np.log(density).mean() - np.log(data.y_scaler.scale_factor))
+    draws = mean + np.sqrt(variance) * rng.normal(size=(20_000, 2, 20))
+    low, high = np.quantile(draws.reshape(-1, 20), (0.05, 0.95), axis=0)
+    assert two["coverage"] == pytest.approx(np.mean((low < data.y_test) & (data.y_test < high)), abs=0.06)
+
+
+def test_boosting_is_tuned_by_held_out_rows_and_fitted_again_to_all():
+    from examples.benchmarks.boosting import Booster, tuned
+
+    calls = []
+
+    def fit(rows, trees, seed, setting, held_out=None):
+        calls.append((rows, trees, held_out))
+        return setting["depth"]
+
+    def best(depth, held_out):
+        assert held_out is calls[-1][2]
+        return -abs(depth - 4), 10 * depth
+
+    grid = {"depth": (3, 4, 6), "rate": (0.1,)}
+    booster = Booster(7, grid, fit, best, lambda model, x: None)
+    x = np.arange(50.0)[:, None]
+    assert tuned(booster, (x, x[:, 0]), 99, 0) == ({"depth": 4, "rate": 0.1}, 40)
+    assert len(calls) == 3
+    for rows, trees, held_out in calls:
+        assert trees == 99
+        assert [len(part) for part in (*rows, *held_out)] == [40, 40, 10, 10]
+        assert set(np.concatenate([rows[1], held_out[1]])) == set(range(50))
+        assert np.array_equal(rows[0][:, 0], rows[1])
+
+
+def test_one_door_to_all_measurements(capsys, tmp_path):
+    """Every benchmark has a name there, every option is one of its script, every table of a page is made by one."""
+    from examples.benchmarks.__main__ import MEASUREMENTS, command, main
+
+    modules = {f"examples.{found.module}" for found in MEASUREMENTS.values()}
+    assert {script for script in SCRIPTS if "benchmarks" in script} <= modules
+    for name, found in MEASUREMENTS.items():
+        words = command(name, tmp_path, str(tmp_path))
+        assert words[2] == f"examples.{found.module}"
+        importlib.import_module(words[2]).parse(words[3:])
+    assert main([]) == 0
+    assert set(MEASUREMENTS) <= set(capsys.readouterr().out.split())
+    assert main(["no-such"]) == 2
+    assert "there are" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["uci", "--splits", "0"])
+    assert stopped.value.code == 2
+
+    pages = [FOLDER.parent / "README.md", *(DOCS).glob("*.md")]
+    tables = {name for page in pages for name in re.findall("table of (.*): begin", page.read_text())}
+    sources = "".join(path.read_text() for path in FOLDER.rglob("*.py"))
+    assert len(tables) > 10
+    assert all(f'"{name}"' in sources or (name.startswith("uci_") and name[4:] in sources) for name in tables)
+
+
+# Where the figures of a page lie, and what writes its tables; others are of files too large to be kept.
+KEPT = {
+    "adf_speed": "adf.md",
+    "adf_uci": "adf.md",
+    "classification": "estimators.md",
+    "coupling_step": "speed.md",
+    "estimators": "estimators.md",
+    "estimators_rows": "estimators.md",
+    "function_agreement": "microcanonical.md",
+    "compilation": "speed.md",
+    "first_draw": "speed.md",
+    "gradient_cost": "speed.md",
+    "hierarchical_hmc": "hierarchical.md",
+    "infinite_kernel": "infinite.md",
+    "infinite_uci": "infinite.md",
+    "laplace_uci": "guides.md",
+    "minibatches": "minibatches.md",
+    "microcanonical": "microcanonical.md",
+    "microcanonical_cost": "microcanonical.md",
+    "mixing": "hierarchical.md",
+    "orbit_moves": "speed.md",
+    "sgld_step": "speed.md",
+    "uci": "evidence.md",
+    "variational_uci": "guides.md",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_tables_of_pages_are_those_of_their_files(name):
+    """Nothing is typed: file, table function and page agree, and what the figures are of stands below."""
+    from examples.benchmarks.shared import provenance
+
+    script = {"microcanonical_cost": "microcanonical", "estimators_rows": "estimators"}.get(name, name)
+    module = importlib.import_module(f"examples.benchmarks.{script}")
+    if name == "uci":
+        made = module.tables(module.lines_of(DOCS / "uci.jsonl"))
+    else:
+        report = json.loads((DOCS / f"{name}.json").read_text())
+        if hasattr(module, "tables"):
+            made = module.tables(report)
+        else:
+            first = next(iter(inspect.signature(module.table).parameters))
+            more = [module.nuts_of(DOCS / "variational_uci.json")] if name == "infinite_uci" else []
+            made = {name: module.table(report.get(first, report), *more)}
+        if name != "laplace_uci":  # its rows are of several runs, and say so themselves
+            made = {table: f"{text}\n\n{provenance([report])}" for table, text in made.items()}
+    if script == "microcanonical":  # one script, two runs
+        made = {name: made[name]}
+    page = (DOCS / KEPT[name]).read_text()
+    for table, text in made.items():
+        assert f"<!-- table of {table}: begin -->\n{text}\n<!-- table of {table}: end -->" in page
+
+
+def test_all_measurements_are_run_once(tmp_path, monkeypatch, capsys):
+    from examples.benchmarks import __main__ as door
+
+    ran = []
+
+    def pretend(words, check):
+        assert not check
+        ran.append(words[2])
+        return subprocess.CompletedProcess(words, int(words[2].endswith("horseshoe")))
+
+    monkeypatch.setattr(door.subprocess, "run", pretend)
+    call = ["all", "--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert door.main(call)  # one has failed
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: horseshoe"
+    assert len(ran) == len(door.MEASUREMENTS)
+    ran.clear()
+    door.main(call)
+    names = ("benchmarks.minibatches", "benchmarks.horseshoe", "benchmarks.mixing", "image_chains", "benchmarks.uci")
+    assert ran == [f"examples.{name}" for name in names]
+    with pytest.raises(SystemExit):
+        door.main(["all", "--output", str(tmp_path / "other")])

@@ -1,0 +1,382 @@
+"""Loaders of the examples: shapes and splits as published, and every damaged file refused with a reason."""
+
+import hashlib
+import os
+import struct
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from examples.loaders import (
+    Dataset,
+    load_california,
+    load_images,
+    load_neal,
+    load_sklearn,
+    load_uci,
+    load_uci_gap,
+    standardize,
+)
+
+# name: (file, N, D, splits), from the published benchmark.
+UCI = {
+    "boston": ("bostonHousing", 506, 13, 20),
+    "concrete": ("concrete", 1030, 8, 20),
+    "energy": ("energy", 768, 8, 20),
+    "kin8nm": ("kin8nm", 8192, 8, 20),
+    "naval": ("naval-propulsion-plant", 11934, 16, 20),
+    "power": ("power-plant", 9568, 4, 20),
+    "protein": ("protein-tertiary-structure", 45730, 9, 5),
+    "wine": ("wine-quality-red", 1599, 11, 20),
+    "yacht": ("yacht", 308, 6, 20),
+}
+# name: (training rows, all rows, D, classes or 0)
+NEAL = {
+    "rdata": (100, 1100, 1, 0),
+    "odata": (100, 1100, 1, 0),
+    "bdata": (300, 1300, 2, 2),
+    "cdata": (400, 1400, 4, 3),
+    "xdata": (3000, 13000, 2, 2),
+}
+# name: (N, D, classes or 0)
+SKLEARN = {"diabetes": (442, 10, 0), "breast_cancer": (569, 30, 2), "wine": (178, 13, 3), "digits": (1797, 64, 10)}
+
+
+def published_splits(num_rows, num_splits):
+    """The generator behind the standard splits: they must not depend on the file that lists them."""
+    state = np.random.RandomState(1)
+    cut = round(num_rows * 0.9)
+    for _ in range(num_splits):
+        order = state.choice(num_rows, num_rows, replace=False)
+        yield order[:cut], order[cut:]
+
+
+def sorted_rows(x, y):
+    table = np.column_stack([x, y])
+    return table[np.lexsort(table.T)]
+
+
+# ---------------------------------------------------------------------------------------------------- UCI
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", UCI)
+def test_uci_has_the_published_rows_and_splits(name, data_folder):
+    file, num_rows, num_features, num_splits = UCI[name]
+    with np.load(data_folder / "uci" / f"{file}.npz", allow_pickle=False) as raw:
+        x, y = raw["X"], raw["y"]
+    assert x.shape == (num_rows, num_features)
+    splits = list(published_splits(num_rows, num_splits))
+    for split in (0, num_splits - 1):
+        data = load_uci(name, split, data_folder)
+        train, test = splits[split]
+        np.testing.assert_array_equal(data.x_train, x[train])
+        np.testing.assert_array_equal(data.y_train, y[train])
+        np.testing.assert_array_equal(data.x_test, x[test])
+        np.testing.assert_array_equal(data.y_test, y[test])
+    assert data.x_train.dtype == data.y_train.dtype == np.float64
+    assert (data.name, len(data.feature_names)) == (name, num_features)
+    with pytest.raises(ValueError, match=rf"argument `split` got {num_splits}\..*from 0 to {num_splits - 1}"):
+        load_uci(name, num_splits, data_folder)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", UCI)
+def test_standardized_uci_has_unit_training_statistics(name, data_folder):
+    raw = load_uci(name, 0, data_folder)
+    data = standardize(raw)
+    constant = [8, 11] if name == "naval" else []
+    varying = np.setdiff1d(np.arange(raw.x_train.shape[1]), constant)
+    # The mean of N numbers of size max|z| is computed to about max|z| sqrt(N) eps, plus the rounding of the
+    # subtracted mean, |mean| / scale * eps; 100 of each is a bound no correct program reaches.
+    size = np.abs(data.x_train).max() * np.sqrt(len(raw.x_train)) + np.abs(data.x_scaler.mean / data.x_scaler.scale)
+    bound = 100 * np.finfo(np.float64).eps * size[varying]
+    assert (np.abs(data.x_train.mean(0))[varying] < bound).all()
+    assert (np.abs(data.x_train.std(0)[varying] - 1) < bound).all()
+    assert (data.x_train[:, constant] == 0).all()
+    assert (data.x_scaler.scale[constant] == 1).all()
+    assert abs(data.y_train.std() - 1) < 1e-10
+    for part in (data.x_train, data.x_test, data.y_train, data.y_test):
+        assert np.isfinite(part).all()
+    np.testing.assert_allclose(data.y_scaler.inverse(data.y_test), raw.y_test, rtol=1e-12, atol=1e-12)
+
+
+def write_uci(folder, **changes):
+    """A yacht file of ten rows and two splits; ``changes`` replace arrays, ``None`` leaves one out."""
+    rng = np.random.default_rng(0)
+    order = np.stack([rng.permutation(10), rng.permutation(10)])
+    arrays = {"X": rng.normal(size=(10, 3)), "y": rng.normal(size=10)}
+    arrays |= {"train_idx": order[:, :8], "test_idx": order[:, 8:]} | changes
+    (folder / "uci").mkdir(exist_ok=True)
+    path = folder / "uci" / "yacht.npz"
+    np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "tested"), [("gap", [3, 4, 5]), ("tail", [0, 1, 8, 9])], ids=["middle third", "outer sixths"]
+)
+def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
+    order = np.random.default_rng(1).permutation(10)
+    x = np.stack([np.zeros(10), order], axis=1)  # the row with the smallest value is tested or not by its place
+    write_uci(tmp_path, X=x, y=10.0 * order)
+    data = load_uci_gap("yacht", 1, kind, tmp_path)
+    assert data.x_test[:, 1].tolist() == tested
+    assert data.y_test.tolist() == [10 * value for value in tested]
+    assert data.x_train[:, 1].tolist() == [value for value in range(10) if value not in tested]
+    ties = load_uci_gap("yacht", 0, kind, tmp_path)  # equal values keep the order of the file
+    assert ties.y_test.tolist() == (10.0 * order[tested]).tolist()
+    with pytest.raises(ValueError, match=r"argument `column` got 2\..*from 0 to 1"):
+        load_uci_gap("yacht", 2, kind, tmp_path)
+    with pytest.raises(ValueError, match="argument `kind`"):
+        load_uci_gap("yacht", 0, "middle", tmp_path)
+
+
+LEAKS = {
+    "overlap": {"test_idx": np.zeros((2, 2), int)},
+    "row missing": {"train_idx": np.tile(np.arange(7), (2, 1)), "test_idx": np.tile([7, 8], (2, 1))},
+}
+
+
+@pytest.mark.parametrize("changes", LEAKS.values(), ids=LEAKS)
+def test_split_that_is_no_disjoint_cover_is_refused(changes, tmp_path):
+    write_uci(tmp_path, **changes)
+    with pytest.raises(ValueError, match="not disjoint covers of its 10 rows"):
+        load_uci("yacht", 0, tmp_path)
+
+
+BAD_ARRAYS = {
+    "no y": ({"y": None}, "must hold"),
+    "NaN": ({"X": np.full((10, 3), np.nan)}, r"`yacht.npz\[X\]` got 30 NaN or infinite"),
+    "text": ({"X": np.full((10, 3), "a")}, "Store numbers"),
+    "rank of X": ({"X": np.zeros(10)}, "rank 2"),
+    "float index": ({"test_idx": np.zeros((2, 2))}, "integer row numbers"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_bad_arrays_are_refused(changes, message, tmp_path):
+    write_uci(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"(?s)^load_uci: argument .*{message}"):
+        load_uci("yacht", 0, tmp_path)
+
+
+# --------------------------------------------------------------------------------------- damaged archives
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "empty":
+        content = b""
+    elif how == "text":
+        content = b"x0,x1\n1,2\n"
+    elif how == "one array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+        return
+    elif how == "flipped bytes":  # inside the first array: only its checksum can tell
+        content[200:210] = bytes(b ^ 0xFF for b in content[200:210])
+    else:
+        content = content[: int(len(content) * how)]
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["empty", "text", "one array", "flipped bytes", 0.02, 0.7])
+def test_damaged_archive_is_refused(how, tmp_path):
+    path = write_uci(tmp_path)
+    load_uci("yacht", 0, tmp_path)
+    damage(path, how)
+    with pytest.raises(ValueError, match=r"(?s)^load_uci: argument `folder` .*yacht.npz.*intact"):
+        load_uci("yacht", 0, tmp_path)
+
+
+class Trap:
+    """Unpickling it would make a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["object array", "bare pickle"])
+def test_pickle_is_never_loaded(inside, tmp_path):
+    trap = Trap(str(tmp_path / "sprung"))
+    if inside:
+        write_uci(tmp_path, y=np.array([trap] * 10, dtype=object))
+    else:
+        np.array([trap], dtype=object).dump(write_uci(tmp_path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_uci("yacht", 0, tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+# ---------------------------------------------------------------------------------------- names and folders
+
+LOADERS = {
+    "load_uci": lambda folder: load_uci("yacht", folder=folder),
+    "load_california": lambda folder: load_california(folder),
+    "load_neal": lambda folder: load_neal("rdata", folder),
+    "load_images": lambda folder: load_images("mnist", folder),
+}
+
+
+@pytest.mark.parametrize("call", LOADERS)
+def test_folder_errors_say_what_to_do(call, tmp_path, monkeypatch):
+    load = LOADERS[call]
+    monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
+    with pytest.raises(ValueError, match=f"^{call}: argument `folder` got None.*NUMPYRO_BNN_DATA"):
+        load(None)
+    with pytest.raises(ValueError, match=f"^{call}: .*absent.*No such folder"):
+        load(tmp_path / "absent")
+    with pytest.raises(ValueError, match=rf"^{call}: .*It holds no file '.*\.npz'.*no file known here"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("load", "typo", "close"),
+    [
+        (load_uci, "bostn", "boston"),
+        (load_neal, "rdat", "rdata"),
+        (load_images, "fashion-mnist", "fashion_mnist"),
+        (load_sklearn, "diabets", "diabetes"),
+    ],
+)
+def test_unknown_name_offers_the_closest(load, typo, close):
+    with pytest.raises(ValueError, match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'"):
+        load(typo)
+
+
+def test_standardize_uses_training_rows_only_and_leaves_labels():
+    raw = load_sklearn("diabetes")
+    moved = replace(raw, x_test=raw.x_test + 1e6, y_test=raw.y_test - 1e6)
+    np.testing.assert_array_equal(standardize(raw).x_train, standardize(moved).x_train)
+    assert standardize(raw).y_scaler.scale_factor == standardize(moved).y_scaler.scale_factor
+    labeled = load_sklearn("wine")
+    scaled = standardize(labeled, targets=False)
+    assert scaled.y_train is labeled.y_train
+    assert scaled.y_scaler is None
+    with pytest.raises(ValueError, match=r"argument `targets` got True for class labels.*`targets=False`"):
+        standardize(labeled)
+    with pytest.raises(ValueError, match="argument `dataset` got a standardized data set"):
+        standardize(scaled)
+    with pytest.raises(ValueError, match="'wine' without training rows"):
+        standardize(replace(labeled, x_train=labeled.x_train[:0], y_train=labeled.y_train[:0]))
+
+
+# -------------------------------------------------------------------------------------------- scikit-learn
+
+
+@pytest.mark.parametrize("name", SKLEARN)
+def test_sklearn_sets_are_cut_into_disjoint_covers(name):
+    from sklearn import datasets as sklearn_datasets
+
+    num_rows, num_features, num_classes = SKLEARN[name]
+    kwargs = {"scaled": False} if name == "diabetes" else {}
+    bunch = getattr(sklearn_datasets, f"load_{name}")(**kwargs)
+    data = load_sklearn(name, test_fraction=0.25, seed=3)
+    num_test = round(0.25 * num_rows)
+    assert data.x_train.shape == (num_rows - num_test, num_features)
+    assert data.x_test.shape == (num_test, num_features)
+    assert data.x_train.dtype == np.float64
+    assert data.y_train.dtype == (np.int32 if num_classes else np.float64)
+    assert len(data.feature_names) == num_features
+    together = sorted_rows(np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test])
+    np.testing.assert_array_equal(together, sorted_rows(bunch.data, bunch.target))
+    if num_classes:
+        assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
+
+
+def test_seed_decides_the_cut():
+    first, again, other = (load_sklearn("wine", seed=seed) for seed in (5, np.int64(5), 6))
+    np.testing.assert_array_equal(first.x_test, again.x_test)
+    assert not np.array_equal(first.x_test, other.x_test)
+
+
+def test_diabetes_is_not_scaled_by_its_test_rows():
+    data = load_sklearn("diabetes")
+    age = data.x_train[:, data.feature_names.index("age")]
+    assert 18 <= age.min() < age.max() < 90  # years, not scikit-learn's unit-norm columns
+
+
+def test_missing_scikit_learn_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro_bnn\[examples\]"'):
+        load_sklearn("wine")
+
+
+# ------------------------------------------------------------------------------------ California and Neal
+
+
+@pytest.mark.data
+def test_california(data_folder):
+    data = load_california(data_folder, test_fraction=0.1, seed=1)
+    assert data.x_train.shape == (18576, 8)
+    assert data.x_test.shape == (2064, 8)
+    x, y = np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test]
+    with np.load(data_folder / "california_housing.npz", allow_pickle=False) as raw:
+        np.testing.assert_array_equal(sorted_rows(x, y), sorted_rows(raw["X"], raw["y"]))
+    # Column means of scikit-learn's copy, printed to six decimals.
+    means = dict(zip(data.feature_names, x.mean(0), strict=True)) | {"target": y.mean()}
+    published = {"MedInc": 3.870671, "AveRooms": 5.429000, "Longitude": -119.569704, "target": 2.068558}
+    for name, value in published.items():
+        assert means[name] == pytest.approx(value, abs=6e-7)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", NEAL)
+def test_neal(name, data_folder):
+    num_train, num_rows, num_features, num_classes = NEAL[name]
+    data = load_neal(name, data_folder)
+    assert data.x_train.shape == (num_train, num_features)
+    assert data.x_test.shape == (num_rows - num_train, num_features)
+    assert data.y_train.dtype == (np.int32 if num_classes else np.float64)
+    if num_classes:
+        assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
+    with np.load(data_folder / "extra" / "neal_fbm.npz", allow_pickle=False) as raw:
+        np.testing.assert_array_equal(np.r_[data.x_train, data.x_test], raw[f"{name}_X"])
+        np.testing.assert_array_equal(np.r_[data.y_train, data.y_test], raw[f"{name}_y"])
+
+
+# -------------------------------------------------------------------------------------------------- images
+
+# name: (test images, test labels): md5 sums of the original IDX files.
+ORIGINALS = {
+    "mnist": ("2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637"),
+    "fashion_mnist": ("8181f5470baa50b63fa0f6fddb340f0a", "15d484375f8d13e6eb1aabb0c3f46965"),
+}
+
+
+def as_idx(array):
+    """The IDX file of an array of bytes."""
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.tobytes()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_images_are_the_originals(name, data_folder):
+    data = load_images(name, data_folder)
+    assert (data.x_train.shape, data.x_test.shape) == ((60000, 28, 28, 1), (10000, 28, 28, 1))
+    assert (data.x_test.dtype, data.y_train.dtype) == (np.float32, np.int32)
+    assert (data.x_train.min(), data.x_train.max()) == (0, 1)
+    assert set(np.bincount(data.y_test)) == {1000} or name == "mnist"
+    pixels = np.rint(data.x_test[..., 0] * 255).astype(np.uint8)
+    contents = as_idx(pixels), as_idx(data.y_test.astype(np.uint8))
+    assert tuple(hashlib.md5(c, usedforsecurity=False).hexdigest() for c in contents) == ORIGINALS[name]
+
+
+@pytest.mark.data
+def test_kmnist_has_test_rows_only(data_folder):
+    data = load_images("kmnist", data_folder)
+    assert (data.x_train.shape, data.y_train.shape) == ((0, 28, 28, 1), (0,))
+    assert data.x_test.shape == (10000, 28, 28, 1)
+    assert list(np.bincount(data.y_test)) == [1000] * 10
+
+
+def test_repr_shows_shapes_not_numbers():
+    shown = repr(Dataset(np.zeros((3, 2)), np.zeros(3), np.zeros((1, 2)), np.zeros(1), "mine"))
+    assert shown == "Dataset('mine', x_train=(3, 2), y_train=(3,) float64, x_test=(1, 2), y_test=(1,) float64)"

@@ -1,0 +1,393 @@
+"""Figures: what their artists hold, not that they run."""
+
+import sys
+
+import matplotlib.pyplot as plt
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import scipy.stats
+from figure_data import SAMPLE, example_classes, example_results
+from helpers import group, results, run_chains
+from helpers import with_groups as changed
+from matplotlib.colors import to_rgb
+from numpyro.infer import BarkerMH
+from zoo import NEW_X, NOISE, X, Y
+
+from numpyro_bnn import metrics, plots
+from numpyro_bnn.results import to_inference_data
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("closed_figures")]
+
+FIGURES = ["predictive_band", "predicted_vs_observed", "calibration", "reliability_diagram"]
+
+
+def drawn(name, idata, labeled, **options):
+    """A figure of the results it is for."""
+    return getattr(plots, name)(labeled if name == "reliability_diagram" else idata, **options)
+
+
+@pytest.fixture(scope="module")
+def idata():
+    return example_results()
+
+
+@pytest.fixture(scope="module")
+def labeled():
+    return example_classes()
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """A real fit of one input: the layout that `to_inference_data` gives."""
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(w * x, NOISE), obs=y)
+
+    mcmc = run_chains(BarkerMH(model), X[:, 0], Y, num_warmup=100, num_samples=50, num_chains=1)
+    return to_inference_data(mcmc, predictions={"x": NEW_X[:, 0], "y": NEW_X[:, 0]})
+
+
+@pytest.fixture(scope="module")
+def classified():
+    """Overconfident draws of three classes, with labels."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(scale=2, size=(1, 1, 800, 3)) + rng.normal(scale=0.5, size=(2, 50, 800, 3))
+    probs = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    flat = probs.mean(axis=(0, 1)) ** 0.5
+    labels = ((flat / flat.sum(axis=1, keepdims=True)).cumsum(axis=1) < rng.random((800, 1))).sum(axis=1)
+    draws = (probs.cumsum(axis=-1) < rng.random((2, 50, 800, 1))).sum(axis=-1)
+    groups = {
+        "predictions": {"y": (SAMPLE, draws), "y_probs": ((*SAMPLE, "class"), probs)},
+        "predictions_constant_data": {"y": (("data",), labels)},
+    }
+    return results(groups), probs, labels
+
+
+def values(idata, group_name, name):
+    return group(idata, group_name)[name].to_numpy()
+
+
+def binomial_band(count, share):
+    return np.array(scipy.stats.binom.interval(0.95, count, share)) / count
+
+
+def legend(axis):
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def fills(axis):
+    """Bands by label: x, lower and upper bound."""
+    found = {}
+    for band in axis.collections:
+        if "%" in str(band.get_label()):
+            edge = band.get_paths()[0].vertices
+            x = np.unique(edge[:, 0])
+            bounds = [edge[edge[:, 0] == at, 1] for at in x]
+            found[band.get_label()] = (x, np.array([b.min() for b in bounds]), np.array([b.max() for b in bounds]))
+    return found
+
+
+# --- predictive_band
+
+
+def test_band_holds_the_quantiles_of_function_and_observation(idata):
+    axis = plots.predictive_band(idata, levels=(0.8, 0.5))
+    x = values(idata, "predictions_constant_data", "x")
+    bands = fills(axis)
+    assert list(bands) == ["y, 80 %", "y, 50 %", "function, 80 %", "function, 50 %"]  # the widest at the back
+    for name, variable in (("y", "y"), ("function", "y_mean")):
+        draws = values(idata, "predictions", variable).reshape(-1, x.size)
+        for level in (80, 50):
+            at, low, high = bands[f"{name}, {level} %"]
+            tail = (1 - level / 100) / 2
+            expected = scipy.stats.mstats.mquantiles(draws, [tail, 1 - tail], alphap=0, betap=0, axis=0)
+            np.testing.assert_allclose(at, x)
+            np.testing.assert_allclose([low, high], expected, rtol=1e-10)
+    (mean,) = axis.lines
+    np.testing.assert_allclose(mean.get_xdata(), x)
+    np.testing.assert_allclose(mean.get_ydata(), values(idata, "predictions", "y_mean").mean(axis=(0, 1)))
+
+
+def test_band_shows_the_training_data_and_names_its_axes(idata):
+    axis = plots.predictive_band(idata)
+    (points,) = [c for c in axis.collections if c.get_label() == "data"]
+    expected = [values(idata, "constant_data", "x"), values(idata, "observed_data", "y")]
+    np.testing.assert_allclose(points.get_offsets().T, expected)
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "y")
+    assert legend(axis) == ["y, 90 %", "y, 50 %", "function, 90 %", "function, 50 %", "function mean", "data"]
+    bare = plots.predictive_band(changed(idata, constant_data=None), xlabel="s [m]", ylabel="T [K]")
+    assert (bare.get_xlabel(), bare.get_ylabel()) == ("s [m]", "T [K]")
+    assert "data" not in legend(bare)
+
+
+def test_band_takes_labels_from_the_attributes(idata):
+    inputs = group(idata, "predictions_constant_data").copy()
+    inputs["x"].attrs.update(long_name="distance", units="km")
+    assert plots.predictive_band(changed(idata, predictions_constant_data=inputs)).get_xlabel() == "distance [km]"
+
+
+def test_band_orders_inputs_and_takes_values_to_draw_against(idata):
+    x = np.random.default_rng(0).permutation(120) / 10.0
+    axis = plots.predictive_band(idata, x, levels=[0.9])
+    mean = values(idata, "predictions", "y_mean").mean(axis=(0, 1))
+    np.testing.assert_allclose(axis.lines[0].get_xdata(), np.sort(x))
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), mean[np.argsort(x)])
+    assert "data" not in legend(axis)  # nothing says where they lie on this axis
+
+
+def test_band_draws_the_data_where_there_are_no_predictions(idata):
+    axis = plots.predictive_band(changed(idata, predictions=None, predictions_constant_data=None))
+    np.testing.assert_allclose(axis.lines[0].get_xdata(), values(idata, "constant_data", "x"))
+    same = plots.predictive_band(idata, group="posterior_predictive")
+    np.testing.assert_allclose(same.lines[0].get_ydata(), axis.lines[0].get_ydata())
+
+
+def test_band_works_on_the_mean_alone(idata):
+    only = group(idata, "predictions")[["y_mean"]]
+    axis = plots.predictive_band(changed(idata, predictions=only))
+    assert list(fills(axis)) == ["function, 90 %", "function, 50 %"]
+
+
+# --- predicted_vs_observed
+
+
+def test_predicted_vs_observed_holds_means_intervals_and_scores(idata):
+    axis = plots.predicted_vs_observed(idata, level=0.8)
+    y = values(idata, "predictions_constant_data", "y")
+    draws = values(idata, "predictions", "y").reshape(-1, y.size)
+    mean = values(idata, "predictions", "y_mean").mean(axis=(0, 1))
+    coverage = metrics.interval_coverage(draws, y, 0.8)
+    bars, dots = axis.collections[0::2], axis.collections[1::2]
+    for inside, bar, dot in zip((True, False), bars, dots, strict=True):
+        these = coverage.inside == inside
+        np.testing.assert_allclose(dot.get_offsets(), np.stack([y[these], mean[these]], axis=1))
+        bounds = np.quantile(draws[:, these], [0.1, 0.9], axis=0, method="weibull")
+        np.testing.assert_allclose([segment[:, 1] for segment in bar.get_segments()], bounds.T, rtol=1e-12)
+    assert to_rgb(dots[0].get_facecolor()[0, :3]) != to_rgb(dots[1].get_facecolor()[0, :3])
+    title = axis.get_legend().get_title().get_text()
+    assert f"RMSE {metrics.rmse(mean, y).value:.3g} ±" in title
+    assert f"{100 * coverage.coverage:.1f} % of targets inside (80 ± {100 * coverage.standard_error:.1f}" in title
+    (line,) = axis.lines
+    np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("observed y", "predicted y")
+
+
+def test_predicted_vs_observed_says_that_it_shows_training_data(idata):
+    without = group(idata, "predictions_constant_data")[["x"]]
+    axis = plots.predicted_vs_observed(changed(idata, predictions_constant_data=without))
+    assert axis.get_xlabel() == "observed y (training data)"
+    assert sum(len(dots.get_offsets()) for dots in axis.collections[1::2]) == 60
+
+
+def test_targets_may_have_a_name_of_their_own(idata):
+    renamed = group(idata, "predictions_constant_data").rename(y="targets")
+    other = changed(idata, predictions_constant_data=renamed)
+    axis = plots.predicted_vs_observed(other, target="targets")
+    assert axis.get_xlabel() == "observed y"
+    assert plots.predicted_vs_observed(other).get_xlabel() == "observed y (training data)"
+
+
+# --- calibration
+
+
+def test_calibration_holds_the_transform_and_the_coverage(idata):
+    histogram, curve = plots.calibration(idata, bins=8, seed=3)
+    y = values(idata, "predictions_constant_data", "y")
+    draws = values(idata, "predictions", "y").reshape(-1, y.size)
+    expected, _ = np.histogram(metrics.pit(draws, y, 3), bins=8, range=(0, 1), density=True)
+    np.testing.assert_allclose(histogram.patches[-1].get_data().values, expected)
+    x, found = curve.lines[-1].get_data()
+    np.testing.assert_allclose(x, np.linspace(0.05, 0.95, 19))
+    np.testing.assert_allclose(found, [metrics.interval_coverage(draws, y, level).coverage for level in x])
+    _, low, high = fills(curve)["95 % if calibrated"]
+    np.testing.assert_allclose(np.transpose([low, high]), [binomial_band(y.size, level) for level in x])
+
+
+def test_calibration_ends_where_the_draws_end():
+    """Nine draws hold a new one with probability 0.8 at most: curve and intervals stop there."""
+    idata = example_results(num_points=50, num_samples=9, num_chains=1)
+    _, curve = plots.calibration(idata)
+    np.testing.assert_allclose(curve.lines[-1].get_data()[0], np.linspace(0.05, 0.8, 16))
+    with pytest.raises(ValueError, match=r"9 draws of y, which hold a new one with probability 0\.80 at most"):
+        plots.predicted_vs_observed(idata, level=0.9)
+    assert {"y, 80 %", "y, 50 %", "function, 80 %"} <= set(fills(plots.predictive_band(idata, levels=(0.5, 0.9))))
+
+
+def test_calibration_shows_overconfidence():
+    idata = example_results(num_points=1000, num_samples=100)
+    narrow = group(idata, "predictions").copy()
+    narrow["y"] = narrow["y_mean"] + 0.3 * (narrow["y"] - narrow["y_mean"])
+    histogram, curve = plots.calibration(changed(idata, predictions=narrow))
+    heights = histogram.patches[-1].get_data().values
+    band = next(patch for patch in histogram.patches if patch.get_label() == "95 % if calibrated")
+    top = band.get_y() + band.get_height()
+    assert min(heights[0], heights[-1]) > top
+    assert heights[3:7].mean() < 1
+    _, low, _ = fills(curve)["95 % if calibrated"]
+    assert (curve.lines[-1].get_ydata() < low).all()
+
+
+def test_calibration_of_classes_holds_the_reliability_curve(classified):
+    idata, probs, labels = classified
+    shares, curve = plots.calibration(idata, bins=10)
+    table = metrics.ece(probs, labels, bins=10)
+    filled = table.counts > 0
+    np.testing.assert_allclose(shares.patches[-1].get_data().values, table.counts / labels.size)
+    np.testing.assert_allclose(curve.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
+    assert curve.get_legend().get_title().get_text() == f"ECE {100 * table.ece:.1f} %"
+    (bands,) = curve.collections
+    for segment, size, mean in zip(bands.get_segments(), table.counts[filled], table.confidence[filled], strict=True):
+        np.testing.assert_allclose(segment[:, 1], binomial_band(size, mean))
+
+
+# --- reliability_diagram
+
+
+def test_reliability_holds_shares_of_right_labels_and_of_points(labeled):
+    axis = plots.reliability_diagram(labeled, bins=12)
+    probs = values(labeled, "predictions", "y_probs")
+    labels = values(labeled, "predictions_constant_data", "y")
+    mean = probs.mean(axis=(0, 1))
+    right, top = mean.argmax(axis=1) == labels, mean.max(axis=1)
+    place = np.ceil(12 * top).astype(int) - 1  # a bin holds its upper edge
+    filled = np.unique(place)
+    expected = [[top[place == m].mean() for m in filled], [right[place == m].mean() for m in filled]]
+    np.testing.assert_allclose(axis.lines[-1].get_data(), expected)
+    share = axis.patches[0].get_data().values
+    np.testing.assert_allclose(share, np.bincount(place, minlength=12) / 500)
+    (bands,) = axis.collections
+    for m, segment in zip(filled, bands.get_segments(), strict=True):
+        size = (place == m).sum()
+        expected = np.array(scipy.stats.binom.interval(0.95, size, top[place == m].mean())) / size
+        np.testing.assert_allclose(segment[:, 1], expected)
+    ece = sum((place == m).mean() * abs(a - c) for m, c, a in zip(filled, *axis.lines[-1].get_data(), strict=True))
+    assert axis.get_legend().get_title().get_text() == f"ECE {100 * ece:.1f} %"
+    assert legend(axis) == ["share of 500 points", "95 % if calibrated", "most probable class"]
+    assert axis.get_xlim() == pytest.approx((0.3, 1.0))
+
+
+def test_reliability_of_a_calibrated_classifier_stays_in_its_bands(labeled):
+    """At most 1 band in 20 is missed on average, so more than 3 of 10 with probability 1e-3 (binomial)."""
+    axis = plots.reliability_diagram(example_classes(num_points=3000), bins=15)
+    accuracy = axis.lines[-1].get_ydata()
+    bounds = np.array([segment[:, 1] for segment in axis.collections[0].get_segments()])
+    assert np.sum((accuracy < bounds[:, 0]) | (accuracy > bounds[:, 1])) <= 3
+
+
+def test_reliability_of_a_label_with_a_mean():
+    """Bernoulli sites have a mean and no probabilities of classes."""
+    rng = np.random.default_rng(0)
+    p = rng.uniform(size=(2, 30, 200))
+    y = rng.integers(0, 2, 200)
+    groups = {
+        "predictions": {"y": (SAMPLE, rng.binomial(1, p)), "y_mean": (SAMPLE, p)},
+        "predictions_constant_data": {"y": (("data",), y)},
+    }
+    axis = plots.reliability_diagram(results(groups))
+    table = metrics.ece(np.stack([1 - p, p], axis=-1), y)
+    filled = table.counts > 0
+    np.testing.assert_allclose(axis.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_draw_on_the_axes_they_are_given_and_save(name, idata, labeled, tmp_path):
+    count = 2 if name == "calibration" else 1
+    canvas, axes = plt.subplots(1, count, squeeze=False)
+    result = drawn(name, idata, labeled, ax=axes[0] if count > 1 else axes[0, 0])
+    assert list(np.atleast_1d(np.asarray(result, dtype=object))) == list(axes[0])
+    assert plt.get_fignums() == [canvas.number]
+    canvas.savefig(tmp_path / "figure.pdf")
+    with pytest.raises(ValueError, match=r"argument `ax` got 5 axes"):
+        drawn(name, idata, labeled, ax=plt.subplots(1, 5)[1])
+
+
+@pytest.mark.parametrize("name", FIGURES[:3])
+def test_figures_draw_what_to_inference_data_gives(name, fitted, tmp_path):
+    axes = np.atleast_1d(np.asarray(getattr(plots, name)(fitted), dtype=object))
+    axes[0].figure.savefig(tmp_path / "figure.png")
+    assert any(axis.lines or axis.collections for axis in axes)
+    if name == "predictive_band":
+        assert "data" in legend(axes[0])
+        x = values(fitted, "predictions_constant_data", "x")
+        np.testing.assert_allclose(axes[0].lines[0].get_xdata(), np.sort(x), rtol=1e-6)
+    if name == "predicted_vs_observed":
+        assert "training" not in axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_new_figures_hold_all_their_text_in_a_column_or_the_page(name, idata, labeled):
+    axes = np.atleast_1d(np.asarray(drawn(name, idata, labeled), dtype=object))
+    canvas = axes[0].figure
+    canvas.draw_without_rendering()
+    assert canvas.get_figwidth() == pytest.approx(6.8 if name == "calibration" else 3.4)
+    for axis in axes:
+        box = axis.get_tightbbox()  # with its labels, title and legend
+        assert box.x0 >= canvas.bbox.x0 - 1
+        assert box.x1 <= canvas.bbox.x1 + 1
+        assert box.y0 >= canvas.bbox.y0 - 1
+        assert box.y1 <= canvas.bbox.y1 + 1
+        assert min(text.get_fontsize() for text in axis.get_yticklabels()) >= 7
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_without_matplotlib_the_error_says_what_to_install(name, idata, labeled, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'pip install "numpyro_bnn\[plots\]"'):
+        drawn(name, idata, labeled)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda i: plots.predictive_band(i, "z"), "`x` got 'z'.*Known: x"),
+        (lambda i: plots.predictive_band(i, np.zeros(3)), r"shape \(3,\).*each of 120 points"),
+        (lambda i: plots.predictive_band(i, site="z"), "`site` got 'z'.*Known: y"),
+        (lambda i: plots.predictive_band(i, group="prior"), "`group` got 'prior'.*Known: predictions, posterior_"),
+        (lambda i: plots.predicted_vs_observed(i, target="z"), "`target` got 'z'.*Known: x, y"),
+        (lambda i: plots.reliability_diagram(i), "`site` got 'y', which is not a class label"),
+    ],
+)
+def test_errors_say_what_to_write(idata, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(idata)
+    assert plt.get_fignums() == []
+
+
+def test_results_without_what_is_needed_are_refused(idata, classified):
+    bare = results({"observed_data": group(idata, "observed_data")})
+    with pytest.raises(ValueError, match=r"without predictions\. Pass them to `to_inference_data`"):
+        plots.predictive_band(bare)
+    with pytest.raises(ValueError, match="without predictions and their targets"):
+        plots.calibration(bare)
+    with pytest.raises(ValueError, match="'y', a class label"):
+        plots.predictive_band(classified[0])
+    with pytest.raises(ValueError, match=r"'y', a class label.*plots\.calibration"):
+        plots.predicted_vs_observed(classified[0])
+
+
+def test_several_sites_or_inputs_must_be_named(idata):
+    two = group(idata, "observed_data").copy()
+    two["z"] = two["y"]
+    both = changed(idata, observed_data=two)
+    with pytest.raises(ValueError, match=r"`site` got nothing, and there are 2 sites.*\['y', 'z'\]"):
+        plots.predictive_band(both)
+    assert plots.predictive_band(both, site="y").get_ylabel() == "y"
+    inputs = group(idata, "predictions_constant_data").copy()
+    inputs["t"] = 2 * inputs["x"]
+    timed = changed(idata, predictions_constant_data=inputs)
+    with pytest.raises(ValueError, match="there are 2 inputs"):
+        plots.predictive_band(timed)
+    assert plots.predictive_band(timed, "t").get_xlabel() == "t"
+
+
+def test_inputs_of_several_columns_ask_for_one(idata):
+    inputs = {"x": (("data", "column"), np.zeros((120, 2)))}
+    with pytest.raises(ValueError, match=r"'x' of shape \(120, 2\).*e.g. x\[:, 0\]"):
+        plots.predictive_band(changed(idata, predictions_constant_data=inputs))

@@ -1,0 +1,563 @@
+"""The structure of the project: who imports whom, what is documented, what lies in the tree, what tests may use."""
+
+import ast
+import importlib
+import inspect
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import registry
+from exceptions import PRIVATE
+from numpyro.infer.autoguide import AutoGuide
+from numpyro.infer.mcmc import MCMCKernel
+from truth.cells import GROUPS
+
+from numpyro_bnn import guides, infer, nn, priors, symmetry
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "numpyro_bnn"
+FILES = sorted((ROOT / NAME).rglob("*.py"))
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = [module_name(path) for path in FILES if path.stem != "__main__"]
+
+# ------------------------------------------------------------------------------------------------- imports
+
+# Room -> the other rooms it may import. Modules called _* at the top may be imported by every room, and import
+# only one another. The package's own __init__ and __main__ may import anything.
+ROOMS = {
+    "estimators": {
+        "results",
+        "metrics",
+        "models",
+        "networks",
+        "infer",
+        "guides",
+        "symmetry",
+        "program",
+        "priors",
+        "nn",
+        "datasets",
+    },
+    "plots": {"results", "metrics"},
+    "results": {"runs", "program", "infinite", "networks", "priors", "nn", "metrics"},
+    "runs": {"infer", "guides", "program"},
+    "metrics": set(),
+    "guides": {"program", "moments", "priors", "nn"},
+    "infer": {"program", "sgmcmc", "symmetry"},
+    "models": {"program", "networks", "priors", "nn"},
+    "networks": {"nn", "priors"},
+    "priors": {"nn"},
+    "symmetry": {"program", "nn"},
+    "program": set(),
+    "moments": set(),
+    "sgmcmc": set(),
+    "infinite": {"nn", "priors"},
+    "nn": set(),
+    "datasets": set(),
+}
+# Third-party package -> the only room that may import it: one file (or room) at each border.
+BORDERS = {"arviz": "_arviz", "xarray": "_arviz", "matplotlib": "plots", "sklearn": "estimators"}
+# Rooms that are pure functions of arrays.
+WITHOUT_NUMPYRO = {"sgmcmc", "moments"}
+IMPORT_CALLS = ("__import__", "import_module", "importlib.import_module")
+
+
+def imports_of(source, module, is_package):
+    """Every absolute module name that the source imports, at the top or inside a function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*parts, base] if base else parts)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            yield from [str(node.args[0].value)] if ast.unparse(node.func) in IMPORT_CALLS else []
+
+
+def import_faults(source, module, is_package=False):
+    """What is wrong with the imports of one module, as sentences."""
+    room = [*module.split("."), ""][1]
+    if room in ("", "__main__"):
+        return []
+    if not room.startswith("_") and room not in ROOMS:
+        return [f"room {room!r} is unknown: add a row to ROOMS that says which rooms it may import"]
+    faults = []
+    for imported in imports_of(source, module, is_package):
+        top, _, rest = imported.partition(".")
+        target = rest.split(".")[0]
+        if BORDERS.get(top, room) != room:
+            faults.append(f"{imported}: only {BORDERS[top]} may import {top}")
+        elif top == "numpyro" and room in WITHOUT_NUMPYRO:
+            faults.append(f"{imported}: {room} knows no NumPyro")
+        elif top == NAME and target not in (room, "__version__") and not target.startswith("_"):
+            allowed = ROOMS.get(room, set())
+            if target not in allowed:
+                faults.append(f"{imported}: {room} may import {sorted(allowed) or 'no other room'} and _* modules")
+    return faults
+
+
+def faults_of_files(faults):
+    """The faults that a function finds in each file of the package; files without any are left out."""
+    faults_by_file = {str(path.relative_to(ROOT)): list(faults(path)) for path in FILES}
+    return {name: lacks for name, lacks in faults_by_file.items() if lacks}
+
+
+def test_imports_point_down_only():
+    assert (
+        faults_of_files(lambda path: import_faults(path.read_text(), module_name(path), path.stem == "__init__"))
+        == {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("attic.a", "", "room 'attic' is unknown"),
+        ("nn.a", "import numpyro_bnn.priors", "nn may import no other room"),
+        ("nn.a", "from numpyro_bnn import priors", "nn may import no other room"),
+        ("nn.a", "import numpyro_bnn", "nn may import no other room"),
+        ("nn.a", "from ..priors import Normal", "nn may import no other room"),
+        ("nn.a", "def f():\n    from numpyro_bnn.results import fit", "nn may import no other room"),
+        ("nn.a", "import importlib\nimportlib.import_module('numpyro_bnn.priors')", "nn may import no other room"),
+        ("_checks", "from numpyro_bnn.nn import Dense", "_checks may import no other room"),
+        ("results.export", "from arviz import summary", "only _arviz may import arviz"),
+        ("results.export", "import xarray as xr", "only _arviz may import xarray"),
+        ("metrics.scores", "import matplotlib.pyplot as plt", "only plots may import matplotlib"),
+        ("nn.a", "def f():\n    import sklearn.datasets", "only estimators may import sklearn"),
+        ("sgmcmc.engine", "from numpyro.util import fori_collect", "sgmcmc knows no NumPyro"),
+    ],
+)
+def test_wrong_imports_are_seen(module, source, fault):
+    assert any(fault in found for found in import_faults(source, f"{NAME}.{module}"))
+
+
+def test_right_imports_pass():
+    source = "from numpyro_bnn import _checks, __version__\nfrom .base import A\nfrom ..nn import B\nimport numpyro"
+    assert import_faults(source, f"{NAME}.priors.a") == []
+    assert import_faults("from . import base", f"{NAME}.priors", is_package=True) == []
+    assert import_faults("import numpyro_bnn.plots", NAME, is_package=True) == []
+
+
+def circle(below):
+    """The names that import one another, given the set that each imports; empty if there is no circle."""
+    left = dict(below)
+    while lowest := [name for name, names in left.items() if not names & left.keys()]:
+        for name in lowest:
+            del left[name]
+    return sorted(left)
+
+
+def imported_files(sources):
+    """Module -> the modules of ours it imports, type-only imports and those inside functions included.
+
+    A room's ``__init__`` stands for what it re-exports; its submodules may not import it.
+    """
+    below = {}
+    for module, (source, is_package) in sources.items():
+        names = set()
+        for imported in imports_of(source, module, is_package):
+            while imported not in sources and "." in imported:
+                imported = imported.rpartition(".")[0]
+            names.add(imported)
+        below[module] = names & sources.keys() - {module, NAME}
+    return below
+
+
+def test_rooms_have_no_circle():
+    assert circle(ROOMS) == []
+
+
+def test_files_have_no_circle():
+    sources = {module_name(path): (path.read_text(), path.stem == "__init__") for path in FILES}
+    assert circle(imported_files(sources)) == []
+
+
+def test_circles_are_seen():
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from numpyro_bnn.nn.a import A"
+    sources = {f"{NAME}.nn.a": ("from numpyro_bnn.nn.b import B", False), f"{NAME}.nn.b": (typed, False)}
+    assert circle(imported_files(sources)) == [f"{NAME}.nn.a", f"{NAME}.nn.b"]
+    inside = {f"{NAME}.nn.a": ("def f():\n    from . import b", False), f"{NAME}.nn.b": ("import numpyro", False)}
+    assert imported_files(inside) == {f"{NAME}.nn.a": {f"{NAME}.nn.b"}, f"{NAME}.nn.b": set()}
+    assert circle(imported_files(inside)) == []
+
+
+PROBE = """
+import importlib, json, sys, warnings
+import jax, numpy, numpyro, numpyro.infer.autoguide
+optional = ("sklearn", "flax", "equinox", "blackjax", "flowjax")
+slow = ("arviz", "xarray", "pandas", "scipy.stats", "scipy.optimize", "optax", "matplotlib")
+for name in optional + slow:
+    sys.modules[name] = None                                      # an import of it now fails
+def state():
+    found = {key: repr(value) for key, value in jax.config.values.items()}
+    found["warning filters"] = repr(warnings.filters)
+    found["numpy.random"] = repr(numpy.random.get_state())
+    found["numpy error state"] = repr(numpy.geterr())
+    return found
+before = state()
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+after = state()
+changed = sorted(key for key in before if before[key] != after[key])
+jax.config.update("jax_num_cpu_devices", 3)                       # refused once a backend has started
+print(json.dumps({"changed": changed, "devices": jax.local_device_count("cpu")}))
+"""
+
+
+def test_import_is_quick_changes_nothing_global_and_needs_no_optional_package():
+    """A user may still choose platform, devices and precision after importing this package."""
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    modules = [module for module in MODULES if module.split(".")[1:2] not in (["plots"], ["estimators"])]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *modules], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"changed": [], "devices": 3}
+
+
+# -- documentation -------------------------------------------------------------------------------------------
+
+# Exported name -> the exported name whose example shows it: types that users receive rather than build.
+EXAMPLE_ELSEWHERE = {"networks.RandomNetwork": "networks.random_network", "nn.ForwardContext": "nn.Layer"}
+NO_EXAMPLE = "no example (>>>) in the docstring"
+
+
+def exports():
+    """(room, name) for every name that a room, or the package itself, offers."""
+    rooms = {".".join(module.split(".")[:2]) for module in MODULES}
+    for room in sorted(rooms):
+        if not room.split(".")[-1].startswith("_"):
+            for name in getattr(importlib.import_module(room), "__all__", []):
+                yield room, name
+
+
+def needs_docstring(value):
+    ours = str(getattr(value, "__module__", "")).split(".")[0] == NAME
+    return ours and (inspect.isclass(value) or inspect.isroutine(value) or hasattr(value, "__wrapped__"))
+
+
+def doc_faults(value):
+    """What the docstring of a class or function lacks; named tuples are shown by the functions that return them."""
+    doc = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+    generated = inspect.isclass(value) and str(doc).startswith(f"{value.__name__}(")  # NamedTuple, dataclass
+    if not doc or generated:
+        return ["no docstring"]
+    named_tuple = inspect.isclass(value) and issubclass(value, tuple) and hasattr(value, "_fields")
+    return [] if ">>>" in doc or named_tuple else [NO_EXAMPLE]
+
+
+def module_faults(path):
+    """What a file does not say of itself, or says wrongly."""
+    module = importlib.import_module(module_name(path))
+    names = getattr(module, "__all__", [])
+    if not ast.get_docstring(ast.parse(path.read_text())):
+        yield "no module docstring"
+    if module_name(path).count(".") < 2 and not path.stem.startswith("_") and "__all__" not in vars(module):
+        yield "a room that does not say what it offers (__all__)"
+    yield from (f"__all__ lists {name}, which does not exist" for name in names if not hasattr(module, name))
+    if len(set(names)) != len(names):
+        yield "__all__ lists a name twice"
+
+
+def test_modules_say_what_they_are_and_offer():
+    assert faults_of_files(module_faults) == {}
+
+
+def test_everything_exported_has_an_example():
+    lacks = {}
+    for room, name in exports():
+        value = getattr(importlib.import_module(room), name)
+        if needs_docstring(value):
+            lacks[f"{room}.{name}".removeprefix(f"{NAME}.")] = doc_faults(value)
+    for name, shown_by in EXAMPLE_ELSEWHERE.items():
+        assert lacks.pop(name, None) == [NO_EXAMPLE], f"{name} is gone, undocumented, or has its own example by now"
+        assert lacks.get(shown_by) == [], f"{name} is to be shown by {shown_by}, which has no example"
+    assert {name: faults for name, faults in lacks.items() if faults} == {}
+
+
+def test_missing_examples_are_seen():
+    def bare():
+        pass
+
+    def described():
+        """Do it."""
+
+    class Pair(NamedTuple):
+        left: int
+
+    assert [doc_faults(value) for value in (bare, Pair, described)] == [["no docstring"]] * 2 + [[NO_EXAMPLE]]
+
+
+# ------------------------------------------------------------------------------------------------ the tree
+
+TOP = {
+    "pyproject.toml",
+    "README.md",
+    NAME,
+    "tests",
+    "examples",
+    "docs",
+    "Makefile",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+}
+LOCK = re.compile(
+    r"(\.lock|[-.]lock\.(json|ya?ml|toml)|pylock.*\.toml|requirements.*\.txt|constraints.*\.txt)$", re.I
+)
+# Written so that no pattern matches its own text.
+ADDRESSES = re.compile(
+    r"https?://files\.|/sim[p]le/|index[-_]url|find[-_]links|python[h]osted|pypi\.org"
+    r"|(?<![\w.])/(?:home|root|work)/",
+    re.I,
+)
+
+
+def project_files():
+    """Files that git tracks or would track; outside a git checkout, all but caches and hidden folders."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        paths = [Path(name) for name in listed.stdout.split("\0") if name]
+    else:
+        paths = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
+        paths = [p for p in paths if p.parts[0] in TOP and "__pycache__" not in p.parts]
+    return [path for path in paths if (ROOT / path).is_file()]
+
+
+def test_only_known_entries_at_the_top():
+    found = {path.parts[0] for path in project_files()}
+    assert {name for name in found if name not in TOP and not name.startswith(".")} == set()
+    assert {"pyproject.toml", "README.md", NAME, "tests"} <= found
+
+
+def test_no_lock_file():
+    assert [str(path) for path in project_files() if LOCK.search(path.name)] == []
+
+
+def test_no_address_of_a_registry_or_of_a_machine():
+    found = {}
+    for path in project_files():
+        text = (ROOT / path).read_bytes().decode(errors="replace")
+        if hits := [f"line {text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}" for hit in ADDRESSES.finditer(text)]:
+            found[str(path)] = hits
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", ["uv.lock", "poetry.lock", "package-lock.json", "conda-lock.yml", "pylock.toml"])
+def test_lock_files_are_seen(name):
+    assert LOCK.search(name)
+    assert not LOCK.search("block.py")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [("https:", "", "files.host/x"), ("host", "simple", "numpy"), (" ", "home", "me"), ("--index-", "url")],
+    ids=["download", "registry", "machine", "option"],
+)
+def test_addresses_are_seen(parts):
+    assert ADDRESSES.search("".join(parts) if len(parts) == 2 else "/".join(parts))
+    assert not ADDRESSES.search("see https://arxiv.org/abs/1505.05424, network/work/, a simple/plain case")
+
+
+# -- weight --------------------------------------------------------------------------------------------------
+
+MAX_TOKENS = 233_700  # of code, without comments and docstrings: wrapping and good names cost nothing
+
+
+def code_tokens(source):
+    """Number of tokens of code."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            skipped.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    kinds = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type in kinds and token.start[0] not in skipped for token in tokens)
+
+
+def test_the_package_gets_no_heavier():
+    assert code_tokens('def f():\n    """One.\n\n    Two."""\n    # three\n    return a + 1\n') == 9
+    assert sum(code_tokens(path.read_text()) for path in FILES) <= MAX_TOKENS
+
+
+# -- tests ---------------------------------------------------------------------------------------------------
+
+CONTRIBUTORS = {"sgmcmc", "moments", "program"}  # rooms whose parts contributors build with, submodules included
+TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def private_names(source):
+    """Names of the package that a test imports although no room lists them in ``__all__``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            root, _, rest = module.partition(".")
+            if root != NAME:
+                continue
+            whole = ".".join(part for part in (module, name) if part)
+            public = not any(part.startswith("_") and part != "__version__" for part in whole.split("."))
+            room = importlib.import_module(".".join(module.split(".")[:2]))
+            listed = rest.count(".") == 0 and (
+                name in getattr(room, "__all__", []) or f"{NAME}.{name}" in sys.modules
+            )
+            if not public or not (listed or rest.split(".")[0] in CONTRIBUTORS or not name):
+                yield whole
+
+
+def test_tests_use_public_names():
+    """Other names break when code moves; the exceptions are listed with their reasons, and none of them is stale."""
+    used = {str(path.relative_to(ROOT)): list(private_names(path.read_text())) for path in TEST_FILES}
+    names = {name for names in used.values() for name in names}
+    assert {file: names for file, names in used.items() if set(names) - PRIVATE.keys()} == {}
+    assert PRIVATE.keys() - names == set()
+    assert len(PRIVATE) < 12
+    wrong = "from numpyro_bnn.infer.chain import Chain\nfrom numpyro_bnn import _checks\nimport numpyro_bnn\n"
+    right = (
+        "from numpyro_bnn import nn\nfrom numpyro_bnn.infer import SGLD\nfrom numpyro_bnn.sgmcmc.engine import build"
+    )
+    assert list(private_names(wrong)) == ["numpyro_bnn.infer.chain.Chain", "numpyro_bnn._checks"]
+    assert list(private_names(right)) == []
+
+
+def test_tests_evaluate_no_text():
+    """A call as text is seen by no linter and no rename; pages are run by one function alone."""
+    calls = {}
+    for path in TEST_FILES:
+        names = [node.func.id for node in ast.walk(ast.parse(path.read_text())) if is_evaluation(node)]
+        if names and path.name != "test_pages.py":
+            calls[str(path.relative_to(ROOT))] = names
+    assert calls == {}
+
+
+def is_evaluation(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+
+
+def class_of(make):
+    """The class behind a factory of a registry."""
+    return getattr(make, "func", make).__name__
+
+
+def registered():
+    """Kind -> (room, base class, names of the classes that have rows in `tests/registry.py`)."""
+    kernels = {class_of(row.make) for row in registry.KERNELS.values()}
+    wrappers = {word for name in registry.WRAPPERS for word in name.split()}
+    return {
+        "kernel": (infer, MCMCKernel, kernels | wrappers),
+        "guide": (guides, AutoGuide, {class_of(row.make) for row in registry.GUIDES.values()}),
+        "prior": (priors, priors.Prior, {type(row.prior).__name__ for row in registry.PRIORS.values()}),
+        "layer": (nn, nn.Layer, {type(row.layer).__name__ for row in registry.LAYERS.values()}),
+        "symmetry": (
+            symmetry,
+            symmetry.Symmetry,
+            {type(row.symmetry).__name__ for row in registry.SYMMETRIES.values()},
+        ),
+    }
+
+
+# Base classes that users extend, and priors of given values, which `contracts/test_pretrained.py` holds.
+WITHOUT_ROW = {"SGMCMCKernel", "Prior", "Layer", "Symmetry", "Fixed", "Learned"}
+
+
+@pytest.mark.parametrize("kind", ["kernel", "guide", "prior", "layer", "symmetry"])
+def test_every_public_class_has_its_row(kind):
+    """The row brings every contract; a kernel and a guide also have a way to the exact answers of `tests/truth`."""
+    room, base, rows = registered()[kind]
+    public = {name for name in room.__all__ if isinstance(getattr(room, name), type)}
+    classes = {name for name in public if issubclass(getattr(room, name), base)} - WITHOUT_ROW
+    assert classes - rows == set(), f"add a row for these to tests/registry.py: {sorted(classes - rows)}"
+    if kind in ("kernel", "guide"):
+        words = {word.strip(",") for table in GROUPS.values() for way in table for word in way.split()}
+        assert classes - words - WITHOUT_TRUTH == set(), "add a way for these to tests/truth/ways.py"
+
+
+# AutoLaplace is no approximation of the evidence by draws: `theory/test_laplace.py` has its exact answers.
+WITHOUT_TRUTH = {"AutoLaplace"}
+
+
+def test_every_test_file_belongs_to_a_room():
+    """CI runs the slow tests of the rooms that a change concerns: `.ci/changed_tests.py` says which these are."""
+    spec = importlib.util.spec_from_file_location("changed_tests", ROOT / ".ci" / "changed_tests.py")
+    changed_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed_tests)
+    rooms = {path.relative_to(ROOT / NAME).parts[0].removesuffix(".py") for path in FILES}
+    rooms = {room for room in rooms if not room.startswith("_")}
+    assert rooms == {room.split("/")[0] for room in changed_tests.TESTS}
+    patterns = [pattern for patterns in changed_tests.TESTS.values() for pattern in patterns]
+    matched = {pattern: set((ROOT / "tests").glob(pattern)) for pattern in patterns}
+    assert [pattern for pattern, files in matched.items() if not files] == []
+    about_a_room = {path for path in TEST_FILES if path.parent.name != "use" and path.name.startswith("test_")}
+    assert about_a_room - set().union(*matched.values()) == set()
+    assert changed_tests.tests_of("numpyro_bnn/priors/base.py") >= {"tests/contracts/test_priors.py"}
+    assert changed_tests.tests_of("numpyro_bnn/guides/adf/guide.py") >= {"tests/theory/test_adf.py"}
+    assert changed_tests.tests_of("docs/index.md") == set()
+
+
+COLLECTION_SECONDS = 15.0  # of a processor, which every worker pays
+
+
+def test_importing_the_tests_is_cheap_and_computes_nothing():
+    """`conftest.py` refuses a file that starts a device at import, and prints the dearest files."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert collected.returncode == 0, collected.stdout[-2000:] + collected.stderr[-2000:]
+    seconds = re.search(r"([\d.]+) s  collection", collected.stdout)
+    assert float(seconds[1]) < COLLECTION_SECONDS, collected.stdout[seconds.start() :]
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    """The modules of tests/faults."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "faults"))
+    return importlib.import_module("mutations"), importlib.import_module("chosen")
+
+
+def test_chosen_faults_have_their_place(faults):
+    """A function that moved or went takes its faults along: mend the row, or delete it."""
+    mutations, chosen = faults
+    places = {fault.key for fault in mutations.all_faults()}
+    assert chosen.IMPORTANT.keys() - places == set()
+    assert chosen.HARMLESS.keys() - places == set()
+    assert 40 <= len(chosen.IMPORTANT) <= 60
+    assert len({kind for _, kind, _ in chosen.IMPORTANT}) >= 6
+
+
+def test_faults_are_drawn_by_their_seed_and_change_the_code(faults, tmp_path):
+    mutations, _ = faults
+    (tmp_path / "a.py").write_text(
+        "def f(x, key, n):\n    a, b = split(key)\n    y = -x.sum(axis=-1) / n + 2.5 * g(x, y)\n"
+        "    return y if n - 1 < 3 else fold_in(key, n)\n"
+    )
+    faults_of_file = mutations.all_faults(root=tmp_path)
+    assert {fault.kind for fault in faults_of_file} == {*mutations.KINDS, mutations.INPUT}
+    for fault in faults_of_file:
+        assert ast.dump(ast.parse(fault.source)) != ast.dump(ast.parse((tmp_path / "a.py").read_text()))
+    drawn = [fault.key for fault in mutations.drawn(faults_of_file, 5, seed=1)]
+    assert drawn == [fault.key for fault in mutations.drawn(faults_of_file, 5, seed=1)]
+    assert drawn != [fault.key for fault in mutations.drawn(faults_of_file, 5, seed=2)]
