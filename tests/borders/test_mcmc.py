@@ -71,6 +71,7 @@ def test_block_of_gibbs_has_the_right_posterior(make):
         assert error < 0.03 * value
 
 
+@pytest.mark.slow
 def test_gibbs_starts_from_constrained_values():
     """`Gibbs` hands constrained values to `init`, whose unconstrained form may have another shape."""
 

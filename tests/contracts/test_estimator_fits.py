@@ -180,6 +180,19 @@ def test_every_method_learns(method):
     assert 0.8 < np.mean((low < y) & (y < high)) <= 1.0
 
 
+def test_heavy_tails_survive_outliers():
+    x, random = many_rows()[0], np.random.default_rng(0)
+    good = np.arange(160) % 16 > 0
+    y = x[:, 0] + random.normal(0, 0.1, 160) + np.where(good, 0.0, 20.0)
+    robust, normal = (
+        Regressor("mean_field", heavy_tails=tails, effort=0.1, **FAST).fit(x, y) for tails in (True, False)
+    )
+    narrow, wide = (np.diff(model.predict_interval(x, level=0.5), axis=0) for model in (robust, normal))
+    assert np.median(narrow) < 0.5 * np.median(wide)
+    densities = [model.log_predictive_density(x, y)[good].mean() for model in (robust, normal)]
+    assert densities[0] > densities[1] + 0.5
+
+
 def test_noise_of_several_targets_that_depends_on_the_inputs():
     x, y, _ = many_rows()
     both = np.stack([y, -3 * y + 7], axis=1)
@@ -197,6 +210,7 @@ def test_noise_of_several_targets_that_depends_on_the_inputs():
     assert set(model.most_uncertain(far, 3)) == {20, 21, 22}
 
 
+@pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")  # it holds at every point
 @pytest.mark.parametrize(("targets", "heteroscedastic"), [(1, False), (1, True), (2, False)])
 def test_laplace_in_closed_form_is_the_mixture_of_its_draws(targets, heteroscedastic):
     """Mean, variance, quantiles and density need no draws, and are those of draws of the linearized network."""

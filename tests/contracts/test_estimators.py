@@ -91,11 +91,10 @@ def test_a_regressor_predicts_by_the_mixture_of_its_draws():
     np.testing.assert_allclose(model.log_predictive_density(rows, TARGETS[:6]), density, atol=1e-3)
     functions = model.sample(rows, 40, noise=False)  # each of the draws once
     np.testing.assert_allclose(np.sort(functions, axis=0), np.sort(mixture.mean(), axis=0), rtol=1e-3)
-    assert np.median(group(model.idata_, "posterior")["excess_df"]) < 4  # three outliers of 24 rows are seen
-    draws = model.sample(rows, 8000, random_state=0)
-    np.testing.assert_array_equal(draws[:5], model.sample(rows, 8000, random_state=0)[:5])
+    draws = model.sample(rows, 40_000, random_state=0)
+    np.testing.assert_array_equal(draws[:5], model.sample(rows, 40_000, random_state=0)[:5])
     low, high = model.predict_interval(rows, level=0.5)  # shares in the middle half: five binomial standard errors
-    np.testing.assert_allclose(((low < draws) & (draws < high)).mean(0), 0.5, atol=5 * 0.5 / 8000**0.5)
+    np.testing.assert_allclose(((low < draws) & (draws < high)).mean(0), 0.5, atol=5 * 0.5 / 40_000**0.5)
     assert list(model.most_uncertain(rows, 2)) == list(np.argsort(-found.epistemic)[:2])
 
 

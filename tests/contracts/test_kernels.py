@@ -170,7 +170,8 @@ def test_shared_out_programs_are_compiled_once(num_chains):
     assert len(traced) == (1 if num_chains == 6 else 2)
 
 
-@pytest.mark.parametrize("name", params(["MALA"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
 def test_states_keep_their_types(name, x64):
     """Start and transition, traced as `jax.vmap` and parallel chains do."""
     kernel = KERNELS[name].make(MODEL.model)

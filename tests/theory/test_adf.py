@@ -170,7 +170,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(LIKELIHOODS, "Bernoulli probs", "two outputs from f"))
+@pytest.mark.parametrize("name", mostly_slow(LIKELIHOODS, "Bernoulli probs"))
 def test_other_likelihoods_match_the_tilted_moments(name):
     """One point, one weight: the posterior moments of ADF are those of prior x likelihood, integrated by SciPy.
 

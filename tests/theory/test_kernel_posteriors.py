@@ -228,6 +228,7 @@ def test_zero_temperature_finds_the_mode_of_the_constrained_density(kind):
     np.testing.assert_allclose(state.z["s"], 0.0, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_cyclical_keeps_draws_of_the_sampling_phase_only():
     """With a warm-up that ends in the middle of a cycle."""
     warmup, length, kept, explore = 2, 21, 3, 0.4

@@ -192,7 +192,8 @@ def test_canonical_links_give_the_hessian(name):
     np.testing.assert_allclose(fit.log_evidence, laplace, rtol=1e-9)
 
 
-@pytest.mark.parametrize("structure", one_fast("full"))
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_learned_noise_is_part_of_the_gaussian(structure):
     """The information of log sigma is 2 N, that of its half-normal prior 2 sigma^2; weights do not correlate with it.
 
@@ -323,7 +324,8 @@ def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
     np.testing.assert_allclose(found, mean + 1.959964 * np.sqrt(np.diag(exact)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("structure", one_fast("kron"))
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_minibatches_have_the_precision_of_all_rows(structure):
     _, fit, point = placed("noisy network", structure, 1000)
     name = "noisy network"

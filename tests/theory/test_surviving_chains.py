@@ -27,15 +27,16 @@ def walled(q):
     return 0.5 * jnp.vdot(q, q) + jnp.where(q[0] < 1, 0.0, jnp.nan) * q[0]
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dynamics", "size", "eps", "bias"),
     [
         # The discretization makes a variance too large by eps / 4.
-        pytest.param(Overdamped(), 1, 0.1, 0.03, id="overdamped", marks=pytest.mark.slow),
-        pytest.param(BAOAB(1.0), 1, 0.1, 0.01, id="momentum", marks=pytest.mark.slow),
-        pytest.param(NoseHoover(1.0, mass=40.0), 1, 0.1, 0.02, id="thermostat", marks=pytest.mark.slow),
-        pytest.param(Microcanonical(), 20, 0.4, 0.01, id="microcanonical", marks=pytest.mark.slow),
+        pytest.param(Overdamped(), 1, 0.1, 0.03, id="overdamped"),
+        pytest.param(BAOAB(1.0), 1, 0.1, 0.01, id="momentum"),
+        pytest.param(NoseHoover(1.0, mass=40.0), 1, 0.1, 0.02, id="thermostat"),
+        pytest.param(Microcanonical(), 20, 0.4, 0.01, id="microcanonical"),
     ],
 )
 def test_the_density_up_to_a_border_is_the_truncated_one(dynamics, size, eps, bias):
@@ -76,13 +77,9 @@ def unit(size=3):
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(infer.SGLD, id="SGLD"),
-        pytest.param(partial(infer.SGHMC, momentum_decay=0.3), id="SGHMC", marks=pytest.mark.slow),
-        pytest.param(infer.SGNHT, id="SGNHT", marks=pytest.mark.slow),
-    ],
+    "make", [infer.SGLD, partial(infer.SGHMC, momentum_decay=0.3), infer.SGNHT], ids=["SGLD", "SGHMC", "SGNHT"]
 )
 def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
     """One of two chains gets far too long steps; the other is the same, bit for bit, as beside a healthy one."""

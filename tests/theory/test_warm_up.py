@@ -276,6 +276,7 @@ def zeros(num_rows):
     return {"w": jnp.zeros(num_rows), "a": jnp.zeros((2, 1))}
 
 
+@pytest.mark.slow
 def test_every_optimizer_step_has_a_minibatch_of_its_own():
     """Gradient descent counts how often it sees each row."""
     warm = infer.WarmStart(0.5, num_steps=60, optimizer=optax.sgd(1 / 30))

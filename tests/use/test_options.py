@@ -238,8 +238,8 @@ def test_an_integer_of_numpy_becomes_pythons_own():
 # -- several right options at once -----------------------------------------------------------------------
 
 # Others are allowed too: chains diverge, precisions underflow, or there are too few transitions here.
-MODERATE = {"step_size": (1e-6, 1e-3), "temperature": (0.5, 2.0), "warm_start": (0.5, 0.9)}
-MODERATE |= {"alpha": (0.3, 3.0), "slab_df": (1.0, 4.0)}
+MODERATE = {"step_size": (1e-6, 1e-3), "temperature": (0.5, 2.0), "warm_start": (0.3, 0.6)}
+MODERATE |= {"alpha": (0.3, 3.0), "df": (1.0, 4.0), "slab_df": (1.0, 4.0)}
 
 
 def chosen(name, call, seed):
@@ -284,7 +284,7 @@ def test_kernels_with_random_options_give_finite_draws(name):
     options = {"steps_per_draw": 2, **chosen(name, kind, seed=0)}
     kernel = kind(line.model, **options)
     call = line.args, {} if kernel.exact else {"batch_size": BATCH}
-    state = kernel.init(jax.random.key(0), 2, None, *call)
+    state = kernel.init(jax.random.key(0), 4, None, *call)
     for _ in range(3):
         state = jax.jit(lambda state: kernel.sample(state, *call))(state)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z)) or state.diverging, options
