@@ -436,6 +436,8 @@ NET_VARIANTS = {
     "LayerNorm after a maximum",
     "block that ends with BatchNorm",
     "residual of a dense layer",
+    "BatchNorm, then LayerNorm",
+    "CNN max tanh",
 }
 
 
@@ -535,6 +537,7 @@ WRAPPER_VARIANTS = {
     "collapse under OrbitMoves",
     "collapse under ParallelTempering",
     "quotient under NUTS",
+    "quotient under MALA",
 }
 
 

@@ -376,6 +376,7 @@ def test_exports_use_learned_parameters_of_a_model_behind_handlers():
     np.testing.assert_allclose(group(idata, "log_likelihood")["y"].to_numpy()[0], expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_arviz_compares_chains_and_guides_by_exact_leave_one_out():
     """600 draws, a relative error of at most about 0.5 / sqrt(600) = 0.02 in exp(elpd_n): seven of them."""
     exact = []

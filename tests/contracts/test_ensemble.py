@@ -19,6 +19,7 @@ def run(entry, num_gradients, **options):
     return mcmc
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_gradients_are_spent_on_draws_of_the_exact_posterior():
     """Those of draws and optimizer are exact; curvature and the settling of the step size come on top."""

@@ -229,11 +229,27 @@ def test_laplace_in_closed_form_is_the_mixture_of_its_draws(targets, heterosceda
         inside = ((low < draws) & (draws < high)).mean(0)
         np.testing.assert_allclose(inside, level, atol=5 * 0.5 / count**0.5)
         np.testing.assert_allclose((draws < low).mean(0), (1 - level) / 2, atol=5 * 0.5 / count**0.5)
-    if targets == 1:  # the density has the quantiles
+    if heteroscedastic:
+        assert_skew(model, x[:30], count)
+    elif targets == 1:  # the density has the quantiles
         low, high = model.predict_interval(rows[:1], level=0.9)
         grid = np.linspace(low[0], high[0], 1001)
         density = np.exp(model.log_predictive_density(np.repeat(rows[:1], 1001, 0), grid))
         np.testing.assert_allclose(np.trapezoid(density, grid), 0.9, rtol=1e-4)
+
+
+def assert_skew(model, rows, count):
+    """Function and noise vary together: the third moment of an observation is three times their covariance."""
+    mean, sd = model.predict(rows, return_std=True)
+    units = np.linspace(-9, 9, 901)
+    at = (mean + sd * units[:, None]).ravel()
+    density = sd * np.exp(model.log_predictive_density(np.tile(rows, (901, 1)), at)).reshape(901, -1)
+    third = np.trapezoid(density * units[:, None] ** 3, units, axis=0)
+    functions, draws = (model.sample(rows, count, noise=noise, random_state=0) for noise in (False, True))
+    each = 3 * (functions - mean) * (draws - functions) ** 2 / sd**3
+    error = each.std(0) / count**0.5
+    assert np.abs((each.mean(0) - third) / error).max() < 5
+    assert np.abs(third / error).max() > 5  # enough for the test to see it
 
 
 @pytest.mark.core

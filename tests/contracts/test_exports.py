@@ -236,6 +236,7 @@ def test_keys_may_be_typed_or_legacy(mcmc, data):
         assert "y_log_likelihood" not in group(exported, "predictions")  # no targets, no score
 
 
+@pytest.mark.slow
 def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     model = bnn.models.regression(net)
@@ -432,6 +433,7 @@ def test_bad_results_are_refused(mcmc):
         bnn.to_inference_data(run)
 
 
+@pytest.mark.slow
 def test_observed_data_keep_their_precision():
     """The model sees float32, in which these values are all 1,000,000."""
 

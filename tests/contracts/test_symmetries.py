@@ -326,7 +326,7 @@ WRITTEN = {
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "equal layers" else []) for n in WRITTEN]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ("equal layers", "not odd") else []) for n in WRITTEN]
 )
 def test_hidden_units_of_models_written_by_hand_are_found(name):
     model, orders, signs = WRITTEN[name]
@@ -365,7 +365,9 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "scales of ReLU layers" else []) for n in LEARNED]
+)
 def test_learned_scales_are_found(name):
     """With the powers of scales and of precisions, and of those that stand behind the units."""
     net, prior, expected = LEARNED[name]

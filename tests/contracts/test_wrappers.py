@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import pytest
 from helpers import group
+from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import MCMC, SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -89,7 +90,7 @@ OF_MODELS = [name for name in WRAPPERS if not name.startswith(("collapse", "quot
 
 
 @pytest.mark.parametrize("name", params(OF_MODELS))
-def test_the_inner_kernel_knows_the_energy_after_the_moves(name):
+def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
     """By NumPyro's own evaluation of the model at the draw, given what other blocks hold."""
     entry, state, held = ZOO[WRAPPERS[name].model], walked(name)[1][-1], {}
     while "base" in state._fields:
@@ -97,9 +98,14 @@ def test_the_inner_kernel_knows_the_energy_after_the_moves(name):
     if "block_states" in state._fields:
         held, state = {"sigma": state.block_states[0].z["sigma"]}, state.block_states[1]
     state = getattr(state, "base", state)  # moves in a block
-    exact = potential_energy(handlers.condition(entry.model, held), entry.args, {}, state.z)
-    cached = state.potential_energy if hasattr(state, "potential_energy") else state.engine.memory.potential
-    np.testing.assert_allclose(cached, exact, rtol=1e-4, atol=1e-4)
+    model = handlers.condition(entry.model, held)
+    energy, slope = jax.jit(jax.value_and_grad(lambda z: potential_energy(model, entry.args, {}, z)))(state.z)
+    if "z_grad" in state._fields:
+        cached, gradient = state.potential_energy, state.z_grad
+    else:
+        cached, gradient = state.engine.memory.potential, state.engine.memory.gradient
+    np.testing.assert_allclose(cached, energy, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ravel_pytree(gradient)[0], ravel_pytree(slope)[0], rtol=1e-3, atol=1e-3)
 
 
 # -- under `MCMC` ----------------------------------------------------------------------------------------
@@ -169,21 +175,23 @@ def test_resumed_and_thinned_runs_are_parts_of_one_longer_run(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_chain_methods_and_kinds_of_keys_agree(name):
+    """In what is sampled: draws of the rest take their random numbers from its last bits."""
     mcmc = mcmc_of(name, "sequential")
     mcmc.run(jax.random.PRNGKey(3), *ZOO[WRAPPERS[name].model].args)
-    for site, value in draws_of(finished(name)).items():
-        np.testing.assert_allclose(draws_of(mcmc)[site], value, rtol=1e-2, atol=1e-2, err_msg=site)
+    sampled = set(mcmc.last_state.z) & set(draws_of(mcmc))
+    assert sampled
+    for site in sampled:
+        np.testing.assert_allclose(draws_of(mcmc)[site], draws_of(finished(name))[site], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["collapse under NUTS", "quotient under NUTS"])
-def test_transformed_models_under_a_guide(name):
-    """Any guide fits them; draws of it hold the original sites."""
-    entry = ZOO[WRAPPERS[name].model]
-    model = of_row(name).model
+def test_a_quotient_under_a_guide():
+    """Any guide fits it; draws of it hold the original sites."""
+    entry, model = ZOO["network"], of_row("quotient under NUTS").model
     guide = AutoNormal(model, init_scale=0.01)
     svi = SVI(model, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
     fit = svi.run(jax.random.key(0), 60, *entry.args, progress_bar=False)
     assert fit.losses[-10:].mean() < fit.losses[:10].mean()
-    draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(jax.random.key(1), *entry.args)
-    assert {site: draws[site].shape for site in entry.shapes} == {s: (5, *shape) for s, shape in entry.shapes.items()}
+    draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(jax.random.key(1), entry.args[0])
+    for site in (gauge.removesuffix("_gauge") for gauge in WRAPPERS["quotient under NUTS"].new_sites):
+        assert draws[site].shape == (5, *entry.shapes[site])

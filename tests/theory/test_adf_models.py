@@ -42,7 +42,7 @@ INTERCEPTS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(INTERCEPTS, "StudentT"))
+@pytest.mark.parametrize("name", mostly_slow(INTERCEPTS))
 def test_an_intercept_with_any_prior_is_learned(name):
     """40 points around 5: the posterior of the intercept is one-dimensional.
 

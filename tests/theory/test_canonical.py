@@ -33,7 +33,7 @@ def r_hats(draws):
     ("activation", "norm"),
     [
         ("relu", nn.BatchNorm()),
-        ("tanh", nn.LayerNorm()),
+        pytest.param("tanh", nn.LayerNorm(), marks=pytest.mark.slow),
         pytest.param("tanh", None, marks=pytest.mark.slow),
         pytest.param("relu", None, marks=pytest.mark.slow),
         pytest.param("tanh", nn.BatchNorm(), marks=pytest.mark.slow),

@@ -112,8 +112,9 @@ def heads(shared):
 
 
 def other_inputs(h, s, w):
-    """One of the outputs that have the first input has another second one."""
-    return jnp.stack([w[0] + w[1], w[0] + w[3], w[2] + w[3], w[2] - w[3]])
+    """Of two outputs that have one of the first inputs, each has another second one."""
+    second = jnp.concatenate([w[2:], w[2:][::-1]])
+    return jnp.broadcast_to(w[:2, None], (2, 2)).reshape(4) + second
 
 
 W, B = {"w": (H,)}, {"w": (H,), "b": ()}
@@ -232,6 +233,17 @@ def test_draws_of_several_outputs():
     mean = covariance @ h.T @ TARGETS / 0.4**2
     both = np.concatenate([drawn[KERNEL], drawn[BIAS][:, None]], 1)  # (S, H + 1, K)
     assert_normal(np.moveaxis(both, 2, 1).reshape(len(both), -1), mean.T.ravel(), np.kron(np.eye(K), covariance))
+
+
+def test_draws_know_the_signs_of_their_map():
+    """Which the density does not show: it is that of the squares of the columns of the map."""
+    model, sites = MAPS["minus of minus"]
+    v, scale = _RNG.normal(size=(D, H)).astype(np.float32), 0.8
+    drawn = drawn_at(infer.collapse(model, sites), (), {"v": v, "scale": scale}, "scale")
+    design = np.column_stack([np.tanh(INPUTS @ v), -np.ones(N)]).astype(float)
+    covariance = np.linalg.inv(design.T @ design / 0.5**2 + np.eye(H + 1) / scale**2)
+    mean = covariance @ (design.T @ (np.resize(TARGETS, N) - scale) / 0.5**2 + 0.1 / scale**2)
+    assert_normal(np.column_stack([drawn["w"], drawn["b"]]), mean, covariance)
 
 
 # -- more data than weights, and more weights than data; powers of densities; scales far apart ---------------------

@@ -156,6 +156,7 @@ def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
         assert same_mean(draws_of(elbo, model, guide, params, args, seed=1), expected)
 
 
+@pytest.mark.slow
 def test_guides_with_dependent_sites_and_factors_have_the_right_expectation():
     """q(tau | w) keeps `w` plain and its divergence drawn, q(v | tau) is exact given tau, the factor of the guide
     depends on `u` and sees its plain draw; some divergences have no formula. Failure rate 1e-4."""

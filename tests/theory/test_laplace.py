@@ -211,7 +211,9 @@ NETWORKS = one_fast("noisy network", ("network", "noisy network", "classes", "cl
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("structure", ["full", "diag", "kron", pytest.param("low_rank", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "structure", [pytest.param(s, marks=[] if s in ("full", "kron") else pytest.mark.slow) for s in STRUCTURES]
+)
 def test_the_precision_of_a_network_is_that_of_its_dense_jacobian(name, structure):
     """J^T F J plus the prior: all of it, its diagonal, by products of inputs and gradients, or by all directions."""
     guide, fit, point = placed(name, structure, 1000)
@@ -306,7 +308,8 @@ def test_convolutions():
     np.testing.assert_allclose(found["kron"][np.ix_(place, place)], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("structure", one_fast("kron"))
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
     """Also when gradient steps have moved its parameters; five standard errors of 20,000 draws."""
     guide, fit, point = placed("noisy network", structure, 1000)

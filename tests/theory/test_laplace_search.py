@@ -45,6 +45,7 @@ def little_noise(x, y=None):
         numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.01), obs=y)
 
 
+@pytest.mark.slow
 def test_a_dense_precision_finds_the_mode():
     """Twenty steps of L-BFGS are far from it; the damped steps of Newton that follow are not, and only go down."""
     _, fit = run(little_noise, "full", *smooth(), num_epochs=20)
@@ -120,6 +121,7 @@ def test_a_fit_without_noise_ends_while_digits_last():
     assert np.all(found.output_variance["loc"] > 0)
 
 
+@pytest.mark.slow
 def test_a_search_that_overflows_ends_at_its_lowest_point():
     """The density is NaN beyond 2, where the first steps go."""
 

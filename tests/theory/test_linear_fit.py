@@ -112,6 +112,7 @@ def test_single_precision(case):
         assert abs(along(slopes) - along(exact)) < 10 * inherent + digits * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [True, False], ids=["one layer", "scales of their own"])
 def test_several_outputs_have_the_values_and_slopes_of_each(equal):
     """Also of several chains at once."""
@@ -136,8 +137,8 @@ def test_several_outputs_have_the_values_and_slopes_of_each(equal):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_outputs_of_equal_scales_cost_one_decomposition_for_all():
-    """Seconds of a processor of one program, at equal and at other scales: 30 decompositions cost more than two."""
-    shape, outputs = (200, 80), 30
+    """Seconds of a processor of one program, at equal and at other scales: 40 decompositions cost more than two."""
+    shape, outputs = (400, 120), 40
     rng = np.random.default_rng(0)
     matrix, residuals = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in (shape, (shape[0], outputs)))
     program, seconds = jax.jit(evidence_of(shape, outputs)), {}
@@ -152,6 +153,7 @@ def test_outputs_of_equal_scales_cost_one_decomposition_for_all():
     assert seconds["equal"] < 0.5 * seconds["other"], seconds
 
 
+@pytest.mark.slow
 def test_one_model_that_needs_more_digits_takes_all_along():
     """Under `vmap`, also twice, values and slopes are those of each."""
     hard, easy = features(1, 0.01, 1.0), features(8, 0.1, 1.0)

@@ -73,6 +73,7 @@ def everything():
     for name, shape in SHAPES.items():
         v = numpyro.sample(name, dist.Gamma(1.0, 0.5).expand([int(np.prod(shape))]).to_event(1))
         numpyro.sample(f"{name} weights", dist.Normal(0.0, v.reshape(shape) ** -0.5).expand([2, 3]).to_event(2))
+    numpyro.sample("one weight", dist.Normal(0.0, numpyro.sample("of one weight", dist.HalfCauchy(0.6))))
     of_two = numpyro.sample("of two sites", dist.Gamma(1.0, 0.5))
     numpyro.sample("a", dist.Normal(0.0, of_two**-0.5).expand([2]).to_event(1))
     with handlers.scale(scale=0.25), handlers.mask(mask=jnp.asarray(MASK)), numpyro.plate("seen", 3):
@@ -109,6 +110,9 @@ def conditionals():
         if name == "half-Cauchy":  # whose update is a transition, not an independent draw
             start[name] = jnp.asarray(plain[1], jnp.float32)
             start[f"{name}, scaled"] = jnp.stack([jnp.asarray(s, jnp.float32) for _, s in columns], 1)
+    # Of a single weight the prior says as much as the data.
+    cdf, sample = of_hyperprior("half-Cauchy", 1, 0.5**2)
+    exact["of one weight"], start["of one weight"] = [cdf], jnp.asarray(sample, jnp.float32)
     for name, axis in (("rows", 1), ("columns", 0), ("elements", ())):
         squares = (W**2).sum(axis=axis).ravel()
         exact[name] = [of_gamma(1 + W.size / squares.size / 2, 0.5 + square / 2) for square in squares]
@@ -120,7 +124,12 @@ def conditionals():
 
 @cache
 def draws_of_everything():
-    held = {"w": W, "a": np.array([0.5, -2.0], np.float32), **{f"{name} weights": W for name in SHAPES}}
+    held = {
+        "w": W,
+        "a": np.array([0.5, -2.0], np.float32),
+        "one weight": np.float32(0.5),
+        **{f"{name} weights": W for name in SHAPES},
+    }
     held |= {f"{name} weights": W for name in HYPERPRIORS}
     held |= {f"{name}, scaled weights": W.T for name in OF_SCALED_PRIOR}
     return sweep(everything, {name: jnp.asarray(value) for name, value in held.items()}, conditionals()[1])
@@ -129,7 +138,7 @@ def draws_of_everything():
 SITES = [*HYPERPRIORS, *(f"{name}, scaled" for name in OF_SCALED_PRIOR)]
 
 
-@pytest.mark.parametrize("site", [*SITES, *SHAPES, "of two sites", "around a mean", "noise"])
+@pytest.mark.parametrize("site", [*SITES, *SHAPES, "of one weight", "of two sites", "around a mean", "noise"])
 def test_draws_have_their_exact_conditional(site):
     """From far away in one sweep; half-Cauchy scales from draws of their conditional, which must stay such draws."""
     draws, exact = draws_of_everything()[site].reshape(NUM_DRAWS, -1), conditionals()[0][site]

@@ -41,7 +41,6 @@ def module_of(path):
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>```+|~~~+)\s*(?P<language>[\w.+-]*)")
 LEFT_OUT = re.compile(r"<!--\s*not executed:\s*(?P<reason>.*?)\s*-->$")
 OVERLOOKED = {"py", "python3", "pycon", "Python"}
-INFERENCE = re.compile(r"\b(MCMC|SVI)\(|\.run\(|\bfit\(|to_inference_data\(")
 
 
 def python_blocks(text):
@@ -66,13 +65,10 @@ def python_blocks(text):
         above, start = "", end + 1
 
 
-def by_cost(paths):
-    """Parameters of tests that run what files show: those that sample or fit are slow, but for the README."""
+def shown_by(paths):
+    """Parameters of tests that run what files show: all are slow, but for the README."""
     for path in paths:
-        lines = path.read_text().splitlines()
-        shown = [line for line in lines if path.suffix == ".md" or line.lstrip().startswith((">>>", "..."))]
-        slow = INFERENCE.search("\n".join(shown)) and path.name != "README.md"
-        yield pytest.param(path, id=label(path), marks=[pytest.mark.slow] if slow else [])
+        yield pytest.param(path, id=label(path), marks=[] if path.name == "README.md" else [pytest.mark.slow])
 
 
 @pytest.fixture
@@ -99,7 +95,7 @@ def shown_code(tmp_path, monkeypatch):
 
 @pytest.mark.core
 @pytest.mark.usefixtures("shown_code")
-@pytest.mark.parametrize("path", list(by_cost(SOURCES)))
+@pytest.mark.parametrize("path", list(shown_by(SOURCES)))
 def test_examples_of_docstrings_run(path):
     """Examples see the names of their module, and nothing that another docstring defined."""
     module = module_of(path)
@@ -115,7 +111,7 @@ def test_examples_of_docstrings_run(path):
 @pytest.mark.filterwarnings("ignore::numpyro_bnn.metrics.HealthWarning")
 @pytest.mark.usefixtures("shown_code")
 @pytest.mark.parametrize(
-    "page", list(by_cost([ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))]))
+    "page", list(shown_by([ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))]))
 )
 def test_blocks_of_page_run(page):
     """The blocks of one page share their names, in the order of the page."""
