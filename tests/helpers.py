@@ -102,7 +102,7 @@ def results(groups, attrs=None, coords=None):
         labels = {dim: np.arange(size) for dim, size in data.sizes.items() if dim in draws and dim not in data.coords}
         labels |= {dim: values for dim, values in (coords or {}).items() if dim in data.dims}
         datasets[name] = data.assign_coords(labels)
-    if hasattr(az, "InferenceData") and int(az.__version__.split(".")[0]) < 1:
+    if int(az.__version__.split(".")[0]) < 1:
         return az.InferenceData(**datasets, attrs=dict(attrs or {}))
     tree = xr.DataTree.from_dict({f"/{name}": data for name, data in datasets.items()})
     tree.attrs = dict(attrs or {})

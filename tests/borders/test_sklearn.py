@@ -14,7 +14,6 @@ ESTIMATORS = {
     "regressor": lambda: Regressor("mean_field", **LEARNED),
     "classifier": lambda: Classifier("mean_field", **LEARNED),
     "default regressor": lambda: Regressor(effort=0.01, num_chains=2, num_samples=4),
-    "default classifier": lambda: Classifier(effort=0.01, num_chains=2),
 }
 # Checks that need no fit.
 QUICK = {

@@ -4,7 +4,7 @@
     make faults HAND=1                         those that people chose (tests/faults/chosen.py)
 
 A fault that lives is a test that is missing, or it is harmless: then chosen.py says why. Which tests run which lines
-is measured once, and again with MAP=1.
+of a room is measured once, and again with MAP=1.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def main() -> int:
         faults = [fault for fault in faults if fault.key in IMPORTANT]
     else:
         faults = drawn([fault for fault in faults if fault.key not in HARMLESS], options.count, options.seed)
-    coverage = stored(options.workers, options.map)
-    trials = [trial_of(fault, coverage) for fault in faults]
+    maps = {room: stored(room, options.workers, options.map) for room in sorted({fault.room for fault in faults})}
+    trials = [trial_of(fault, maps[fault.room]) for fault in faults]
     untested = [trial for trial in trials if not trial.files]
     for trial in untested:
         print(f"no test runs {described(trial.label)}")

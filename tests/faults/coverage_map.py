@@ -1,5 +1,9 @@
-"""Which tests run which lines: measured once with the fast tests, and kept until the tests change."""
+"""Which tests run which lines: measured once for a room with the fast tests about it, and kept until asked again.
 
+`.ci/changed_tests.py` says which tests are about a room; wrong arguments are about all of them.
+"""
+
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +16,8 @@ from typing import Any, NamedTuple
 
 from mutations import PACKAGE, ROOT
 
-STORED = ROOT / ".pytest_cache" / "faults" / "map.json"
+STORED = ROOT / ".pytest_cache" / "faults"
+ABOUT_ALL = ("use/test_options.py", "use/test_bad_arguments.py")
 TESTS_PER_FILE = 12  # of the tests of one file that run a line, so many of the quickest are kept
 
 
@@ -42,8 +47,19 @@ def seconds_of_tests(junit: Path) -> dict[str, float]:
     return dict(seconds)
 
 
-def measure(workers: int) -> CoverageMap:
-    """Run the fast tests under coverage, once."""
+def files_about(room: str) -> list[str]:
+    """Test files of a room, those of its parts included."""
+    spec = importlib.util.spec_from_file_location("changed_tests", ROOT / ".ci" / "changed_tests.py")
+    changed_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed_tests)
+    names = [name for name in changed_tests.TESTS if name.split("/")[0] == room]
+    patterns = [pattern for name in names for pattern in changed_tests.TESTS[name]]
+    files = {file for pattern in (*patterns, *ABOUT_ALL) for file in (ROOT / "tests").glob(pattern)}
+    return sorted(str(file.relative_to(ROOT)) for file in files)
+
+
+def measure(room: str, workers: int) -> CoverageMap:
+    """Run the fast tests of a room under coverage, once."""
     from coverage import CoverageData
 
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +68,7 @@ def measure(workers: int) -> CoverageMap:
         settings.write_text(f"[run]\ndata_file = {data_file}\nsource = {PACKAGE}\n")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", str(workers), "--dist", "loadfile"]
         command += [f"--cov={PACKAGE}", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
-        command += [f"--junitxml={junit}"]
+        command += [f"--junitxml={junit}", *files_about(room)]
         subprocess.run(command, cwd=ROOT, env=dict(os.environ, COVERAGE_FILE=str(data_file)), check=False)
         seconds = seconds_of_tests(junit)
         data = CoverageData(str(data_file))
@@ -80,10 +96,11 @@ def _quickest(tests: set[str], seconds: dict[str, float]) -> list[str]:
     return chosen
 
 
-def stored(workers: int, again: bool) -> CoverageMap:
-    """The map as last measured; measured now if there is none, or if ``again``."""
-    if again or not STORED.exists():
-        STORED.parent.mkdir(parents=True, exist_ok=True)
-        STORED.write_text(json.dumps(measure(workers)._asdict()))
-    values: dict[str, Any] = json.loads(STORED.read_text())
+def stored(room: str, workers: int, again: bool) -> CoverageMap:
+    """The map of a room as last measured; measured now if there is none, or if ``again``."""
+    path = STORED / f"{room}.json"
+    if again or not path.exists():
+        STORED.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measure(room, workers)._asdict()))
+    values: dict[str, Any] = json.loads(path.read_text())
     return CoverageMap(**values)
