@@ -279,6 +279,18 @@ def test_every_check_fires_on_its_failure(failure):
     assert all(finding.advice.endswith(".") for finding in findings)
 
 
+def test_checks_fire_at_their_limits_and_not_before():
+    """A tenth of the draws at one point is frozen; small energy variances, and values of other replicas, are well."""
+    made = Made()
+    made.w[3, 20:40], made.f[3, 20:40] = made.w[3, 20], made.f[3, 20]
+    assert off(made.idata()) == ["frozen"]
+    healthy = Made()
+    healthy.attrs["mean_energy_variance"] = "[1e-7, 1e-7, 1e-7, 1e-7]"  # above a millionth of its target
+    healthy.attrs["refused_steps"] = "[0, 0.4, 0, 0, 0, 0, 0, 0]"  # two replicas a chain, the first exported
+    del healthy.attrs["temperature"]  # then it is 1
+    assert off(healthy.idata()) == []
+
+
 def test_every_check_has_a_failure():
     fired = {name for _, names, _ in FAILURES.values() for name in names}
     assert fired | {"restarts", "few_draws"} == all_checks()

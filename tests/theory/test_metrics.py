@@ -430,3 +430,9 @@ NAN = float("nan")
 def test_errors_say_what_to_write(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_probabilities_below_one_are_refused_too():
+    """The row that is farthest off is named, whichever side it is on."""
+    with pytest.raises(ValueError, match=r"`probs` got rows that do not sum to 1 \(one sums to 0\.5\)"):
+        metrics.accuracy(np.array([[0.5, 0.5], [0.25, 0.25]]), np.array([0, 1]))
