@@ -1,6 +1,7 @@
 """Argument checks, done before any work, and the common form of error messages, which say what to write instead."""
 
 import inspect
+import os
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = f"{Path(__file__).parent}{os.sep}"  # a neighbor such as `numpyro_bnn_models` belongs to the user
 
 LONGEST = 300  # characters of a value in a message
 # Values of the data that a program is traced on, by the id of their tracers.
