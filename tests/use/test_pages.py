@@ -17,6 +17,7 @@ import jax
 import pytest
 
 import numpyro_bnn
+from numpyro_bnn.moments.registry import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -78,12 +79,11 @@ def shown_code(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     before = dict(jax.config.values)
-    registry = importlib.import_module(f"{NAME}.moments.registry")
-    rules = dict(registry.RULES)
+    rules = dict(RULES)
     yield
     # An example that registers a rule shows how; other tests in this process go on with the package's own.
-    registry.RULES.clear()
-    registry.RULES.update(rules)
+    RULES.clear()
+    RULES.update(rules)
     after = dict(jax.config.values)
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
@@ -197,6 +197,17 @@ def entries(path):
 def test_every_page_is_in_one_table_of_contents():
     named = [entry for page in PAGES for entry in entries(page)]
     assert sorted(named) == [page for page in PAGES if page != DOCS / "index.md"]
+
+
+def test_files_on_the_way_are_files_of_the_package():
+    """The table of contributing.md that `docs/make_ways.py` writes: as many files as it says, and all there."""
+    text = (DOCS / "contributing.md").read_text()
+    table = text.partition("files of ways: begin -->\n")[2].partition("<!--")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 5
+    for _, count, listed in rows:
+        assert len(listed.split(", ")) == int(count)
+        assert [name for name in listed.split(", ") if not (ROOT / NAME / name).is_file()] == []
 
 
 # -- references ----------------------------------------------------------------------------------------------

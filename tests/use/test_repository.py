@@ -401,6 +401,29 @@ def test_the_package_gets_no_heavier():
     assert sum(code_tokens(path.read_text()) for path in FILES) <= MAX_TOKENS
 
 
+FUNCTION_LINES, PUBLIC_NAMES = 60, 200
+
+
+def long_functions(source, limit=FUNCTION_LINES):
+    """Functions longer than the limit, their docstring not counted."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            if lines > limit:
+                yield f"{node.name}: {lines} lines"
+
+
+def test_functions_stay_short_and_public_names_few():
+    assert faults_of_files(lambda path: list(long_functions(path.read_text()))) == {}
+    names = [name for room, name in exports() if not inspect.ismodule(getattr(importlib.import_module(room), name))]
+    assert len(names) <= PUBLIC_NAMES
+    documented = 'def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n'
+    assert list(long_functions(documented, limit=3)) == []
+    assert list(long_functions(documented, limit=2)) == ["f: 3 lines"]
+
+
 # -- tests ---------------------------------------------------------------------------------------------------
 
 CONTRIBUTORS = {"sgmcmc", "moments", "program"}  # rooms whose parts contributors build with, submodules included
