@@ -121,7 +121,8 @@ class ProcessorSeconds:
             self.collection[name] = max(seconds, self.collection[name])
 
     def pytest_terminal_summary(self, terminalreporter):
-        self.collection_of_worker = max(self.collection_of_worker, sum(self.collection.values()))
+        if not self.collection_of_worker:  # no workers: this process collected
+            self.collection_of_worker = sum(self.collection.values())
         write = terminalreporter.write_line
         terminalreporter.section("seconds of a processor")
         write(f"{sum(self.by_file.values()):8.1f} s  all tests")

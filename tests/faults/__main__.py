@@ -65,7 +65,7 @@ def main() -> int:
     for trial in untested:
         print(f"no test runs {described(trial.label)}")
     started, tested = time.perf_counter(), [trial for trial in trials if trial.files]
-    results = report(outcomes(tested, ROOT, options.workers), len(tested), lambda trial: described(trial.label))
+    results = report(outcomes(tested, options.workers), len(tested), lambda trial: described(trial.label))
     lived = [outcome for outcome in results if outcome.status != "caught"]
     print(f"{len(tested) - len(lived)} of {len(trials)} caught in {(time.perf_counter() - started) / 60:.1f} minutes")
     if options.output:

@@ -22,15 +22,13 @@ TESTS_PER_FILE = 12  # of the tests of one file that run a line, so many of the 
 
 
 class CoverageMap(NamedTuple):
-    """Tests by line, and what they take.
+    """Tests by line, and what their files take.
 
     :param lines: file of the package -> line -> tests that run it, the quickest first.
-    :param seconds: test -> seconds.
     :param file_seconds: test file -> seconds of its fast tests.
     """
 
     lines: dict[str, dict[str, list[str]]]
-    seconds: dict[str, float]
     file_seconds: dict[str, float]
 
     def tests_of(self, file: Path, line: int) -> list[str]:
@@ -82,7 +80,7 @@ def measure(room: str, workers: int) -> CoverageMap:
     file_seconds: Counter[str] = Counter()
     for test, duration in seconds.items():
         file_seconds[test.split("::")[0]] += duration
-    return CoverageMap(lines, seconds, dict(file_seconds))
+    return CoverageMap(lines, dict(file_seconds))
 
 
 def _quickest(tests: set[str], seconds: dict[str, float]) -> list[str]:

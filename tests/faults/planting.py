@@ -74,19 +74,17 @@ def install(original: str, changed: str) -> None:
 
 
 class FirstThenOthers:
-    """Plugin of pytest: fast tests only, the likeliest to notice first, unless only these are wanted."""
+    """Plugin of pytest: fast tests only, the likeliest to notice first."""
 
-    def __init__(self, first: tuple[str, ...], only: bool) -> None:
-        self.first, self.only = first, only
+    def __init__(self, first: tuple[str, ...]) -> None:
+        self.first = first
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        likely = [item for item in items if item.nodeid in self.first or item.nodeid.split("[")[0] in self.first]
-        chosen = {item.nodeid for item in likely}
-        fast = [item for item in items if item.nodeid not in chosen and item.get_closest_marker("slow") is None]
-        items[:] = likely if self.only else likely + fast
+        fast = [item for item in items if item.get_closest_marker("slow") is None]
+        items[:] = sorted(fast, key=lambda item: item.nodeid not in self.first)
 
 
-def run_child(trial: Trial, package: Path, only_first: bool, log: Path, changed: Path) -> None:
+def run_child(trial: Trial, log: Path, changed: Path) -> None:
     """What the forked process does; it never returns."""
     code = 3
     try:
@@ -97,15 +95,15 @@ def run_child(trial: Trial, package: Path, only_first: bool, log: Path, changed:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         changed.write_text(trial.source)
         os.environ[VARIABLE] = f"{trial.file}={changed}"
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent / "site", package, TESTS)))
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent / "site", TESTS.parent, TESTS)))
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         install(str(trial.file), str(changed))
         import pytest
 
         options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
-        plugin = FirstThenOthers(trial.first, only_first)
-        code = int(pytest.main([*options, *map(str, trial.files)], plugins=[plugin]))
+        plugins = [FirstThenOthers(trial.first)]
+        code = int(pytest.main([*options, *map(str, trial.files)], plugins=plugins))
     except BaseException as error:  # the parent reads it in the log
         print(repr(error), flush=True)
     finally:
@@ -120,13 +118,9 @@ def last_line(log: Path) -> str:
     return (notable or lines or ["no output"])[0 if notable else -1][:300]
 
 
-def outcomes(trials: Iterable[Trial], package: Path, workers: int = 2, only_first: bool = False) -> Iterator[Outcome]:
-    """Run the trials, so many at a time, and give each outcome as it comes.
-
-    :param package: folder that holds `numpyro_bnn`, if not the installed one.
-    :param only_first: run only the tests named in ``first``, slow ones included.
-    """
-    sys.path[:0] = [str(package), str(TESTS)]
+def outcomes(trials: Iterable[Trial], workers: int = 2) -> Iterator[Outcome]:
+    """Run the trials, so many at a time, and give each outcome as it comes."""
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
     os.chdir(TESTS.parent)
     os.environ.setdefault("MPLBACKEND", "Agg")
     for name in PRELOADED:
@@ -143,7 +137,7 @@ def outcomes(trials: Iterable[Trial], package: Path, workers: int = 2, only_firs
             log, changed = folder / f"{number}.log", folder / f"{number}.py"
             child = os.fork()
             if child == 0:
-                run_child(trial, package, only_first, log, changed)
+                run_child(trial, log, changed)
             running[child] = (trial, log, time.monotonic())
         if running:
             child, status, _ = os.wait4(-1, 0)
@@ -165,6 +159,4 @@ def report(results: Iterator[Outcome], total: int, describe: Callable[[Trial], s
         )
         if outcome.status != "caught":
             print(f"          {outcome.line}", flush=True)
-    caught = sum(outcome.status == "caught" for outcome in finished)
-    print(f"{caught} of {len(finished)} caught")
     return finished
