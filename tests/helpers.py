@@ -3,11 +3,14 @@
 from contextlib import contextmanager
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from numpyro import handlers
 from numpyro.infer import MCMC
+
+from numpyro_bnn.sgmcmc.engine import reset_statistics
 
 
 def run_chains(kernel, *args, num_warmup=4, num_samples=6, num_chains=2, seed=0, run_options=None, **kwargs):
@@ -44,6 +47,24 @@ def walk(kernel, num, args=(), kwargs=None, *, start=None, warmup=0, chains=None
         return state, keep(state) if keep else state.z
 
     return jax.device_get(jax.jit(lambda first: lax.scan(transition, first, None, num))(state))
+
+
+def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
+    """Means of x^2 over draws of a pure sampler of `sgmcmc`, by coordinate, and its final state."""
+
+    @jax.jit
+    def run(state):
+        def body(carry, _):
+            state, total = carry
+            state = sampler.run(state, thin)
+            return (state, total + state.position**2), None
+
+        state = reset_statistics(sampler.run(state, burn))
+        return lax.scan(body, (state, jnp.zeros(start.shape)), None, keep)[0]
+
+    state, total = run(sampler.init(start, jax.random.key(1), num_warmup))
+    assert int(state.first_divergence) == -1
+    return np.asarray(total, np.float64) / keep, state
 
 
 def traced_sites(model, *args, **kwargs):

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import squares_of
 from scipy import stats
 
 from numpyro_bnn.infer import MCLMC, implied_bias
 from numpyro_bnn.sgmcmc import Diagonal, Full, Microcanonical, Minibatch, build
 from numpyro_bnn.sgmcmc.dynamics import Direction
-from numpyro_bnn.sgmcmc.engine import reset_statistics
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
 from numpyro_bnn.sgmcmc.streams import Keys
 
@@ -191,21 +191,9 @@ def test_the_implied_bias_is_that_of_leapfrog():
 
 def moments(sampler, scale, burn, keep, thin):
     """Per-coordinate means of x^2 and the mean energy variance; one flat chain of independent coordinates."""
-
-    @jax.jit
-    def run(state):
-        def body(carry, _):
-            state, total = carry
-            state = sampler.run(state, thin)
-            return (state, total + state.position**2), None
-
-        state = reset_statistics(sampler.run(state, burn))
-        return jax.lax.scan(body, (state, jnp.zeros_like(scale)), None, keep)[0]
-
     begin = jax.random.normal(jax.random.key(2), scale.shape) / scale
-    state, total = run(sampler.init(begin, jax.random.key(1)))
-    assert int(state.first_divergence) == -1
-    return np.asarray(total, np.float64) / keep, float(state.statistics.energy_variance)
+    squares, state = squares_of(sampler, begin, burn, keep, thin)
+    return squares, float(state.statistics.energy_variance)
 
 
 @pytest.mark.parametrize(

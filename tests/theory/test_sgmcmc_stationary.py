@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import squares_of
 from scipy import integrate, optimize, special
 from scipy.linalg import solve_discrete_lyapunov
 
 from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, Full, Minibatch, NoseHoover, Overdamped, RMSProp, build
-from numpyro_bnn.sgmcmc.engine import reset_statistics
 from numpyro_bnn.sgmcmc.streams import Keys
 
 LAM = 1.3
@@ -48,20 +48,7 @@ def noisy(potential, variance):
 
 def moments(sampler, size, burn, keep, thin=1, num_warmup=0):
     """Per-coordinate means of x^2, (size,), and the final state."""
-
-    @jax.jit
-    def run(state):
-        def body(carry, _):
-            state, total = carry
-            state = sampler.run(state, thin)
-            return (state, total + state.position**2), None
-
-        state = reset_statistics(sampler.run(state, burn))
-        return jax.lax.scan(body, (state, jnp.zeros(size)), None, keep)[0]
-
-    state, total = run(sampler.init(jnp.zeros(size), jax.random.key(1), num_warmup))
-    assert int(state.first_divergence) == -1
-    return np.asarray(total, np.float64) / keep, state
+    return squares_of(sampler, jnp.zeros(size), burn, keep, thin, num_warmup)
 
 
 def assert_mean(values, expected):
