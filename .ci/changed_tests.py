@@ -49,7 +49,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "nn": ("contracts/test_layers.py",),
     "plots": ("use/test_plots.py",),
     "priors": ("contracts/test_pretrained.py", "contracts/test_priors.py", "theory/test_priors.py"),
-    "program": ("borders/test_arguments.py", "theory/test_programs.py", "theory/test_truth.py"),
+    "program": (
+        "borders/test_arguments.py",
+        "contracts/test_zoo.py",
+        "theory/test_programs.py",
+        "theory/test_truth.py",
+    ),
     "results": ("contracts/test_exports.py", "theory/test_health.py", "use/test_export_refusals.py"),
     "runs": ("borders/test_disk*.py", "borders/test_processes.py"),
     "sgmcmc": ("theory/test_sgmcmc_*.py",),

@@ -68,6 +68,11 @@ class Entry:
         """The data as JAX arrays."""
         return tuple(map(jnp.asarray, self.data))
 
+    @property
+    def has_exact(self) -> bool:
+        """Whether there is an exact answer."""
+        return self._exact is not None
+
     @cached_property
     def exact(self) -> Moments:
         """The exact answer; an error if there is none."""
