@@ -36,7 +36,7 @@ from numpyro_bnn._checks import TRACED
 from numpyro_bnn._jaxprs import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared
-from numpyro_bnn.program.plates import full_plates, random_indices
+from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
 
@@ -156,6 +156,7 @@ class Reading:
                 latent = {name: found[name]["value"] for name in _names(found, observed=False)}
                 seeded = handlers.seed(self._model, rng_key)
                 found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(*args, **kwargs)
+        check_observations(found)
         #: The trace: arrays that the model computes have a shape and a dtype, and no values.
         self.sites: Sites = found
         #: Whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
@@ -299,6 +300,7 @@ def initial_values(
     def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, Any, dict]:
         options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
         found, _, _, trace = initialize_model(rng_key, model, **options)
+        check_observations(trace)
         valid = jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
         return found.z, valid, trace if with_trace else {}
 
