@@ -196,6 +196,9 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
     for name, site in sites.items():
         if site["type"] != "sample" or not site["is_observed"]:
             continue
+        if np.iscomplexobj(site["value"]):
+            got = f"complex numbers for the site {name!r}"
+            raise argument_error("numpyro.sample", "obs", got, "Pass real numbers.")
         shapes = _shapes_of(site)
         if not _counts_often(shapes):
             continue

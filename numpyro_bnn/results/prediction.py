@@ -11,6 +11,7 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn.networks import record_statistics
+from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS, check_observations
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
@@ -50,10 +51,10 @@ def predict(
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
-    held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs)
+    held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs, "predict")
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
     with record_statistics() as recorded:
-        reading = Reading(model, *arguments.call())
+        reading = _read(model, arguments)
     _check_redrawn(reading, observed)
     draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
     exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
@@ -77,6 +78,18 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     held = _arviz.group(idata, group)
     ordered = held.transpose(*SAMPLE_DIMS, ..., missing_dims="ignore")
     return {safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()}
+
+
+def _read(model: Any, arguments: Arguments) -> Reading:
+    """The model at the new arguments; an error about those with which it fails."""
+    try:
+        return Reading(model, *arguments.call())
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        if ": argument `" in str(error):
+            raise
+        got = f"arguments with which the model fails ({error})"
+        instead = "Pass values shaped as in the run, with one row per new point in each."
+        raise argument_error("predict", "args", got, instead) from error
 
 
 def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None:
