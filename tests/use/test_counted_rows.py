@@ -17,6 +17,7 @@ from numpyro import handlers
 from numpyro.infer import NUTS, SVI, Gibbs, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from registry import GUIDES, KERNELS
+from truth.problems import PROBLEMS
 from zoo import BATCH, NET, NEW_X, ZOO, N, X, Y
 
 import numpyro_bnn as bnn
@@ -233,6 +234,13 @@ def test_factors_count_as_data_do():
         Reading(model, (shape,))
     with refused("log_factor", f"the site 'y' of shape ({N}, 1)"):
         Reading(model, ((N, 1),))
+
+
+@pytest.mark.slow
+def test_all_models_of_known_posteriors_are_read():
+    for problem in PROBLEMS.values():
+        for full in (True, False):
+            Reading(problem.model, problem.args, problem.kwargs, full=full)
 
 
 @pytest.mark.parametrize("name", ZOO)
