@@ -479,7 +479,10 @@ def check_adf(case):
     """One pass over a line is exact for one weight; moments at new rows are those of a line."""
     spec = case.spec
     guide = guides.AutoADF(case.model)
-    fit = guide.run(jax.random.key(0), num_epochs=1, progress_bar=False, **case.arguments)
+    # It starts at random means, which break the symmetry of units; one weight is exact from its prior mean.
+    shape = (spec.features, layer_of(spec).output_shape((spec.features,))[0])
+    start = {f"{HIDDEN}.kernel": np.zeros(shape)} if spec.net == "no bias" else None
+    fit = guide.run(jax.random.key(0), num_epochs=1, init_means=start, progress_bar=False, **case.arguments)
     if spec.family not in ("normal", "sigma"):
         return
     if spec.net == "tanh":
@@ -537,8 +540,9 @@ def answer(seed, room):
 
 
 # A handful in `make test`; in `make test-all` every room on the first models.
-FAST = {(15, "export"), (11, "laplace"), (3, "collapse"), (3, "adf")}
+FAST = {(15, "export"), (11, "laplace"), (3, "collapse"), (743, "adf")}
 SLOW = [(seed, room) for seed in range(25) for room in ROOMS if (seed, room) not in FAST]
+SLOW += [(seed, "laplace") for seed in (582, 604, 720, 743, 1183, 1357)]  # where kron is exact
 
 
 @pytest.mark.usefixtures("x64")
