@@ -22,7 +22,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "borders/test_svi.py",
     ),
     "guides/adf": ("contracts/test_adf_guide.py", "theory/test_adf*.py"),
-    "guides/laplace": ("theory/test_laplace*.py",),
+    "guides/laplace": ("theory/test_laplace*.py", "theory/test_random_models.py"),
     "infer": (
         "contracts/test_ensemble.py",
         "contracts/test_kernels.py",
@@ -53,9 +53,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         "borders/test_arguments.py",
         "contracts/test_zoo.py",
         "theory/test_programs.py",
+        "theory/test_random_models.py",
         "theory/test_truth.py",
+        "use/test_counted_rows.py",
     ),
-    "results": ("contracts/test_exports.py", "theory/test_health.py", "use/test_export_refusals.py"),
+    "results": (
+        "contracts/test_exports.py",
+        "theory/test_health.py",
+        "theory/test_random_models.py",
+        "use/test_export_refusals.py",
+    ),
     "runs": ("borders/test_disk*.py", "borders/test_processes.py"),
     "sgmcmc": ("theory/test_sgmcmc_*.py",),
     "symmetry": (

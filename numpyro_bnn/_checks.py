@@ -64,7 +64,7 @@ def outside() -> int:
 def as_floats(call: str, argument: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
     """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things that are no numbers."""
     array = np.asarray(value)
-    if array.dtype.kind in "USOmM":
+    if array.dtype.kind in "USOmMc":
         raise argument_error(call, argument, f"dtype {array.dtype}", "Pass an array of numbers.", TypeError)
     return np.asarray(array, dtype)
 

@@ -8,7 +8,7 @@ by code of its own.
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from operator import index
@@ -132,6 +132,8 @@ Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]
 RandomKey: TypeAlias = Annotated[jax.Array, KEY]
 NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
 Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
+Args: TypeAlias = Annotated[tuple, Kind(tuple, "Pass the arguments of the model, e.g. `(x, y)`.")]
+Kwargs: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionary.")]
 Model: TypeAlias = Annotated[Callable, Kind(callable, "Pass a NumPyro model (a function).")]
 
 

@@ -48,12 +48,13 @@ class ArgumentKernel(MCMCKernel):
         return [place for place, value in (self._prints or {}).items() if now.get(place, value) != value]
 
     def _arguments(self, method: str, args: tuple, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
-        if method == "init":
-            self._remember(args, kwargs)
-        elif self._plain:
+        if method != "init" and self._plain:
             args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
             self._traced |= traced
-        return as_arrays(args, kwargs, f"infer.{type(self).__name__}")
+        arrays = as_arrays(args, kwargs, f"infer.{type(self).__name__}")
+        if method == "init":
+            self._remember(args, kwargs)
+        return arrays
 
     def _as_inputs(self, args: tuple, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
         """Data read from references: a program that ``MCMC`` compiles has them as inputs, not copies as constants."""

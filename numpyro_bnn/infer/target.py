@@ -31,7 +31,7 @@ from numpyro_bnn.infer.model_checks import (
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
 from numpyro_bnn.program.reading import Plate, Reading, initial_values
-from numpyro_bnn.program.row_lengths import check_observations, check_row_lengths, check_state
+from numpyro_bnn.program.row_lengths import check_row_lengths, check_state
 from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
 
 # Sources of minibatch indices by name; a new source is a new row.
@@ -145,7 +145,6 @@ def bind(
         if sites[name]["fn"].support.is_discrete:
             instead = "Sum over its values: a gradient cannot move it."
             raise argument_error(call, "model", f"the discrete latent site {name!r}", instead)
-    check_observations(call, "model", sites)
     with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)

@@ -21,7 +21,7 @@ from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
-from numpyro_bnn.program.row_lengths import check_observations, check_state
+from numpyro_bnn.program.row_lengths import check_state
 
 CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
 
@@ -116,7 +116,6 @@ class Wrapper(OuterKernel):
             self.learn(num_warmup, model_args, model_kwargs)  # the moves read the model that the kernel samples
             reading = Reading(self.model, model_args, model_kwargs)
             check_state(self._call, "kernel", reading)
-            check_observations(self._call, "kernel", reading.sites)
             held_parameters(self._call, reading)
             self._prepare(reading, model_args, model_kwargs)
             bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})

@@ -60,6 +60,8 @@ class Arguments:
     def split(self) -> tuple["Arguments", dict[str, Any]]:
         """The same with a placeholder for each array, and the arrays by place."""
         arrays = {place: leaf for place, leaf in self.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)}
+        for place, array in arrays.items():
+            check_numeric("model", place, array)
         return Arguments(self._exchanged(dict.fromkeys(arrays, _Array)), self.signature), arrays
 
     def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
@@ -82,7 +84,7 @@ class Arguments:
 
     @cached_property
     def _on_device(self) -> dict[str, Any]:
-        return as_arrays((), self.leaves)[1]
+        return as_arrays((), self.leaves, "model")[1]
 
     def _exchanged(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         return jax.tree.unflatten(self._tree, [leaves.get(place, leaf) for place, leaf in self.leaves.items()])
@@ -107,6 +109,14 @@ def _hashable(value: Any) -> bool:
     return True
 
 
+def check_numeric(call: str, argument: str, array: Any) -> None:
+    """Refuse arrays of text, dates and Python objects, which no model can compute with."""
+    if isinstance(array, np.ndarray) and array.dtype.kind in "OSUmM":
+        got = f"an array of dtype {array.dtype}"
+        instead = "Pass an array of numbers, e.g. `x.astype(float)`, or codes of categories."
+        raise argument_error(call, argument, got, instead, TypeError)
+
+
 def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.run") -> Call:
     """Arguments with NumPy arrays, pandas tables and lists of numbers as JAX arrays; others stay as they are.
 
@@ -118,18 +128,23 @@ def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.r
     (True, 2)
 
     :param call: name of the caller, for the error.
-    :raises TypeError: for an array of Python objects.
+    :raises TypeError: for an array of text, dates or Python objects.
     """
 
     def converted(path: Any, leaf: Any) -> Any:
         array = _values(leaf)
-        if array is not None and array.dtype.kind == "O":
-            got = f"an array of dtype object at {jax.tree_util.keystr(path)}"
-            raise argument_error(call, "args", got, "Pass an array of numbers, e.g. `x.astype(float)`.", TypeError)
+        check_numeric(call, _place(path), array)
         return leaf if array is None or array.dtype.kind not in "biufc" else jnp.asarray(array)
 
     with jax.ensure_compile_time_eval():  # a value that is known stays known, also where a program is traced
         return jax.tree_util.tree_map_with_path(converted, (args, dict(kwargs or {})), is_leaf=is_table)
+
+
+def _place(path: Any) -> str:
+    """Where a leaf of (args, kwargs) is: ``args[0]`` or ``x``."""
+    if path[0].idx == 0:
+        return f"args{jax.tree_util.keystr(path[1:])}"
+    return f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
 
 
 def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:

@@ -18,7 +18,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_factor, is_latent, unmasked_elements, unwrapped
 from numpyro_bnn._options import Kind
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.plates import full_plates
+from numpyro_bnn.program.plates import check_observations, full_plates
 
 Trace = Mapping[str, dict[str, Any]]
 
@@ -116,6 +116,7 @@ def check(
         values = {name: site["value"] for name, site in guide_trace.items() if is_latent(site)}
         placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
         traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
+        check_observations(traces["model"])
         observed = [s for s in traces["model"].values() if s["type"] == "sample" and s["is_observed"]]
         sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not is_factor(s["fn"])]
         return jnp.sum(jnp.array(sizes, int))

@@ -1,19 +1,30 @@
-"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; observations redrawn."""
+"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; data that fit their plates."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
+from numpyro.distributions import Distribution, ExpandedDistribution, Independent, MaskedDistribution
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import is_factor, unwrapped
 
-__all__ = ["PARAMETERS", "draw_indices", "full_plates", "full_trace", "isolated", "random_indices", "unobserved"]
+__all__ = [
+    "PARAMETERS",
+    "check_observations",
+    "draw_indices",
+    "full_plates",
+    "full_trace",
+    "isolated",
+    "random_indices",
+    "unobserved",
+]
 
 # Kinds of sites that are no random variables: MCMC keeps their values as they start.
 PARAMETERS = ("param", "mutable")
@@ -104,3 +115,107 @@ class unobserved(Messenger):
         if msg["type"] == "sample" and msg["is_observed"] and msg["name"] in self.names:
             msg["is_observed"] = False
             msg["value"] = None
+
+
+class _Shapes(NamedTuple):
+    """Shapes of an observed site, (R,) each, aligned from the right.
+
+    :param own: of the distribution as the user wrote it, before plates and masks.
+    :param data: of the data. A factor has none, and a number is the same everywhere: then ``own``.
+    :param scale: of the scales of ``handlers.scale``.
+    :param total: of the log densities, with an axis for each axis of an event.
+    :param plates: whether an axis belongs to a plate.
+    :param event: whether it belongs to an event.
+    """
+
+    own: np.ndarray
+    data: np.ndarray
+    scale: np.ndarray
+    total: np.ndarray
+    plates: np.ndarray
+    event: np.ndarray
+
+
+def _as_written(fn: Distribution, in_plates: bool) -> Distribution:
+    """The distribution without masks and, where plates or masks may have expanded it, without ``expand``."""
+    while not in_plates and isinstance(fn, Independent | MaskedDistribution):
+        if isinstance(fn, MaskedDistribution) and np.ndim(fn._mask):
+            break
+        fn = fn.base_dist
+    return fn if isinstance(fn, ExpandedDistribution) and not in_plates else unwrapped(fn, masked=True)
+
+
+def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
+    fn, frames = site["fn"], site["cond_indep_stack"]
+    own = _as_written(fn, bool(frames))
+    own_shape, all_shape, event_dim = own.shape(), fn.shape(), fn.event_dim
+    data = np.shape(site["value"])
+    if is_factor(fn):  # its value is empty
+        own_shape, all_shape, event_dim = own.batch_shape, fn.batch_shape, 0
+        data = own_shape
+    scale = np.shape(site["scale"])
+    scale = (*scale, *(1,) * event_dim) if scale else ()
+    shapes = own_shape, data or own_shape, scale, all_shape
+    rank = max(map(len, shapes))
+    own_axes, data_axes, scale_axes, all_axes = (
+        np.array((1,) * (rank - len(shape)) + tuple(shape), int) for shape in shapes
+    )
+    total = np.maximum.reduce([own_axes, data_axes, scale_axes, all_axes])
+    plates = np.zeros(rank, bool)
+    for frame in frames:
+        plates[frame.dim - event_dim] = True
+    event = np.arange(rank) >= rank - event_dim
+    own_axes[event] = all_axes[event]
+    return _Shapes(own_axes, data_axes, scale_axes, total, plates, event)
+
+
+def _counts_often(shapes: _Shapes) -> bool:
+    """Whether broadcasting repeats values of the data beyond what plates declare."""
+    repeated, varied = (shapes.data == 1) & (shapes.total > 1), shapes.data > 1
+    if (repeated & shapes.event).any():
+        return True
+    if shapes.plates.any():
+        outside = ~shapes.plates & ~shapes.event
+        # In a plate of N rows, (N, 1) becomes (N, N): repeated along the plate, and the rows beside it.
+        rows_beside = varied & (outside | (shapes.event & (shapes.own == 1)))
+        along_plate = repeated & shapes.plates
+        return bool((repeated & outside).any() or (along_plate.any() and rows_beside.any()))
+    if (repeated & (shapes.own == 1)).any():  # by a mask or a scale of another shape
+        return True
+    return bool(repeated.any() and (varied & (shapes.own == 1)).any())
+
+
+def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse observed sites of which each value would count many times, because shapes were broadcast.
+
+    The common one: outputs (N, 1) of a network, in a plate of N rows, are N distributions for each row. Values may
+    be repeated along plates, which declare it, and a single number anywhere. Axes to the left of the plates, or
+    between them, are free as long as the data have them too. Without a plate nothing is declared; then (N, 1) beside
+    (N,) is refused.
+    """
+    for name, site in sites.items():
+        if site["type"] != "sample" or not site["is_observed"]:
+            continue
+        if np.iscomplexobj(site["value"]):
+            got = f"complex numbers for the site {name!r}"
+            raise argument_error("numpyro.sample", "obs", got, "Pass real numbers.")
+        shapes = _shapes_of(site)
+        if not _counts_often(shapes):
+            continue
+        fn, frames = site["fn"], site["cond_indep_stack"]
+        own = _as_written(fn, bool(frames))
+        listed = ", ".join(f"{f.name!r} of {f.size} at dim {f.dim}" for f in frames)
+        where = f" (plates: {listed})" if frames else ""
+        total = tuple(map(int, shapes.total))
+        times = int(np.prod(shapes.total[(shapes.data == 1) & (shapes.total > 1)]))
+        each = f"Each value would count {times} times, as {total}: give"
+        if is_factor(fn):
+            got = f"the site {name!r} of shape {own.batch_shape}{where}"
+            instead = f"{each} it the shape of its plates, e.g. by `[..., 0]`."
+            raise argument_error("numpyro.factor", "log_factor", got, instead)
+        data = np.shape(site["value"])
+        got = f"the site {name!r} with a distribution of shape {own.shape()}"
+        got += f" and data of shape {data}{where}"
+        instead = f"{each} both the shape of the plates, e.g. by `net(x)[..., 0]` and"
+        instead += " `y[..., 0]`; or make other axes an event by `.to_event(1)`, or plates"
+        raise argument_error("numpyro.sample", "obs", got, f"{instead} of their own.")

@@ -32,11 +32,11 @@ from numpyro.infer.util import initialize_model
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
-from numpyro_bnn._checks import TRACED
+from numpyro_bnn._checks import TRACED, argument_error
 from numpyro_bnn._jaxprs import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared
-from numpyro_bnn.program.plates import full_plates, random_indices
+from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
 
@@ -156,6 +156,9 @@ class Reading:
                 latent = {name: found[name]["value"] for name in _names(found, observed=False)}
                 seeded = handlers.seed(self._model, rng_key)
                 found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(*args, **kwargs)
+        for site in found.values():
+            _check_name(site)
+        check_observations(found)
         #: The trace: arrays that the model computes have a shape and a dtype, and no values.
         self.sites: Sites = found
         #: Whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
@@ -299,6 +302,7 @@ def initial_values(
     def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, Any, dict]:
         options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
         found, _, _, trace = initialize_model(rng_key, model, **options)
+        check_observations(trace)
         valid = jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
         return found.z, valid, trace if with_trace else {}
 
@@ -311,6 +315,15 @@ def initial_values(
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
     return tuple(n for n, site in sites.items() if site["type"] == "sample" and site["is_observed"] == observed)
+
+
+def _check_name(site: Site) -> None:
+    """Refuse names of which no file, and no variable of an export, can be named."""
+    name, kind = site["name"], site["type"]
+    named = kind in ("sample", "deterministic", "param", "plate")
+    if named and not (isinstance(name, str) and name.strip("./ ") and name.isprintable()):
+        instead = 'Give it a name with a letter or a number, e.g. `"w"`.'
+        raise argument_error(f"numpyro.{kind}", "name", repr(name), instead)
 
 
 def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:

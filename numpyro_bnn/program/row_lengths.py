@@ -1,4 +1,4 @@
-"""Refuse what no run would report: rows that a plate does not fit, data that count often, state that changes."""
+"""Refuse what no run would report: rows that a plate does not fit, state that changes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn._jaxprs import indexed_lengths
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.reading import Reading
 
 
 def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
@@ -45,22 +44,6 @@ def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[s
             if unlike:
                 got = f"an array of {unlike[0]} rows that plate {name!r} of size {size} indexes"
                 raise argument_error(call, "args", got, "Pass one row per data point in each array.")
-
-
-def check_observations(call: str, argument: str, sites: Sites) -> None:
-    """Refuse observations (N,) of a distribution (N, 1), or the reverse: as (N, N) each of them counts N times."""
-    for name, site in sites.items():
-        if site["type"] != "sample" or not site["is_observed"] or is_factor(site["fn"]):
-            continue
-        shapes = unwrapped(site["fn"], masked=True).shape(), np.shape(site["value"])
-        rank = max(map(len, shapes))
-        own, data = (np.array((1,) * (rank - len(shape)) + shape) for shape in shapes)
-        plates = [rank + frame.dim - site["fn"].event_dim for frame in site["cond_indep_stack"]]
-        crossed = ((own == 1) & (data > 1)).any() and ((data == 1) & (own > 1)).any()
-        if crossed and (np.delete(np.maximum(own, data), plates) > 1).any():
-            got = f"the site {name!r} with a distribution of shape {shapes[0]} and data of shape {shapes[1]}"
-            instead = "Each row would count once for each other row: give both one shape, e.g. by `net(x)[..., 0]`."
-            raise argument_error(call, argument, got, instead)
 
 
 def check_state(call: str, argument: str, reading: Reading) -> None:

@@ -16,7 +16,7 @@ from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
-from numpyro_bnn._options import Kind, PositiveInt, RandomKey, Switch, checked
+from numpyro_bnn._options import Args, Kind, Kwargs, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
@@ -32,7 +32,17 @@ from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL
 from numpyro_bnn.runs import Run
 
-Named: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionary.")]
+
+def _has_text_keys(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _has_lists(value: Any) -> bool:
+    """Whether it is a dictionary of sequences; a text would be one label per letter."""
+    return _has_text_keys(value) and all(np.ndim(np.asarray(labels, object)) == 1 for labels in value.values())
+
+
+Labels: TypeAlias = Annotated[Mapping[str, Any], Kind(_has_lists, "Pass a dictionary of lists, by name.")]
 
 
 @checked(CALL)
@@ -42,17 +52,17 @@ def to_inference_data(
     *,
     members: Switch = False,
     guide: Any = None,
-    args: tuple = (),
-    kwargs: Named | None = None,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
     num_samples: PositiveInt = 1000,
     rng_key: RandomKey | None = None,
     log_likelihood: Switch = True,
     posterior_predictive: Switch | None = None,
     draws_per_chunk: PositiveInt | None = None,
-    coords: Named | None = None,
-    prediction_coords: Named | None = None,
-    dims: Named | None = None,
-    attrs: Named | None = None,
+    coords: Labels | None = None,
+    prediction_coords: Labels | None = None,
+    dims: Labels | None = None,
+    attrs: Annotated[Mapping[str, Any], Kind(_has_text_keys, "Pass a dictionary with names as keys.")] | None = None,
     progress_bar: Switch = True,
 ) -> Any:
     """Convert an inference result to ArviZ: posterior, predictions, log likelihood, data, settings.
@@ -116,6 +126,7 @@ def to_inference_data(
     if predictions is not None and not isinstance(predictions, Mapping):
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
+    _check_result(result, {"guide": guide, "args": args, "kwargs": kwargs})
     if isinstance(result, str | PathLike):
         groups, settings = from_folder(result, predictions is not None or members or bool(posterior_predictive))
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
@@ -149,6 +160,14 @@ def to_inference_data(
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
     return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
+
+
+def _check_result(result: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a guide and arguments beside a result that has its own, which would be ignored."""
+    knows = isinstance(result, MCMC | Run | GPRegression | str | PathLike)
+    for name in [name for name, value in given.items() if knows and value]:
+        instead = "Leave it out: it belongs to the result of a guide, and this result has its own."
+        raise argument_error(CALL, name, f"a value for {type(result).__name__}", instead)
 
 
 def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:

@@ -16,7 +16,7 @@ from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites
-from numpyro_bnn.program.row_lengths import check_observations, check_state
+from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import CALL, map_draws, site_values, sites_at, zero_draws
@@ -41,10 +41,9 @@ class Exporter:
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
         self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
+        reading = self._read()
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
         self.map_draws: Callable = partial(map_draws, progress_bar=shown)
-        check_observations(CALL, "result", self.sites)
-        reading = self._read()
         self._check_parameters(reading)
         self._check_names()
         sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}

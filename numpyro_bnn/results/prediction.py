@@ -11,7 +11,8 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn.networks import record_statistics
-from numpyro_bnn.program.plates import PARAMETERS
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.plates import PARAMETERS, check_observations
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
 from numpyro_bnn.results.fit import Fit
@@ -50,10 +51,11 @@ def predict(
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
-    held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs)
+    held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs, "predict")
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
     with record_statistics() as recorded:
-        reading = Reading(model, *arguments.call())
+        reading = _read(model, arguments)
+    _check_redrawn(reading, observed)
     draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
     exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
@@ -76,6 +78,33 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     held = _arviz.group(idata, group)
     ordered = held.transpose(*SAMPLE_DIMS, ..., missing_dims="ignore")
     return {safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()}
+
+
+def _read(model: Any, arguments: Arguments) -> Reading:
+    """The model at the new arguments; an error about those with which it fails."""
+    try:
+        return Reading(model, *arguments.call())
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        if ": argument `" in str(error):
+            raise
+        got = f"arguments with which the model fails ({error})"
+        instead = "Pass values shaped as in the run, with one row per new point in each."
+        raise argument_error("predict", "args", got, instead) from error
+
+
+def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None:
+    """Refuse observations, drawn here, that the run's data would not fit: (M, M) for data (N, 1)."""
+    sites = {}
+    for name, site in reading.sites.items():
+        data = np.shape(observed.get(safe(name), 0.0))
+        if site["type"] != "sample" or site["is_observed"] or not data:
+            continue
+        drawn = site["fn"].shape()[-len(data) :]
+        # The first axis has the rows, of which the run may have had one.
+        others = zip(data[1:], drawn[1:], strict=False)
+        shape = drawn[:1] + tuple(1 if old == 1 else new for old, new in others)
+        sites[name] = {**site, "is_observed": True, "value": np.broadcast_to(0.0, shape)}
+    check_observations(sites)
 
 
 def _draws_of_sites(

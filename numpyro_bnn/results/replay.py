@@ -27,9 +27,13 @@ QUIET = 3
 Draws = Mapping[str, Any]
 
 
-def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
+def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL) -> Arguments:
     """The arguments of a call by name, in the precision in which they were passed."""
-    return Arguments.of(*as_numpy(args, kwargs), model)
+    try:
+        return Arguments.of(*as_numpy(args, kwargs), model)
+    except TypeError as error:
+        instead = "Pass the arguments of the model, as in the run."
+        raise argument_error(call, "args", f"other arguments than the model takes ({error})", instead) from error
 
 
 def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[str]) -> Arguments:

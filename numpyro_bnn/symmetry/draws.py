@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
+from numpyro_bnn._options import Kind
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Multiplicative, Permutation, Rescale, Scale, Shift
 
@@ -23,6 +24,7 @@ def read(
 
     A site ``net/Dense_0.kernel`` may also be named ``net.Dense_0.kernel``, as in files.
     """
+    Kind(Mapping, "Pass arrays by site, e.g. `mcmc.get_samples(group_by_chain=True)`.").check(call, "draws", draws)
     renamed = [
         s.rename({site: _stored(call, site, draws) for site in s.sites}) for s in as_symmetries(call, symmetries)
     ]

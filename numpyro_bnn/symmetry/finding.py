@@ -16,7 +16,7 @@ from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._options import Model, NetworkName, NonNegativeOrInfinite, Switch, checked
+from numpyro_bnn._options import Args, Kwargs, Model, NetworkName, NonNegativeOrInfinite, Switch, checked
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays
@@ -281,8 +281,8 @@ class Invariance(NamedTuple):
 def check(
     model: Model,
     symmetries: Sequence[Symmetry],
-    args: tuple = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
     tolerance: NonNegativeOrInfinite = TOLERANCE,
 ) -> list[Invariance]:
     r"""Test numerically whether a model has the given symmetries, and refuse those that it does not have.

@@ -171,7 +171,13 @@ ROWS = {
         (lambda: regression(X, Y, np.array([2, 3])), "batch_size", "Pass an integer of at least 1."),
     ],
     "symmetry": [
-        (lambda: symmetry.find(LINE, TABLE, Y), "args", "x.astype(float)"),
+        (lambda: symmetry.find(LINE, TABLE, Y), "args[0]", "x.astype(float)"),
+        (lambda: symmetry.check(LINE, [symmetry.Scale("w")], 3), "args", "Pass the arguments of the model"),
+        (lambda: symmetry.check(None, [], (X, Y)), "model", "Pass a NumPyro model"),
+        (lambda: symmetry.quotient("model", [symmetry.Scale("w")], X, Y), "model", "Pass a NumPyro model"),
+        (lambda: symmetry.canonical(3, [symmetry.Scale("w")]), "draws", "Pass arrays by site"),
+        (lambda: symmetry.invariants(None, [symmetry.Scale("w")]), "draws", "Pass arrays by site"),
+        (lambda: symmetry.orbit_coordinates(3, [symmetry.Scale("w")]), "draws", "Pass arrays by site"),
         (lambda: symmetry.Rescale("v", 3), "outgoing", "Pass a site, or a pair of site and axis"),
         (lambda: symmetry.JointScale("w", "s", 0), "power", "Pass 1 for a scale, -2 for a precision."),
         (lambda: symmetry.Shift(None), "elements", "Pass a site, or a pair of site and axis"),
@@ -283,6 +289,18 @@ ROWS = {
         (lambda: bnn.datasets.Scaler("0", 1.0), "mean", "Pass an array of numbers."),
         (lambda: bnn.datasets.Scaler(np.zeros(2), np.arange(2)), "scale", "Pass positive numbers of shape (2,)"),
     ],
+    "results": [
+        (lambda: bnn.to_inference_data(None, coords={"data": 3}), "coords", "Pass a dictionary of lists"),
+        (lambda: bnn.to_inference_data(None, coords={"data": "ab"}), "coords", "Pass a dictionary of lists"),
+        (lambda: bnn.to_inference_data(None, dims={"w": 3}), "dims", "Pass a dictionary of lists"),
+        (lambda: bnn.to_inference_data(None, attrs={3: "a"}), "attrs", "names as keys"),
+        (lambda: bnn.to_inference_data("folder", args=(X,)), "args", "Leave it out"),
+        (lambda: bnn.to_inference_data("folder", guide=3), "guide", "Leave it out"),
+        (lambda: bnn.predict(LINE, idata()), "args", "missing a required argument: 'x'"),
+        (lambda: bnn.predict(LINE, idata(), None), "args", "with which the model fails"),
+        (lambda: bnn.predict(LINE, idata(), "a"), "args", "with which the model fails"),
+        (lambda: bnn.predict(LINE, idata(), X.astype(str)), "x", "Pass an array of numbers"),
+    ],
     "plots": [
         (lambda: plots.predictive_band(idata(), levels=0.9), "levels", "Pass several, e.g. `(0.5, 0.9)`."),
         (lambda: plots.predictive_band(idata(), levels=(1.5,)), "levels", "above 0 and below 1."),
@@ -308,6 +326,51 @@ ROWS = {
 def test_wrong_arguments_are_refused(call, argument, fragment):
     with refused(argument, fragment):
         call()
+
+
+# -- data and names that no model can use, wherever a model is read ------------------------------------------
+
+READERS = {
+    "SGLD": lambda model, *data: start(infer.SGLD(model), *data),
+    "AutoMeanField": lambda model, *data: handlers.seed(guides.AutoMeanField(model), 0)(*data),
+    "AutoADF": lambda model, *data: guides.AutoADF(model).run(key(), *data),
+    "AutoLaplace": lambda model, *data: guides.AutoLaplace(model).run(key(), *data),
+    "fit": lambda _, *data: fit(*data),
+    "find": symmetry.find,
+    "collapse": lambda model, *data: infer.collapse(model, ["w"], *data),
+    "quotient": lambda model, *data: symmetry.quotient(model, [symmetry.Scale("w")], *data),
+}
+
+
+@pytest.mark.parametrize("dtype", ["U1", "S1", "M8[D]", "m8[D]", object])
+@pytest.mark.parametrize("reader", READERS)
+def test_arrays_of_text_and_dates_are_refused_as_data(reader, dtype):
+    strange = np.zeros(N, int).astype(dtype)
+    for data in ((X, strange), (np.stack([strange, strange], 1), Y)):
+        with pytest.raises(TypeError, match=r"argument `.+` got an array of dtype .* Pass an array of numbers"):
+            READERS[reader](LINE, *data)
+
+
+@pytest.mark.parametrize("reader", ["SGLD", "AutoADF", "fit", "find"])
+def test_complex_targets_are_refused(reader):
+    with refused("obs", "complex numbers for the site 'y'"):
+        READERS[reader](LINE, X, Y + 1j)
+    with refused("y", "Pass an array of numbers"):
+        regression(X, Y + 1j)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", " ", "a\0"])
+def test_names_of_which_no_file_can_be_named_are_refused(name):
+    """A run folder and an export name files and variables by them."""
+
+    def model(x, y, site="w", plate="data"):
+        w = numpyro.sample(site, dist.Normal(0.0, 1.0))
+        with numpyro.plate(plate, N):
+            numpyro.sample("y", dist.Normal(x[:, 0] * w, 0.5), obs=y)
+
+    for names in ([name], ["w", name]):
+        with refused("name", repr(name)):
+            start(infer.SGLD(model), X, Y, *names)
 
 
 # Results, states, base classes and distributions, and classes without arguments: nobody can call them wrongly.

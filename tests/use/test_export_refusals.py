@@ -307,9 +307,7 @@ def column(x, y=None):
 
 @pytest.mark.filterwarnings("ignore:Missing a plate")
 def test_observations_that_count_once_for_each_other_row_are_refused():
-    with pytest.raises(
-        ValueError, match=r"`result` got the site 'y' with a distribution of shape \(12, 1\) and data"
-    ):
+    with pytest.raises(ValueError, match=r"`obs` got the site 'y' with a distribution of shape \(12, 1\) and data"):
         bnn.to_inference_data(sample(column, X, Y))
 
 

@@ -186,7 +186,7 @@ def test_models_that_would_be_silently_wrong_are_refused(name, kernel):
 def test_observations_that_would_count_once_for_each_other_row_are_refused(fn, column, own, kernel, size):
     model = inside(lambda w, x, y, i: numpyro.sample("y", fn(w * x[i, :1]), obs=y[i, None] if column else y[i]), size)
     shapes = f"the site 'y' with a distribution of shape {own}".format(n=size or N)
-    with refused("model", shapes):
+    with refused("obs", shapes):
         started(model, *LINE.args, kernel=kernel)
 
 
@@ -241,8 +241,9 @@ def test_wrappers_refuse_the_same_around_kernels_of_numpyro():
             observed("y", net(x[i])[..., 0] if counts else net(x[i]), y[i])
 
     kernel = infer.OrbitMoves(NUTS(model), bnn.symmetry.find(model, *LINE.args, True))
-    for counts, message in ((True, "count['calls']"), (False, f"({N}, 1) and data of shape ({N},)")):
-        with refused("kernel", message):
+    doubled = f"({N}, 1) and data of shape ({N},)"
+    for counts, argument, message in ((True, "kernel", "count['calls']"), (False, "obs", doubled)):
+        with refused(argument, message):
             started(model, *LINE.args, counts, kernel=kernel)
 
 

@@ -20,6 +20,7 @@ from numpyro_bnn._jaxprs import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import RandomWeight, draw_noise, run
+from numpyro_bnn.program.plates import check_observations
 
 Site = dict[str, Any]
 Trace = dict[str, Site]
@@ -230,6 +231,7 @@ def read_terms(
         at = {name: {**site, "value": values.get(name, site["value"])} for name, site in drawn.items()}
         found = trace(handlers.replay(handlers.seed(model, model_key), at), {})
         check_model_guide_match(found, drawn)
+        check_observations(found)
         return _model_terms(found, latent, call)
 
     program, shapes = jax.make_jaxpr(terms, return_shape=True)(values)

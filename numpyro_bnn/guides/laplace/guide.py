@@ -30,7 +30,8 @@ LARGEST_FULL = 10_000
 
 
 def _are_patterns(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(part, str) for part in value))
+    patterns = [value] if isinstance(value, str) else value
+    return isinstance(patterns, Sequence) and bool(patterns) and all(isinstance(p, str) and p for p in patterns)
 
 
 class AutoLaplace(AutoBlocks):

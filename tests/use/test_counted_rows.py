@@ -1,0 +1,250 @@
+"""Observed sites whose values would count many times, because shapes were broadcast: refused by every room."""
+
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from helpers import refused, results
+from numpyro import handlers
+from numpyro.infer import NUTS, SVI, Gibbs, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from registry import GUIDES, KERNELS
+from truth.problems import PROBLEMS
+from zoo import BATCH, NET, NEW_X, ZOO, N, X, Y
+
+import numpyro_bnn as bnn
+from numpyro_bnn import guides, infer, priors, symmetry
+from numpyro_bnn.program.reading import Reading
+
+pytestmark = pytest.mark.core
+
+COLUMN = Y[:, None]
+OUTPUT = ["net/Dense_1.kernel", "net/Dense_1.bias"]
+UNITS = [("net/Dense_0.kernel", 1), ("net/Dense_0.bias", 0), (OUTPUT[0], 0)]
+
+
+def doubled(x, y=None, batch_size=None):
+    """The most common mistake: outputs (N, 1) and targets (N, 1) in a plate of N rows are N x N terms."""
+    net = bnn.random_network("net", NET, (2,), priors.Normal())
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(net(x[i]), sigma), obs=None if y is None else y[i])
+
+
+def draws():
+    """One draw of every site, as an export would have it."""
+    shapes = {f"net.{name}": (1, 1, *shape) for name, shape in NET.param_shapes((2,)).items()}
+    return {n: (["chain", "draw", *(f"{n}_{i}" for i in range(len(s) - 2))], np.ones(s)) for n, s in shapes.items()}
+
+
+def start(kernel, *args, **kwargs):
+    return kernel.init(jax.random.key(0), 4, None, args, kwargs)
+
+
+def set_up(guide, model=doubled, elbo=None, **kwargs):
+    svi = SVI(model, guide, optax.adam(1e-2), elbo or Trace_ELBO())
+    return svi, svi.init(jax.random.key(0), X, COLUMN, **kwargs)
+
+
+def elbo_of(elbo):
+    svi, state = set_up(AutoNormal(doubled), elbo=elbo)
+    svi.evaluate(state, jnp.asarray(X), jnp.asarray(COLUMN))
+
+
+def exported(model, args, **options):
+    """The export of a fit by NumPyro alone, which fits whatever shapes there are."""
+    guide = AutoNormal(model)
+    svi = SVI(model, guide, optax.adam(1e-2), Trace_ELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), *args))
+    return bnn.to_inference_data(SimpleNamespace(params=params), guide=guide, args=args, num_samples=2, **options)
+
+
+def predicted():
+    posterior = draws() | {"sigma": (["chain", "draw"], np.ones((1, 1)))}
+    data = {"y": (["data", "y_dim_1"], COLUMN)}
+    idata = results({"posterior": posterior, "observed_data": data, "constant_data": {"x": (["data", "x_dim"], X)}})
+    return bnn.predict(doubled, idata, NEW_X)
+
+
+def orbit():
+    return infer.OrbitMoves(NUTS(doubled), [symmetry.SignFlip(UNITS)])
+
+
+ROOMS = {
+    **{name: partial(start, row.make(doubled), X, COLUMN) for name, row in KERNELS.items()},
+    **{f"minibatches, {name}": partial(start, row.make(doubled), X, COLUMN, BATCH) for name, row in KERNELS.items()},
+    **{name: lambda row=row: set_up(row.make(doubled)) for name, row in GUIDES.items()},
+    "OrbitMoves": lambda: start(orbit(), X, COLUMN),
+    "UnitMoves": lambda: start(infer.UnitMoves(NUTS(doubled), {UNITS[0][0]: -1, UNITS[1][0]: 0}), X, COLUMN),
+    "ParallelTempering": lambda: start(infer.ParallelTempering(NUTS(doubled), 2), X, COLUMN),
+    "PrecisionGibbs": lambda: start(
+        Gibbs([(infer.PrecisionGibbs(doubled), ["sigma"]), (NUTS(doubled), None)]), X, COLUMN
+    ),
+    "ensemble": lambda: infer.ensemble(doubled, 1000, progress_bar=False).run(jax.random.key(0), X, COLUMN),
+    "AutoADF.run": lambda: guides.AutoADF(doubled).run(jax.random.key(0), X, COLUMN),
+    "AutoLaplace.run": lambda: guides.AutoLaplace(doubled).run(jax.random.key(0), X, COLUMN),
+    "fit": lambda: guides.fit(
+        SVI(doubled, AutoNormal(doubled), optax.adam(1e-2), Trace_ELBO()), jax.random.key(0), 2, X, COLUMN
+    ),
+    "minibatches, a guide": lambda: set_up(guides.AutoMeanField(doubled), batch_size=BATCH),
+    "TraceLocalReparam_ELBO": lambda: elbo_of(guides.TraceLocalReparam_ELBO()),
+    "TraceFlipout_ELBO": lambda: elbo_of(guides.TraceFlipout_ELBO()),
+    "evidence": lambda: guides.evidence(AutoNormal(doubled), {}, X, COLUMN, rng_key=jax.random.key(0)),
+    "collapse": lambda: infer.collapse(doubled, OUTPUT, X, COLUMN),
+    "find": lambda: symmetry.find(doubled, X, COLUMN),
+    "check": lambda: symmetry.check(doubled, [symmetry.SignFlip(UNITS)], (X, COLUMN)),
+    "quotient": lambda: symmetry.quotient(doubled, [symmetry.SignFlip(UNITS)], X, COLUMN),
+    "export": lambda: exported(doubled, (X, COLUMN)),
+    "predict": predicted,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Missing a plate")
+@pytest.mark.parametrize("room", ROOMS)
+def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
+    with refused("obs", "the site 'y' with a distribution of shape (") as caught:
+        ROOMS[room]()
+    size = len(NEW_X) if room == "predict" else N
+    size = BATCH if "minibatches" in room else size
+    assert f"({size}, 1)" in str(caught.value), caught.value
+    for remedy in (f"count {size} times", "`net(x)[..., 0]`", "`.to_event(1)`"):
+        assert remedy in str(caught.value)
+
+
+# -- which shapes are refused: by counting, in NumPy -------------------------------------------------------
+
+
+class Shapes(NamedTuple):
+    """An observed site; ``plates`` maps dims to sizes, ``own`` is the shape of the location."""
+
+    plates: dict[int, int]
+    own: tuple[int, ...]
+    data: tuple[int, ...]
+    mask: tuple[int, ...] = ()
+    scale: tuple[int, ...] = ()
+    event: int = 0
+
+
+def model_of(case):
+    fn = dist.Normal(jnp.zeros(case.own), 1.0).to_event(case.event)
+    fn = fn.mask(jnp.ones(case.mask, bool)) if case.mask else fn
+
+    def model(y):
+        numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with ExitStack() as stack:
+            for dim, size in case.plates.items():
+                stack.enter_context(numpyro.plate(f"plate{dim}", size, dim=dim))
+            stack.enter_context(handlers.scale(scale=jnp.ones(case.scale)))
+            numpyro.sample("y", fn, obs=y)
+
+    return model
+
+
+def counts_often(case):
+    """Whether some value is in more terms than the plates say along which all values are repeated."""
+    rank = max(map(len, (case.own, case.data, case.mask, case.scale, *((1,) * -dim for dim in case.plates))))
+    plates = [case.plates.get(axis - rank, 1) for axis in range(rank)]
+    total = np.broadcast_shapes(case.own, case.data, case.mask, case.scale, plates)
+    places = np.broadcast_to(np.arange(np.prod(case.data)).reshape(case.data), total)
+    data = (1,) * (rank - len(case.data)) + case.data
+    declared = [size for size, values in zip(plates, data, strict=True) if values == 1]
+    beside = any(values > 1 and axis - rank not in case.plates for axis, values in enumerate(data))
+    return np.bincount(places.ravel()).max() > (1 if beside else np.prod(declared))
+
+
+def random_case(random):
+    """Plates at some dims, and shapes that broadcast against them."""
+    sizes = random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)  # lengths may coincide
+    dims = random.choice([-1, -2, -3], random.integers(1, 4), replace=False)
+
+    def shape(most=4):
+        rank = random.integers(0, most)
+        return tuple(int(s) if random.random() < 0.6 else 1 for s in sizes[4 - rank :])
+
+    plates = {int(dim): int(sizes[dim]) for dim in dims}
+    return Shapes(plates, shape(), shape() or (1,), *((shape(), shape()) if random.random() < 0.3 else ()))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 10))])
+def test_values_that_count_more_often_than_their_plates_say_are_refused(seed):
+    """Random shapes: all that count right are accepted, all others refused; NumPy counts."""
+    random, wrong = np.random.default_rng(seed), 0
+    for _ in range(60):
+        case = random_case(random)
+        wrong += counts_often(case)
+        with refused("obs") if counts_often(case) else nullcontext():
+            Reading(model_of(case), (jnp.zeros(case.data),))
+    assert 10 < wrong < 50
+
+
+RIGHT = {
+    "no plate": Shapes({}, (N,), (N,)),
+    "no plate, column": Shapes({}, (N, 1), (N, 1)),
+    "no plate, one mean": Shapes({}, (), (N,)),
+    "no plate, table": Shapes({}, (N, 1), (N, 3)),
+    "no plate, sum of rows and columns": Shapes({}, (N, 3), (N, 3), mask=(N, 1)),
+    "no plate, members": Shapes({}, (5, N), (N,)),
+    "times to the left of the rows": Shapes({-1: N}, (5, N), (5, N)),
+    "as many times as rows": Shapes({-1: N}, (N, 1), (N, N)),
+    "column declared": Shapes({-2: N}, (N, 1), (N, 1)),
+    "outputs beside declared rows": Shapes({-2: N}, (N, 3), (N, 3)),
+    "crossed": Shapes({-2: N, -1: 3}, (N, 1), (N, 3), mask=(N, 1)),
+    "event": Shapes({-1: N}, (N, 1), (N, 1), event=1),
+    "weights of rows": Shapes({-1: N}, (N,), (N,), scale=(N,)),
+    "a number": Shapes({-1: N}, (N,), ()),
+    "a number for times": Shapes({-1: N}, (5, N), ()),
+}
+WRONG = {
+    "column, no plate": Shapes({}, (N, 1), (N,)),
+    "masked, no plate": Shapes({}, (N, 1), (N, 1), mask=(N,)),
+    "scaled, no plate": Shapes({}, (N, 1), (N, 1), scale=(N,)),
+    "column": Shapes({-1: N}, (N, 1), (N, 1)),
+    "row": Shapes({-1: N}, (N, 1), (1, N)),
+    "a number for each output": Shapes({-1: N}, (N, 1), ()),
+    "rows at another dim": Shapes({-2: N}, (N,), (N,)),
+    "one target for outputs": Shapes({-2: N}, (N, 3), (N, 1)),
+    "weights of another shape": Shapes({-1: N}, (N,), (N,), scale=(N, 1)),
+    "outputs are an event, the target is not": Shapes({-1: N}, (N, 1), (N,), event=1),
+    "one target for an event": Shapes({-1: N}, (N, 3), (N, 1), event=1),
+}
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
+@pytest.mark.filterwarnings("ignore:Missing a plate")
+def test_common_shapes(name):
+    case = {**RIGHT, **WRONG}[name]
+    with refused("obs") if name in WRONG else nullcontext():
+        Reading(model_of(case), (jnp.zeros(case.data),))
+
+
+def test_factors_count_as_data_do():
+    def model(shape):
+        with numpyro.plate("data", N):
+            numpyro.factor("y", jnp.zeros(shape))
+
+    for shape in ((N,), (), (5, N)):
+        Reading(model, (shape,))
+    with refused("log_factor", f"the site 'y' of shape ({N}, 1)"):
+        Reading(model, ((N, 1),))
+
+
+@pytest.mark.slow
+def test_all_models_of_known_posteriors_are_read():
+    for problem in PROBLEMS.values():
+        for full in (True, False):
+            Reading(problem.model, problem.args, problem.kwargs, full=full)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_right_models_are_read(name):
+    entry = ZOO[name]
+    for options in ({}, {"batch_size": BATCH}) if name not in ("flax", "random inside") else ({},):
+        Reading(entry.model, entry.args, options, full=False)
