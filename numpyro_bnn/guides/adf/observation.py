@@ -19,10 +19,9 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._jaxprs import dependence, needed_equations, reached
+from numpyro_bnn._jaxprs import ELEMENTWISE, dependence, needed_equations, reached
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, refuse
 from numpyro_bnn.moments import Equation, Gaussian
-from numpyro_bnn.moments.elementwise import ELEMENTWISE
 from numpyro_bnn.program.compiled import shared
 
 Context = dict[str, Any]

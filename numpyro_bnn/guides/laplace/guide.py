@@ -124,7 +124,7 @@ class AutoLaplace(AutoBlocks):
         found: dict[str, Layout] = {}
 
         def note(v: Values) -> None:
-            for name, part in problem.jacobians(v, problem.few(), self._prototype_call)[0].items():
+            for name, part in problem.jacobians(v, problem.few(), self._prototype_call).items():
                 if isinstance(part, Outer):
                     found[name] = part.layout
 

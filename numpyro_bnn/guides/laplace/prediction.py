@@ -54,7 +54,7 @@ def gaussian_outputs(
         got = f"arguments without the site {missing[0]!r} of the run"
         raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
     seen = problem.observations(trace)[name]
-    jac, _ = problem.jacobians(v, index, call, name)
+    jac = problem.jacobians(v, index, call, name)
     fns: dict[str, Any] = dict(guide._normals(params))
     for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
         fns["*" if block.name == guide.prefix else next(iter(block.shapes))] = fn

@@ -292,19 +292,27 @@ class Kron(Diagonal):
         for name in self.sizes:
             dense = jac[name].dense()
             if name in self.layouts:
-                fn, layout = fns[name], self.layouts[name]
-                rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
-                parts.append(from_matrix(rotated, layout))
+                parts.append(self._half(name, dense, fns[name]))
             else:
                 parts.append(dense * jnp.ravel(fns[name].scale))
         return jnp.concatenate(parts, axis=2)
+
+    def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
+        """(B, D, P) the Jacobian of a matrix times the root of its covariance."""
+        layout = self.layouts[name]
+        rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
+        return from_matrix(rotated, layout)
 
     def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         total: Any = 0.0
         for name in self.sizes:
             part = jac[name]
-            if name not in self.layouts or not isinstance(part, Outer):
+            if name not in self.layouts:
                 total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
+                continue
+            if not isinstance(part, Outer):  # these rows influence one another, other than those of the run
+                half = self._half(name, part.dense(), fns[name])
+                total = total + jnp.einsum("bdp,bep->bde", half, half)
                 continue
             fn, (inputs, grads) = fns[name], _products(part)[2]
             ones = jnp.ones(part.layout.size)

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
-from numpyro_bnn.guides.laplace.fitting import MIXED, Precision, Search, finite, gaussian_at, measured, newton
+from numpyro_bnn.guides.laplace.fitting import Precision, Search, finite, gaussian_at, measured, newton
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
@@ -78,7 +78,6 @@ def tuned(
         bar = progress_bar and dense and num_steps > FEW_STEPS
         return newton(guide, problem, call, v, found, (precision, spread), num_steps if dense else 0, bar)
 
-    _check_rows(guide, problem, v, call)
     highest, since = -np.inf, 0
     best: Any = None
     for _ in range(num_rounds if tune else 1):
@@ -213,17 +212,3 @@ def log_evidence(
     unknowns = sum(v[name].size for name in problem.sites)
     prior = problem.log_prior(v, precision, call, problem.sites)
     return found.log_likelihood + prior + 0.5 * unknowns * jnp.log(2 * jnp.pi) - 0.5 * gaussian.log_det
-
-
-def _check_rows(guide: Any, problem: Problem, v: Values, call: Call) -> None:
-    """Rows that influence one another: no products of inputs and gradients, and none of minibatches."""
-
-    def mixing(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        return problem.jacobians(v, problem.few(), (args, kwargs))[1]
-
-    if run(mixing, v, *call) > MIXED:
-        problem.capture = False
-        if guide.structure == "kron" or problem.plates:
-            got = "a model in which one row changes the outputs of others, such as one with batch normalization"
-            instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
-            raise argument_error(CALL, "model", got, instead)
