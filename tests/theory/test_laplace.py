@@ -412,6 +412,38 @@ def test_predictions_of_counts():
     assert np.all(found.variance > 1.001 * found.mean)  # the rate is uncertain enough for the test to see it
 
 
+def test_densities_follow_the_covariance_of_location_and_scale():
+    """Location and log scale of one weight, against sums over a grid of both; two targets against their normal."""
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.5 * jnp.exp(w[0] + 0.5 * w[1])), obs=y)
+
+    def targets(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            mean = jnp.stack([x @ w, 2.0 * x[:, 0] * w[0]], axis=1)
+            numpyro.sample("y", dist.Normal(mean, NOISE).to_event(1), obs=y)
+
+    x, point = np.array([[1.0, 0.0]]), {"w": np.array([0.2, -0.1])}
+    guide, fit = run(model, "full", (x, np.zeros(1)), point)
+    found = guide.predictive(fit.params, x)
+    mean, cov = [float(part[0]) for part in found.outputs.values()], np.asarray(found.covariance[0])
+    assert cov[0, 1] / np.sqrt(cov[0, 0] * cov[1, 1]) > 0.5
+    axes = [center + np.linspace(-9, 9, 1201) * sd for center, sd in zip(mean, np.sqrt(np.diag(cov)), strict=True)]
+    loc, log_scale = np.meshgrid(*axes, indexing="ij")
+    weight = stats.multivariate_normal(mean, cov).pdf(np.stack([loc, log_scale], axis=-1))
+    for y in (mean[0] - 3.0, mean[0] + 3.0):
+        exact = np.log(np.sum(weight * stats.norm.pdf(y, loc, np.exp(log_scale))) / weight.sum())
+        np.testing.assert_allclose(guide.log_predictive_density(fit.params, x, np.array([y])), exact, rtol=1e-4)
+    guide, fit = run(targets, "full", (x, np.zeros((1, 2))), point)
+    found = guide.predictive(fit.params, x)
+    exact = stats.multivariate_normal(found.mean[0], found.covariance[0] + NOISE**2 * np.eye(2)).logpdf([1.0, -1.0])
+    found = guide.log_predictive_density(fit.params, x, np.array([[1.0, -1.0]]))
+    np.testing.assert_allclose(found, exact, rtol=1e-8)
+
+
 @pytest.mark.core
 def test_results_reach_arviz_and_the_evidence_and_survive_pickling():
     """The guide is the posterior of the line: every draw has the same weight, which is the evidence."""

@@ -174,3 +174,36 @@ def test_rows_that_influence_one_another_are_refused_in_every_chunk():
 
     with pytest.raises(ValueError, match="one row changes the outputs of others"):
         run(network, "kron", (x, y), {})
+
+
+def test_predictions_normalize_by_the_training_rows():
+    """One new row among others, or alone: mean and variance by the statistics of the rows of the run."""
+    first, last = nn.Dense(2, use_bias=False), nn.Dense(1, use_bias=False)
+    net = nn.Sequential([first, nn.BatchNorm(False, False), "tanh", last])
+
+    def model(x, y=None):
+        f = random_network("net", net, (2,), dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(f(x)[..., 0], NOISE), obs=y)
+
+    random = np.random.default_rng(RANDOM)
+    x, y, new = random.normal(size=(9, 2)), random.normal(size=9), random.normal(size=(3, 2))
+    point = {"net/Dense_0.kernel": random.normal(size=(2, 2)), "net/Dense_1.kernel": random.normal(size=(2, 1))}
+
+    def by_hand(flat, rows):
+        first, second = flat[:4].reshape(2, 2), flat[4:]
+        return jnp.tanh((rows - x.mean(0)) @ first / jnp.std(x @ first, axis=0)) @ second
+
+    flat = jnp.concatenate([value.ravel() for value in point.values()])
+    jacobian = jax.jacrev(by_hand)(flat, x)
+    covariance = np.linalg.inv(jacobian.T @ jacobian / NOISE**2 + np.eye(6))
+    half = jax.jacrev(by_hand)(flat, new)
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        guide, fit = run(model, "full", (x, y), point)
+    for rows in (slice(None), slice(1)):
+        found = guide.predictive(fit.params, new[rows])
+        np.testing.assert_allclose(found.mean, by_hand(flat, new[rows]), rtol=1e-8)
+        variance = np.einsum("np,pq,nq->n", half[rows], covariance, half[rows])
+        np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-7)
+    density = stats.norm.logpdf(0.0, found.mean, np.sqrt(found.variance))
+    np.testing.assert_allclose(guide.log_predictive_density(fit.params, new[:1], np.zeros(1)), density, rtol=1e-7)

@@ -19,6 +19,7 @@ from numpyro_bnn.guides.auto_blocks import is_identity
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import CALL, Observation, Site, kind_of, natural, observation
 from numpyro_bnn.guides.scale_conditioning import Scaled
+from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.reading import Reading
@@ -57,6 +58,8 @@ class Problem:
     :param plates: size and batch size of the subsampled plate.
     :param sites: the sites of the Gaussian; all others are held.
     :param held: values of the model's own parameters.
+    :param normalizes: whether the model has batch normalizations.
+    :param training: their statistics are those of this call; by default of the rows themselves.
     """
 
     model: Callable
@@ -70,6 +73,8 @@ class Problem:
     plates: Mapping[str, Any]
     sites: Sequence[str]
     held: dict[str, Any] = field(default_factory=dict)
+    normalizes: bool = False
+    training: Call | None = None
     programs: dict[str, Callable] = field(default_factory=dict)
 
     def prepared(self, key: str, fn: Callable, call: Call) -> Callable:
@@ -80,7 +85,7 @@ class Problem:
 
     def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
         """Constrained values of all latent sites."""
-        program = self.prior_program(call) if self.scaled else None
+        program = self.prior_program(self.training or call) if self.scaled else None
         known: Values = {}
         for name, transform in self.transforms.items():
             if name in self.scaled:
@@ -92,7 +97,7 @@ class Problem:
 
     def coordinates(self, values: Mapping[str, jax.Array], call: Call) -> Values:
         """The inverse of :meth:`values`."""
-        moments = self.prior_program(call)(values) if self.scaled else {}
+        moments = self.prior_program(self.training or call)(values) if self.scaled else {}
         found = {}
         for name, transform in self.transforms.items():
             value = transform.inv(jnp.asarray(values[name], float))
@@ -102,9 +107,18 @@ class Problem:
     def trace(self, v: Mapping[str, jax.Array], index: jax.Array | None, call: Call) -> dict[str, Site]:
         """The trace of the model on some rows."""
         data = {**self.held, **self.values(v, call)}
-        seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
-        with handlers.block():
+
+        def run(index: jax.Array | None, call: Call) -> dict[str, Site]:
+            seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
             return handlers.trace(handlers.substitute(seeded, data=data)).get_trace(*call[0], **call[1])
+
+        with handlers.block():
+            if self.training is None:
+                return run(index, call)
+            with record_statistics() as recorded:
+                run(None, self.training)
+            with use_statistics(recorded.calls):
+                return run(index, call)
 
     def observations(self, trace: Mapping[str, Site]) -> dict[str, Observation]:
         """The observed sites; for prediction their values may have been drawn."""
@@ -256,7 +270,7 @@ def _of_one_length(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     """Read the model of a guide; errors name the site that cannot be approximated."""
-    with handlers.block():
+    with handlers.block(), record_statistics() as recorded:
         reading = Reading(guide.model, *call, full=False)
     latent, trace, scaled = reading.latent, reading.sites, guide._scaled
     parents = reading.depends(lambda found: {name: found[name]["fn"] for name in latent})
@@ -280,7 +294,9 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     moving = {*sites, *(name for name in scaled if scaled[name] & set(sites))}
     found = _outputs(reading, observed, moving, plates, guide.structure == "kron")
     prior, names = guide._prior_program, list(observed)
-    return Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
+    problem = Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
+    problem.normalizes = any(recorded.calls)
+    return problem
 
 
 def check_sites(model: Callable, call: Call) -> None:

@@ -125,7 +125,7 @@ def _result(guide: Any, problem: Problem, call: Call, at: tuple, losses: list[fl
     prior = {**problem.prior_precision(v, precision), **found.curvature}
     effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
     evidence = finite(float(_evidence(guide, problem, call)((found, v, precision))))
-    guide._problem = replace(problem, programs={})
+    guide._problem = replace(problem, programs={}, training=call if problem.normalizes else None)
     return LaplaceResult(
         params={**guide._to_params(v, gaussian), **problem.held},
         losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
