@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group
+from helpers import group, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer.util import log_density
@@ -399,6 +399,16 @@ def test_predictions_of_classes():
     np.testing.assert_allclose(drawn.mean, exact, atol=5 * 0.5 / 20_000**0.5)
     score = guide.log_predictive_density(fit.params, new, np.ones(5, int))
     np.testing.assert_allclose(score, np.log(exact), rtol=1e-4)
+
+
+def test_rows_without_a_number_are_refused():
+    guide, fit, _ = placed("counts")
+    for wrong in (np.nan, np.inf):
+        new = np.array([[0.0, 1.0], [wrong, 1.0]])
+        with refused("args", r"1 NaN or infinite values"):
+            guide.predictive(fit.params, new)
+        with refused("args", r"1 NaN or infinite values"):
+            guide.log_predictive_density(fit.params, new, np.ones(2, int))
 
 
 def test_predictions_of_counts():

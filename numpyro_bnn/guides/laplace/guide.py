@@ -201,9 +201,7 @@ class AutoLaplace(AutoBlocks):
         refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
         refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
-        for leaf in jax.tree.leaves((args, kwargs)):
-            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                check_finite(call, "args", leaf)
+        _check_finite(call, args, kwargs)
         check_row_lengths(call, self.model, args, kwargs)
         with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
             self._setup_prototype(*args, **kwargs)
@@ -335,7 +333,9 @@ class AutoLaplace(AutoBlocks):
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
         name = names[0] if site is None else site
         Choice(names).check(call, "site", name)
-        return name, problem, as_arrays(args, kwargs, call)
+        args, kwargs = as_arrays(args, kwargs, call)
+        _check_finite(call, args, kwargs)
+        return name, problem, (args, kwargs)
 
     def _coordinates(self, params: Mapping[str, Any]) -> Values:
         """Locations of all sites."""
@@ -345,6 +345,12 @@ class AutoLaplace(AutoBlocks):
         rest = [name for name in self._transforms if name not in found]
         found |= {name: params[f"{name}_{self.prefix}_loc"] for name in rest}
         return {name: found[name] for name in self._transforms}
+
+
+def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            check_finite(call, "args", leaf)
 
 
 def _on_rows(fn: Callable, problem: Problem, given: Any, call: Call) -> Any:
