@@ -275,18 +275,20 @@ def test_tuned_noise_maximizes_the_evidence():
 # -- models --------------------------------------------------------------------------------------------
 
 
-def with_param(x, y=None):
+def with_param(x, y=None, start=lambda: jnp.array(5.0)):
     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    shift = numpyro.param("shift", jnp.array(5.0))
+    shift = numpyro.param("shift", start())
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ w + shift, 1.0), obs=y)
 
 
-def test_parameters_of_the_model_stay_as_given():
+@pytest.mark.parametrize("start", ["number", "function of a key"])
+def test_parameters_of_the_model_stay_as_given(start):
     x, y = data()
+    model = with_param if start == "number" else partial(with_param, start=lambda: jax.random.normal)
     exact = jnp.linalg.solve(x.T @ x + jnp.eye(2), x.T @ (y - 1.0))
-    start = {"shift": jnp.asarray(1.0), "w": exact}
-    guide, fit = run(with_param, "full", x, y, init_params=start, num_epochs=0)
+    given = {"shift": jnp.asarray(1.0), "w": exact}
+    guide, fit = run(model, "full", x, y, init_params=given, num_epochs=0)
     assert fit.grad_norm < 1e-9
     assert fit.params["shift"] == 1.0
     np.testing.assert_allclose(guide.predictive(fit.params, x).mean, x @ exact + 1.0)
