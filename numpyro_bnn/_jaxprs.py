@@ -16,6 +16,19 @@ ADDRESSING = {
 # Operations that call a program once.
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 
+# Functions of single elements, with which the rules of moments begin. Those with infinitely many steps (floor, round,
+# rem) are left out: no fixed number of nodes integrates them.
+ELEMENTWISE = {
+    *("add", "add_any", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "clamp", "select_n"),
+    *("integer_pow", "pow", "square", "sqrt", "rsqrt", "cbrt"),
+    *("copy", "convert_element_type", "reduce_precision", "stop_gradient"),
+    *("and", "or", "not", "xor", "eq", "ne", "ge", "gt", "le", "lt", "is_finite"),
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "lgamma", "digamma", "erf", "erfc", "erf_inv"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+    *("bessel_i0e", "bessel_i1e"),
+}
+
 
 def dependence(fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]) -> dict[Any, set]:
     """For each output of ``fn``, the names of the arguments from which it is computed; nothing is evaluated.

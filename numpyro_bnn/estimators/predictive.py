@@ -11,18 +11,21 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax.scipy.special import entr, logsumexp, ndtr
-from scipy.stats import norm, qmc
 
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.laplace.likelihoods import natural
-from numpyro_bnn.guides.laplace.prediction import gaussian_outputs, outputs_by_name
+from numpyro_bnn.guides.laplace.prediction import (
+    gaussian_log_density,
+    gaussian_outputs,
+    given_log_scales,
+    outputs_by_name,
+)
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
 from numpyro_bnn.results.replay import sites_at
 
 LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
 HALVINGS = 40  # of the bracket of a quantile
 FARTHEST, GRID = 20.0, 2049  # of the table of a Student's t: largest asinh of a value, and number of nodes
-NODES = 64  # of an integral over the log scale
 
 
 class Predictive:
@@ -125,41 +128,14 @@ class LinearizedPredictive(Predictive):
                 noise = jnp.exp(2 * f["log_scale"] + 2 * variance["log_scale"])
                 found = f["loc"], noise, variance["loc"]
                 return tuple(value[:, 0] for value in found) if single else found
-            means, cov, weights = _given_log_scales(f, cov)
-            if summary == "quantiles":
-                sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
-                means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
-                return _quantiles((means, sds), weights, *options)
-            y = rows[1].reshape(means.shape[1:])
-            density = dist.MultivariateNormal(means, covariance_matrix=cov).log_prob(y)
-            return (logsumexp(density, axis=0, b=weights[:, None]),)
+            if summary == "log_density":
+                return (gaussian_log_density(f, cov, rows[1].reshape(f["loc"].shape)),)
+            means, cov, weights = given_log_scales(f, cov)
+            sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
+            means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
+            return _quantiles((means, sds), weights, *options)
 
         return program
-
-
-def _given_log_scales(f: Mapping[str, jax.Array], cov: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Observations (R, K) as a mixture of M Gaussians, each given the log scales: means, covariances, weights.
-
-    Nodes of the log scales are those of Gauss and Hermite for one target, and of a Sobol sequence for several.
-    """
-    loc, log_scale = f["loc"], f["log_scale"]
-    size = loc.shape[1]
-    if size == 1:
-        points, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        points, weights = points[:, None], weights / weights.sum()
-    else:
-        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * NODES))
-        weights = np.full(len(points), 1 / len(points))
-    values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
-    values = jnp.maximum(values, 0.0)
-    root = vectors * jnp.sqrt(values)[:, None]
-    inverse = jnp.where(values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0)
-    gain = cov[:, :size, size:] @ vectors * inverse[:, None]
-    at = jnp.asarray(points, float)
-    means = loc + jnp.einsum("rke,me->mrk", gain, at)
-    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, at)))
-    left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
-    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
 
 
 def linearized_model(x: jax.Array, y: Any = None, known: Any = None, *, guide: Any, params: Any) -> None:

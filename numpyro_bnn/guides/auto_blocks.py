@@ -181,7 +181,10 @@ class AutoBlocks(CompiledAutoNormal):
         plates = self._create_plates(*args, **kwargs)
         program: Program | None = None
         if self._scaled:
-            program = self._prior_program((args, kwargs), {name: p._indices for name, p in plates.items()})
+            # Where a handler fills the plates, a reading of minibatches has no place for all indices.
+            whole = all(len(plate._indices) == plate.size for plate in plates.values())
+            indices = None if whole else {name: plate._indices for name, plate in plates.items()}
+            program = self._prior_program((args, kwargs), indices)
         joint: Values = {}
         for block, family in self._blocks:
             fn = family.distribution(block)

@@ -16,7 +16,7 @@ import tqdm
 from jax import lax
 from numpyro import handlers
 from numpyro.infer import SVI
-from numpyro.infer.autoguide import AutoGuide
+from numpyro.infer.autoguide import AutoGuide, AutoGuideList
 from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_bnn._checks import argument_error, check_finite, outside
@@ -258,8 +258,11 @@ def _strong(state: Any) -> Any:
 
 
 def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any) -> Any:
-    """``svi.init``, as one program if the guide is NumPyro's or ours: others may keep values of their first call."""
-    if not isinstance(svi.guide, AutoGuide):
+    """``svi.init``, as one program if the guide is NumPyro's or ours.
+
+    Others, and the parts of a list, may keep values of their first call.
+    """
+    if not isinstance(svi.guide, AutoGuide) or isinstance(svi.guide, AutoGuideList):
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     if svi.guide.prototype_trace is None:
         with handlers.block(), handlers.seed(rng_seed=jax.random.split(rng_key, 3)[2]):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from numpyro_bnn._jaxprs import ELEMENTWISE
 from numpyro_bnn._options import Kind
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import moments_of
@@ -12,17 +13,6 @@ from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import RULES, wrap
 from numpyro_bnn.moments.terms import Gaussian, Term
 
-# Functions with infinitely many steps (floor, round, rem) are left out: no fixed number of nodes integrates them.
-ELEMENTWISE = {
-    *("add", "add_any", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "clamp", "select_n"),
-    *("integer_pow", "pow", "square", "sqrt", "rsqrt", "cbrt"),
-    *("copy", "convert_element_type", "reduce_precision", "stop_gradient"),
-    *("and", "or", "not", "xor", "eq", "ne", "ge", "gt", "le", "lt", "is_finite"),
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "lgamma", "digamma", "erf", "erfc", "erf_inv"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-    *("bessel_i0e", "bessel_i1e"),
-}
 # Undefined or with a pole somewhere on the real line: no moments for a Gaussian argument.
 _PARTIAL = {
     *("acos", "acosh", "asin", "atanh", "tan", "digamma", "lgamma", "erf_inv"),

@@ -59,7 +59,7 @@ class Plate(NamedTuple):
 class _marked(Messenger):
     """Name the values of all sites in the program of a model, so that others can take their places."""
 
-    asks_keys = loops = False
+    asks_keys = loops = starts = False
 
     def __init__(self) -> None:
         self.learned: dict[str, bool] = {}  # parameters, and whether they are to be learned and no handler gives them
@@ -68,10 +68,13 @@ class _marked(Messenger):
     def process_message(self, msg: Site) -> None:
         if msg["type"] == "param":
             self.learned[msg["name"]] = msg["kwargs"].get("learned", False) and msg["value"] is None
-        self.asks_keys |= msg["type"] == "prng_key"
+            self.starts = True
+        # The start of a parameter may be random: it is given a value before anything depends on it.
+        self.asks_keys |= msg["type"] == "prng_key" and not self.starts
         self.loops |= msg["type"] == "control_flow"
 
     def postprocess_message(self, msg: Site) -> None:
+        self.starts &= msg["type"] != "param"
         if msg["type"] == "mutable":  # before the model changes it
             msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)
         array = isinstance(msg["value"], jax.Array | np.ndarray)

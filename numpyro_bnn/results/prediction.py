@@ -10,9 +10,9 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
-from numpyro_bnn.networks import record_statistics
+from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.plates import PARAMETERS, check_observations
+from numpyro_bnn.program.plates import PARAMETERS, check_observations, unobserved
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
 from numpyro_bnn.results.fit import Fit
@@ -53,11 +53,12 @@ def predict(
     """
     held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs, "predict")
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
-    with record_statistics() as recorded:
+    model = unobserved(model, ())  # so that models know that these are predictions
+    with placeholder_statistics() as recorded:  # one row has no statistics, and none are needed to read the model
         reading = _read(model, arguments)
-    _check_redrawn(reading, observed)
-    draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
-    exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
+        _check_redrawn(reading, observed)
+        draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
+        exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     if lacking and any(recorded.calls):
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."

@@ -407,6 +407,19 @@ def test_models_that_cannot_be_handled(name):
         guides.AutoADF(refused).run(jax.random.key(0), x, jnp.ones(4), num_epochs=1, progress_bar=False)
 
 
+def test_a_table_as_long_as_the_data_is_not_taken_for_rows():
+    """Each row looks up its group, of which there are as many; the first two groups hide it."""
+
+    def by_group(x, group, table, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(w * x + table[group], 1.0), obs=y)
+
+    x, group, table = jnp.ones(4), jnp.array([0, 1, 0, 3]), jnp.array([0.0, 5.0, 1.0, -2.0])
+    with pytest.raises(ValueError, match=r"rows influence each other.*each with its own row of .*table"):
+        guides.AutoADF(by_group).run(jax.random.key(0), x, group, table, x, num_epochs=1, progress_bar=False)
+
+
 def test_data_it_cannot_use_are_refused(fitted, rows):
     (guide, fit), (x, y), key = fitted, rows, jax.random.key(0)
     run = partial(guide.run, progress_bar=False)

@@ -260,6 +260,24 @@ def test_batch_norm_predicts_with_training_statistics_of_each_draw(data):
         np.testing.assert_allclose(value, among[:, :1], rtol=1e-4, atol=1e-5)
 
 
+def test_predict_reads_a_model_without_judging_new_rows(data):
+    """One row has no batch statistics of its own, and a few new targets may well be equal under heavy tails."""
+    net = bnn.nn.MLP([2, 1], "tanh", norm=bnn.nn.BatchNorm())
+    model = bnn.models.regression(net, heavy_tails=True)
+    run = sample(model, data["x"], data["y"], draws=3, warmup=3, chains=1)
+    exported = bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
+    among = bnn.predict(model, exported, data["x_test"][:4], np.ones(4))
+    alone = bnn.predict(model, exported, data["x_test"][:1])["y_mean"]
+    params = {k.removeprefix("net/"): v for k, v in run.get_samples().items() if k.startswith("net/")}
+
+    def predict(params):
+        return net.apply(params, data["x_test"][:4], net.statistics(params, data["x"]))[..., 0]
+
+    np.testing.assert_allclose(among["y_mean"][0], jax.vmap(predict)(params), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(alone, among["y_mean"][..., :1], rtol=1e-5, atol=1e-5)
+    assert among["y_log_likelihood"].shape == (1, 3, 4)
+
+
 def masked_handler(f, y, mask):
     with numpyro.plate("data", N), handlers.mask(mask=mask):
         numpyro.sample("y", dist.Normal(f, 0.5), obs=y)

@@ -18,7 +18,7 @@ from numpyro.infer import SVI, Predictive, RenyiELBO, Trace_ELBO, TraceGraph_ELB
 from numpyro.infer.autoguide import AutoGuideList, AutoNormal
 from numpyro.infer.svi import SVIRunResult
 from registry import GUIDES, PARTS
-from zoo import BATCH, NET, ZOO, N
+from zoo import BATCH, NET, ZOO, N, spread
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, models, priors
@@ -194,6 +194,19 @@ def test_guides_can_be_parts_of_a_list(name):
     draws = guide.sample_posterior(jax.random.key(1), params, *ENTRY.args, sample_shape=(3,))
     assert {site: value.shape for site, value in draws.items()} == {n: (3, *shapes()[n]) for n in latent()}
     assert set(guide.median(params)) == set(latent())
+
+
+def test_a_list_of_guides_is_fitted():
+    """Its parts read their models in their first call, which is outside of any program."""
+    full = guides.AutoBlocks(handlers.block(spread, hide=["sigma", "mean", "precision"]), {"w": guides.FullRank()})
+    guide = AutoGuideList(spread)
+    guide.append(full)
+    guide.append(AutoNormal(handlers.block(spread, expose=["sigma"]), prefix="other"))
+    svi = SVI(spread, guide, optax.adam(1e-2), Trace_ELBO())
+    args = ZOO["spread"].args
+    result = guides.fit(svi, jax.random.key(0), 2, *args, batch_size=BATCH, progress_bar=False)
+    assert np.all(np.isfinite(result.losses))
+    np.testing.assert_allclose(guide.median(result.params)["w"], result.params["auto_w_loc"])
 
 
 @each_guide("density", fast="AutoCoupling")

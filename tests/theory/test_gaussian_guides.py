@@ -130,6 +130,25 @@ def test_local_sites_follow_their_scale_in_minibatches():
     np.testing.assert_allclose(draws["double"], 2 * draws["z"], rtol=1e-6)
 
 
+def test_the_evidence_of_minibatches_is_that_of_all_rows():
+    """With a site per row that follows its scale: the draws, on all rows, have the same weights."""
+
+    def model(y, batch_size=None):
+        tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
+        with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, tau)), 0.5), obs=y[i])
+
+    weights, y = [], jnp.linspace(-1.0, 1.0, 6)
+    for batch_size in (2, None):
+        guide = guides.AutoMeanField(model, condition_on_scales=True)
+        svi = SVI(model, guide, optax.adam(0.01), Trace_ELBO())
+        params = svi.get_params(svi.init(jax.random.key(0), y, batch_size=batch_size))
+        params |= {"z_auto_loc": y, "z_auto_scale": 0.5 + 0.1 * y}
+        options = {"rng_key": jax.random.key(1), "num_samples": 3, "batch_size": batch_size}
+        weights.append(guides.evidence(guide, params, y, **options).log_weights)
+    np.testing.assert_allclose(*weights, rtol=1e-5)
+
+
 def scaled_about_a_mean():
     """Weights whose prior mean and scale are both unknown."""
     mean = numpyro.sample("mean", dist.Normal(0.3, 1.0))

@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group
+from helpers import group, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer.util import log_density
@@ -401,6 +401,16 @@ def test_predictions_of_classes():
     np.testing.assert_allclose(score, np.log(exact), rtol=1e-4)
 
 
+def test_rows_without_a_number_are_refused():
+    guide, fit, _ = placed("counts")
+    for wrong in (np.nan, np.inf):
+        new = np.array([[0.0, 1.0], [wrong, 1.0]])
+        with refused("args", r"1 NaN or infinite values"):
+            guide.predictive(fit.params, new)
+        with refused("args", r"1 NaN or infinite values"):
+            guide.log_predictive_density(fit.params, new, np.ones(2, int))
+
+
 def test_predictions_of_counts():
     """Mean and variance of a count whose log rate is normal, against their integrals."""
     new = np.asarray(NEW_X, float)
@@ -410,6 +420,38 @@ def test_predictions_of_counts():
     np.testing.assert_allclose(found.mean, first, rtol=1e-6)
     np.testing.assert_allclose(found.variance, second - first**2, rtol=1e-6)
     assert np.all(found.variance > 1.001 * found.mean)  # the rate is uncertain enough for the test to see it
+
+
+def test_densities_follow_the_covariance_of_location_and_scale():
+    """Location and log scale of one weight, against sums over a grid of both; two targets against their normal."""
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.5 * jnp.exp(w[0] + 0.5 * w[1])), obs=y)
+
+    def targets(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            mean = jnp.stack([x @ w, 2.0 * x[:, 0] * w[0]], axis=1)
+            numpyro.sample("y", dist.Normal(mean, NOISE).to_event(1), obs=y)
+
+    x, point = np.array([[1.0, 0.0]]), {"w": np.array([0.2, -0.1])}
+    guide, fit = run(model, "full", (x, np.zeros(1)), point)
+    found = guide.predictive(fit.params, x)
+    mean, cov = [float(part[0]) for part in found.outputs.values()], np.asarray(found.covariance[0])
+    assert cov[0, 1] / np.sqrt(cov[0, 0] * cov[1, 1]) > 0.5
+    axes = [center + np.linspace(-9, 9, 1201) * sd for center, sd in zip(mean, np.sqrt(np.diag(cov)), strict=True)]
+    loc, log_scale = np.meshgrid(*axes, indexing="ij")
+    weight = stats.multivariate_normal(mean, cov).pdf(np.stack([loc, log_scale], axis=-1))
+    for y in (mean[0] - 3.0, mean[0] + 3.0):
+        exact = np.log(np.sum(weight * stats.norm.pdf(y, loc, np.exp(log_scale))) / weight.sum())
+        np.testing.assert_allclose(guide.log_predictive_density(fit.params, x, np.array([y])), exact, rtol=1e-4)
+    guide, fit = run(targets, "full", (x, np.zeros((1, 2))), point)
+    found = guide.predictive(fit.params, x)
+    exact = stats.multivariate_normal(found.mean[0], found.covariance[0] + NOISE**2 * np.eye(2)).logpdf([1.0, -1.0])
+    found = guide.log_predictive_density(fit.params, x, np.array([[1.0, -1.0]]))
+    np.testing.assert_allclose(found, exact, rtol=1e-8)
 
 
 @pytest.mark.core

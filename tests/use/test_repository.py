@@ -56,7 +56,7 @@ ROOMS = {
     "results": {"runs", "program", "infinite", "networks", "priors", "nn", "metrics"},
     "runs": {"infer", "guides", "program"},
     "metrics": set(),
-    "guides": {"program", "moments", "priors", "nn"},
+    "guides": {"program", "networks", "moments", "priors", "nn"},
     "infer": {"program", "sgmcmc", "symmetry"},
     "models": {"program", "networks", "priors", "nn"},
     "networks": {"nn", "priors"},

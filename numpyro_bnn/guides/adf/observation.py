@@ -19,14 +19,14 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._jaxprs import dependence, needed_equations, reached
+from numpyro_bnn._jaxprs import ELEMENTWISE, dependence, needed_equations, reached
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, refuse
 from numpyro_bnn.moments import Equation, Gaussian
-from numpyro_bnn.moments.elementwise import ELEMENTWISE
 from numpyro_bnn.program.compiled import shared
 
 Context = dict[str, Any]
 
+CHECKED_ROWS = 100  # that are compared alone and among all
 # Affine in a single random operand, or a mere change of shape: no reason to cut before them.
 AFFINE = {"add", "sub", "neg", "mul", "div", "convert_element_type", "copy"}
 SHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
@@ -172,28 +172,34 @@ def _random_weights(sites: Roles) -> dict[str, np.ndarray]:
 
 
 def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> None:
-    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences)."""
+    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences).
+
+    Arrays as long as the observation are taken for its rows. Another one, such as a table of as many groups, shows
+    here: a data point gives other numbers with all rows than with its own.
+    """
     weights = _random_weights(sites)
+    chosen = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
     def parameters(rows: Any) -> list[jax.Array]:
         site = data.site(sites.observed, {**weights, **hyperparameters}, data.call(rows, data.arrays))
         return jax.tree.leaves((unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"]))
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
-        alone = [parameters({name: leaf[k : k + 1] for name, leaf in rows.items()}) for k in range(2)]
+        some = {name: leaf[chosen, None] for name, leaf in rows.items()}
         found = []
-        for whole, first, second in zip(parameters(rows), *alone, strict=True):
-            if jnp.shape(first)[:1] == (1,):
-                stacked = jnp.concatenate([first, second])
-                found.append((jnp.broadcast_to(whole, stacked.shape), stacked))
+        for whole, alone in zip(parameters(rows), jax.vmap(parameters)(some), strict=True):
+            if jnp.shape(alone)[1:2] == (1,):
+                shape = data.num_rows, *jnp.shape(alone)[2:]
+                found.append((jnp.broadcast_to(whole, shape)[chosen], alone[:, 0]))
         return found
 
-    rows = data.head().rows
+    rows = data.rows
     if data.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
         return
     for together, alone in shared(both, once=True)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
-            instead = "Data points are learned one at a time: remove batch statistics and the like."
+            instead = f"Data points are learned one at a time, each with its own row of {', '.join(rows)}: remove"
+            instead += " batch statistics and the like, and let the model close over other arrays of this length."
             raise refuse(sites.observed, "whose rows influence each other", instead)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn.guides.elbo.label_rules import SUMMED, Label, Place, Rows, reshaped, rule_of
+from numpyro_bnn._axes import RESHAPES, SUMMED, Place, Rows, reshaped, rule_of
 from numpyro_bnn.guides.elbo.weight_uses import (
     AFFINE,
     ELEMENTWISE,
@@ -22,7 +22,13 @@ from numpyro_bnn.guides.elbo.weight_uses import (
 )
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
-RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+
+class Label(NamedTuple):
+    """One numbering of the random numbers of a site: a piece of an axis of the output where the site enters."""
+
+    site: str
+    axis: int
+    piece: int
 
 
 class WeightUses(NamedTuple):
@@ -160,13 +166,13 @@ class _Search:
         if equation.name in RESHAPES:
             return self._reshaped(equation, rows[0])
         columns = values[1].columns if equation.name == "gather" and isinstance(values[1], _Index) else {}
-        move, linear = rule_of(equation, columns)
+        move, linear = rule_of(equation.jaxpr_equation, columns)
         found = Rows()
         for label in {label: None for held in rows for label in held}:
             is_linear = linear([i for i, held in enumerate(rows) if label.site in {at.site for at in held}])
             places = set()
             for i, place in ((i, held[label]) for i, held in enumerate(rows) if label in held):
-                places.add(place if place is SUMMED or move is None else move(equation, i, place))
+                places.add(place if place is SUMMED or move is None else move(equation.jaxpr_equation, i, place))
             if move is not None and len(places) == 1 and (is_linear or SUMMED not in places):
                 (found[label],) = places
             elif move is not None and is_linear:

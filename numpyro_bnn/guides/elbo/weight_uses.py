@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
+from numpyro_bnn._axes import dot_axes
 from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
@@ -55,7 +56,7 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
     numbers: Any = equation.params.get("dimension_numbers")
     out, name = equation.outputs[0].shape, equation.name
     if name == "dot_general":
-        links, inputs = dot_axes(equation, 1 - operand)
+        links, inputs = dot_axes(equation.jaxpr_equation, 1 - operand)
     elif name == "conv_general_dilated" and operand == 1 and equation.params["batch_group_count"] == 1:
         links, inputs = {numbers.out_spec[0]: numbers.lhs_spec[0]}, (numbers.lhs_spec[1],)
     elif name == "gather" and operand == 0 and not numbers.operand_batching_dims:
@@ -68,16 +69,6 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
     rows = {axis: [Piece(out[axis], True)] for axis in links}
     own, other = shapes[operand], shapes[1 - operand]
     return Use(name, own, out, rows, outputs, equation.where(), other, links, inputs)
-
-
-def dot_axes(equation: Equation, other: int) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Output axes that come from the free axes of an operand, and its other axes."""
-    contracted, batch = equation.params["dimension_numbers"]
-    ranks = [len(var.aval.shape) for var in equation.jaxpr_equation.invars]
-    inputs = (*batch[other], *contracted[other])
-    free = [axis for axis in range(ranks[other]) if axis not in inputs]
-    first = len(batch[0]) if other == 0 else ranks[0] - len(contracted[0])
-    return {first + n: axis for n, axis in enumerate(free)}, inputs
 
 
 def grown_axes(equation: Equation) -> tuple[int, ...]:

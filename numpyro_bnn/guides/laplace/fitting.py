@@ -21,6 +21,7 @@ from numpyro_bnn.program.plates import draw_indices
 LEARNING_RATE = 3e-3
 FULL_EPOCHS = 50  # epochs of one step each that are made at once
 MIXED = 1e-3  # share of a derivative that comes from others, above which they are not independent
+CG_STEPS = 20  # most products with the whole precision to find the distance from the mode
 TINY = 1e-6  # nats that a step of Newton must promise
 NEAR = 0.01  # distance from the mode, as in the result of a run, at which the steps end
 BENT = 0.75  # length of the second part of such a step, twice, against the first
@@ -223,10 +224,46 @@ def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
 
 def _distance(guide: Any, problem: Problem, found: "Precision", v: Values, precision: Any, gradient: Any) -> float:
     """From the mode, as in the result of a run; not finite if rounding leaves no positive precision."""
-    variance = gaussian_at(guide, problem, found, v, precision).variance
-    spread = np.concatenate([np.ravel(variance[name]) for name in guide._structure.sizes])
+    tril = np.asarray(gaussian_at(guide, problem, found, v, precision).params["*", "scale_tril"], np.float64)
     with np.errstate(invalid="ignore"):
-        return float(np.sqrt(np.mean((gradient * np.sqrt(spread)) ** 2)))
+        return float(np.sqrt(np.mean((gradient @ tril) ** 2)))
+
+
+def distance(
+    guide: Any, problem: Problem, call: Call, v: Values, found: "Precision", precision: Any, gradient: np.ndarray
+) -> float:
+    r"""From the mode in posterior sds, :math:`\sqrt{g^\top H^{-1} g / P}`, H being the whole Gauss-Newton matrix.
+
+    Structures other than "full" leave out directions in which the posterior is wide. They solve by conjugate
+    gradients, whose partial sums grow to the result, and end where the prior bounds what is left.
+    """
+    if guide.structure == "full":
+        return _distance(guide, problem, found, v, precision, gradient)
+    names = list(guide._structure.sizes)
+
+    def flat(values: Values) -> np.ndarray:
+        return np.concatenate([np.ravel(values[name]) for name in names]).astype(np.float64)
+
+    scale = np.sqrt(flat(gaussian_at(guide, problem, found, v, precision).variance))
+    least = scale**2 * np.maximum(flat({**problem.prior_precision(v, precision), **found.curvature}), 1e-6)
+    sweep = problem.sweep(v, call)
+    residual = direction = scale * gradient
+    squares, total = residual @ residual, 0.0
+    for _ in range(CG_STEPS):
+        left = np.sum(residual**2 / least)
+        if left <= max(0.1 * total, NEAR**2 * len(scale)):
+            break
+        vectors = jnp.asarray(direction[:, None], float)
+        image = guide._structure.product(sweep, vectors, jnp.asarray(scale, float))
+        image = np.asarray(image, np.float64)[:, 0] + least * direction
+        step = squares / (direction @ image)
+        total += step * squares
+        residual = residual - step * image
+        before, squares = squares, residual @ residual
+        direction = residual + squares / before * direction
+    else:
+        left = 0.0
+    return float(np.sqrt((total + left) / len(scale)))
 
 
 class Precision(NamedTuple):

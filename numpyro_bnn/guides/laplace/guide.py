@@ -1,6 +1,7 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import jax
@@ -20,7 +21,7 @@ from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density, predict
 from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
 from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers, run
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import refuse_rows
@@ -125,7 +126,7 @@ class AutoLaplace(AutoBlocks):
         found: dict[str, Layout] = {}
 
         def note(v: Values) -> None:
-            for name, part in problem.jacobians(v, problem.few(), self._prototype_call)[0].items():
+            for name, part in problem.jacobians(v, problem.few(), self._prototype_call).items():
                 if isinstance(part, Outer):
                     found[name] = part.layout
 
@@ -201,9 +202,7 @@ class AutoLaplace(AutoBlocks):
         refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
         refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
-        for leaf in jax.tree.leaves((args, kwargs)):
-            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                check_finite(call, "args", leaf)
+        _check_finite(call, args, kwargs)
         check_row_lengths(call, self.model, args, kwargs)
         with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
             self._setup_prototype(*args, **kwargs)
@@ -296,31 +295,31 @@ class AutoLaplace(AutoBlocks):
         name, problem, call_args = self._for_rows("predictive", params, args, kwargs, site)
         options = (name, linearized, link, covariance, num_samples)
 
-        def predict_rows(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        def predict_rows(problem: Problem, given: tuple, call: Call) -> dict[str, Any]:
             params, key = given
-            return predict(self, problem, params, key, (args, kwargs), options)._asdict()
+            return predict(self, problem, params, key, call, options)._asdict()
 
-        return LaplacePredictive(**run(predict_rows, (dict(params), rng_key), *call_args))
+        return LaplacePredictive(**_on_rows(predict_rows, problem, (dict(params), rng_key), call_args))
 
     def log_predictive_density(
         self, params: Mapping[str, Any], *args: Any, site: str | None = None, **kwargs: Any
     ) -> jax.Array:
         """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the linearized network.
 
-        Numbers with a fixed scale in closed form, classes by the probit approximation, all others by quadrature of 64
-        nodes over the log scale, log rate or logit.
+        Numbers in closed form given their log scales, with the covariances of all locations and log scales of a row,
+        classes by the probit approximation, all others by quadrature of 64 nodes over the log rate or logit.
 
         :param params: parameters from a run.
         :param args: arguments of the model, targets included.
         :param site: the observed site, if there are several.
-        :return: (N,), summed over the elements of a row, which are taken as independent.
+        :return: (N,), of all elements of a row; those of classes, counts and truth values are taken as independent.
         """
         name, problem, call = self._for_rows("log_predictive_density", params, args, kwargs, site)
 
-        def score(given: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-            return log_density(self, problem, given, (args, kwargs), name)
+        def score(problem: Problem, params: Mapping[str, Any], call: Call) -> jax.Array:
+            return log_density(self, problem, params, call, name)
 
-        return run(score, dict(params), *call)
+        return _on_rows(score, problem, dict(params), call)
 
     def _for_rows(self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None) -> Any:
         """The observed site, the model and its arguments, for new rows."""
@@ -335,7 +334,9 @@ class AutoLaplace(AutoBlocks):
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
         name = names[0] if site is None else site
         Choice(names).check(call, "site", name)
-        return name, problem, as_arrays(args, kwargs, call)
+        args, kwargs = as_arrays(args, kwargs, call)
+        _check_finite(call, args, kwargs)
+        return name, problem, (args, kwargs)
 
     def _coordinates(self, params: Mapping[str, Any]) -> Values:
         """Locations of all sites."""
@@ -345,3 +346,21 @@ class AutoLaplace(AutoBlocks):
         rest = [name for name in self._transforms if name not in found]
         found |= {name: params[f"{name}_{self.prefix}_loc"] for name in rest}
         return {name: found[name] for name in self._transforms}
+
+
+def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            check_finite(call, "args", leaf)
+
+
+def _on_rows(fn: Callable, problem: Problem, given: Any, call: Call) -> Any:
+    """``fn(problem, given, call)`` as a program, of which the training rows are inputs too if it needs them."""
+    training, arrays = Arguments.of(*(problem.training or ((), {}))).split()
+
+    def computed(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        arrays, values = given
+        known = problem if problem.training is None else replace(problem, training=training.call(arrays))
+        return fn(known, values, (args, kwargs))
+
+    return run(computed, (arrays, given), *call)

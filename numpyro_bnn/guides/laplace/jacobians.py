@@ -7,10 +7,11 @@ convolution, or as a shift, is found there, and the Jacobian of a row b in the d
 
 with a the inputs, g the gradients with respect to the outputs of that equation, S the slope of the weight in the
 site (its prior scale, if the model is non-centered) and t the positions at which a convolution uses its weight. All
-other sites have a dense Jacobian by forward or reverse mode.
+other sites have a dense Jacobian by forward or reverse mode. The rows of a product are the axis that becomes, element
+by element, the rows of the outputs; another axis may well have the same length.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from numpyro_bnn._axes import Axis, Place, Rows, dot_axes, follow_axes, moved
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
 ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "neg", "copy", "convert_element_type", "name"})
@@ -124,6 +126,13 @@ class _Weight:
     slope: jax.Array
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """Stands for an elementwise affine image of a site."""
+
+    site: str
+
+
 class _Use(NamedTuple):
     """Where a weight enters: inputs (B, T, I), slope (I, O), and how gradients of the output make (B, T, O)."""
 
@@ -131,51 +140,89 @@ class _Use(NamedTuple):
     slope: jax.Array
     layout: Layout
     out: jax.ShapeDtypeStruct
-    order: tuple[int, ...]  # axes of the output: rows, positions, then those of the weight
+    order: tuple[int, ...]  # axes of the output: rows (if there are several), positions, then those of the weight
 
     def grads(self, cotangents: jax.Array) -> jax.Array:
         """(B, D, T, O) of gradients (D, *out)."""
-        moved = cotangents.transpose(1 + self.order[0], 0, *(1 + axis for axis in self.order[1:]))
-        return moved.reshape(*moved.shape[:2], -1, self.layout.size[1])
+        moved = cotangents.transpose(*(1 + axis for axis in self.order), 0)
+        by_row = moved.reshape(self.inputs.shape[0], -1, self.layout.size[1], cotangents.shape[0])
+        return by_row.transpose(0, 3, 1, 2)
+
+
+class _Entry(NamedTuple):
+    """The one equation that a site enters, and the axis of its output that becomes the rows; ``None`` for one row."""
+
+    equation: Any
+    row: int | None
+
+
+def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
+    """Where sites enter a program whose output is (B, E), of those that enter once and row by row."""
+    entries: dict[str, list[Any]] = {name: [] for name in names}
+
+    def enter(equation: Any, operands: Sequence[Any]) -> Any:
+        marked = [i for i, operand in enumerate(operands) if isinstance(operand, _Mark)]
+        rows = [Rows() if isinstance(operand, _Mark) else operand for operand in operands]
+        if len(marked) == 1 and is_image(equation, marked[0]) and not any(rows):
+            return operands[marked[0]]
+        # An image that depends on other sites, or two sites at once: no product with a constant.
+        single = len(marked) == 1 and not is_image(equation, marked[0])
+        found = moved(equation, rows)
+        for i in marked:
+            entries[operands[i].site] += [equation] if single else [None, None]
+        if single:
+            for axis, size in enumerate(equation.outvars[0].aval.shape):
+                found[Axis(operands[marked[0]].site, axis, size)] = Place(axis, 1)
+        return found
+
+    (outputs,) = follow_axes(jaxpr, [_Mark(name) for name in names], enter)
+    number = jaxpr.outvars[0].aval.shape[0]
+    once = [name for name in names if len(entries[name]) == 1]
+    if number == 1:
+        return {name: _Entry(entries[name][0], None) for name in once}
+    found = {}
+    for label, place in outputs.items() if isinstance(outputs, Rows) else ():
+        if label.source in once and place == Place(0, 1) and label.size == number:
+            found[label.source] = _Entry(entries[label.source][0], label.axis)
+    return found
 
 
 class _Walk:
-    """One interpretation of a program of ``rows`` rows; ``shifts`` are added to the outputs where sites enter."""
+    """One interpretation of a program; ``shifts`` are added to the outputs where sites enter."""
 
-    def __init__(self, rows: int, shifts: Mapping[str, jax.Array]) -> None:
-        self.rows, self.shifts = rows, shifts
-        self.uses: dict[str, list[_Use | None]] = {}
+    def __init__(self, entries: Mapping[str, _Entry], shifts: Mapping[str, jax.Array]) -> None:
+        self.entries, self.shifts = entries, shifts
+        self.uses: dict[str, _Use] = {}
 
     def run(self, closed: Any, values: Mapping[str, jax.Array]) -> jax.Array:
         marked = [_Weight(name, value, jnp.ones_like(value)) for name, value in values.items()]
         walk = Interpreter({}, lambda value: isinstance(value, _Weight), "guides.AutoLaplace", self._enter)
         (found,) = walk.run(closed.jaxpr, closed.consts, marked)
-        if isinstance(found, _Weight):
-            self.uses.setdefault(found.site, []).append(None)
-            return found.value
-        return found
+        return found.value if isinstance(found, _Weight) else found
 
     def _enter(self, equation: Equation, *operands: Any) -> Any:
         hits = [i for i, operand in enumerate(operands) if isinstance(operand, _Weight)]
         plain = [operand.value if isinstance(operand, _Weight) else operand for operand in operands]
-        out, use, weight = equation.bind(*plain), None, operands[hits[0]]
-        if len(hits) == 1:
-            image = _image(equation, hits[0], plain, weight)
-            if image is not None:
-                return image
-            use = self._use(equation, hits[0], plain, weight)
-        for i in hits:
-            self.uses.setdefault(operands[i].site, []).append(use)
-        return out + self.shifts[weight.site] if use is not None and weight.site in self.shifts else out
+        weight = operands[hits[0]]
+        if len(hits) == 1 and is_image(equation.jaxpr_equation, hits[0]):
+            return _image(equation, hits[0], plain, weight)
+        out = equation.bind(*plain)
+        entry = self.entries.get(weight.site)
+        if entry is None or entry.equation is not equation.jaxpr_equation:
+            return out
+        use = self._use(equation, hits[0], plain, weight)
+        if use is not None:
+            self.uses[weight.site] = use
+        return out + self.shifts[weight.site] if weight.site in self.shifts else out
 
     def _use(self, equation: Equation, at: int, plain: list, weight: _Weight) -> _Use | None:
-        name, out = equation.name, equation.outputs[0]
+        name, out, row = equation.name, equation.outputs[0], self.entries[weight.site].row
         if name == "dot_general":
-            found = _product(equation, at, plain, self.rows)
+            found = _product(equation, at, plain, row)
         elif name == "conv_general_dilated" and at == 1:
-            found = _convolution(equation, plain, self.rows)
+            found = _convolution(equation, plain, row)
         elif name in ("add", "sub", "broadcast_in_dim") and not (name == "sub" and at == 1):
-            found = _shift(equation, weight.value, self.rows)
+            found = _shift(equation, weight.value, row)
         else:
             return None
         if found is None:
@@ -186,44 +233,46 @@ class _Walk:
         return _Use(inputs, to_matrix(weight.slope.ravel(), layout), layout, out, order)
 
 
-def _image(equation: Equation, at: int, plain: list, weight: _Weight) -> _Weight | None:
-    """The affine image of a weight that an equation computes, else ``None``."""
-    affine = equation.name in ELEMENTWISE and not (equation.name == "div" and at == 1)
-    if not (affine or equation.name in SHAPING) or equation.outputs[0].size != weight.value.size:
-        return None
+def is_image(equation: Any, at: int) -> bool:
+    """Whether an equation computes an elementwise affine image of an operand."""
+    name = equation.primitive.name
+    affine = name in ELEMENTWISE and not (name == "div" and at == 1)
+    return (affine or name in SHAPING) and equation.outvars[0].aval.size == equation.invars[at].aval.size
 
+
+def _image(equation: Equation, at: int, plain: list, weight: _Weight) -> _Weight:
     def of(value: jax.Array) -> jax.Array:
         return equation.bind(*plain[:at], value, *plain[at + 1 :])
 
     return _Weight(weight.site, *jax.jvp(of, (weight.value,), (weight.slope,)))
 
 
-def _row_axis(shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> int | None:
-    return next((axis for axis in axes if shape[axis] == rows), None)
+def _rows_first(row: int | None, others: Sequence[int]) -> tuple[int, ...]:
+    """Axes with those of rows in front; without, all are positions of one row."""
+    return tuple(others) if row is None else (row, *(axis for axis in others if axis != row))
 
 
-def _product(equation: Equation, at: int, plain: list, rows: int) -> tuple | None:
+def _product(equation: Equation, at: int, plain: list, row: int | None) -> tuple | None:
     contracted, batch = equation.params["dimension_numbers"]
-    other = plain[1 - at]
-    free = tuple(a for a in range(jnp.ndim(other)) if a not in contracted[1 - at])
-    row = _row_axis(other.shape, free, rows)
-    if batch[0] or row is None:
+    links, _ = dot_axes(equation.jaxpr_equation, 1 - at)  # free axes of the inputs, by axis of the output
+    if batch[0] or (row is not None and row not in links):
         return None
-    rest = tuple(a for a in free if a != row)
-    inputs = other.transpose(row, *rest, *contracted[1 - at])
-    inputs = inputs.reshape(rows, prod(other.shape[a] for a in rest), -1)
+    front, other = _rows_first(row, tuple(links)), plain[1 - at]
+    inputs = other.transpose(*(links[axis] for axis in front), *contracted[1 - at])
+    shape = [other.shape[links[axis]] for axis in front]
+    rows = 1 if row is None else shape[0]
     own = tuple(a for a in range(jnp.ndim(plain[at])) if a not in contracted[at])
-    first, second = (0, len(free)) if at == 1 else (len(own), 0)  # where the output has free axes, and own ones
-    order = (*(first + free.index(a) for a in (row, *rest)), *(second + i for i in range(len(own))))
-    return inputs, (*contracted[at], *own), order
+    rest = tuple(a for a in range(len(equation.outputs[0].shape)) if a not in links)
+    inputs = inputs.reshape(rows, prod(shape) // rows, -1)
+    return inputs, (*contracted[at], *own), (*front, *rest)
 
 
-def _convolution(equation: Equation, plain: list, rows: int) -> tuple | None:
+def _convolution(equation: Equation, plain: list, row: int | None) -> tuple | None:
     numbers, params = equation.params["dimension_numbers"], equation.params
     image, kernel = plain
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
-    if image.shape[numbers.lhs_spec[0]] != rows:
+    if row not in (None, numbers.out_spec[0]):
         return None
     patches = lax.conv_general_dilated_patches(
         image.transpose(numbers.lhs_spec),
@@ -234,12 +283,13 @@ def _convolution(equation: Equation, plain: list, rows: int) -> tuple | None:
         params["rhs_dilation"],
     )
     inputs = jnp.moveaxis(patches.reshape(*patches.shape[:2], -1), 1, 2)
+    inputs = inputs.reshape(1 if row is None else len(inputs), -1, inputs.shape[2])
     out, into, *space = numbers.rhs_spec
     order = (numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1])
     return inputs, (into, *space, out), order
 
 
-def _shift(equation: Equation, value: jax.Array, rows: int) -> tuple | None:
+def _shift(equation: Equation, value: jax.Array, row: int | None) -> tuple | None:
     """A weight added to every row."""
     shape = equation.outputs[0].shape
     if equation.name == "broadcast_in_dim":
@@ -249,12 +299,12 @@ def _shift(equation: Equation, value: jax.Array, rows: int) -> tuple | None:
     own = tuple(p for p, length in zip(places, value.shape, strict=True) if length > 1)
     grown = [length for p, length in zip(places, value.shape, strict=True) if length > 1 and length != shape[p]]
     free = tuple(a for a in range(len(shape)) if a not in own)
-    row = _row_axis(shape, free, rows)
-    if row is None or grown:
+    if grown or (row is not None and row not in free):
         return None
-    rest = tuple(a for a in free if a != row)
-    inputs = jnp.ones((rows, prod(shape[a] for a in rest), 1), value.dtype)
-    return inputs, tuple(range(value.ndim)), (row, *rest, *own)
+    front = _rows_first(row, free)
+    rows = 1 if row is None else shape[row]
+    inputs = jnp.ones((rows, prod(shape[a] for a in free) // rows, 1), value.dtype)
+    return inputs, tuple(range(value.ndim)), (*front, *own)
 
 
 def jacobians(
@@ -262,44 +312,27 @@ def jacobians(
     values: Mapping[str, jax.Array],
     roots: jax.Array,
     known: jax.Array,
-    capture: bool = True,
-) -> tuple[Jacobians, jax.Array]:
+) -> Jacobians:
     """The Jacobian of ``roots @ outputs`` with respect to each site.
 
     :param outputs: from values by site to (B, E).
     :param roots: (B, D, E).
     :param known: (B,) 1 for rows with data, 0 for rows that are masked.
-    :param capture: look for outer products, which needs rows that do not influence one another.
-    :return: the Jacobians, and the largest share of the gradient of one row that comes from another (0, or rounding).
     """
-    if not capture:
-        return _dense(outputs, values, roots), jnp.zeros(())
-    rows, directions, _ = roots.shape
     closed = jax.make_jaxpr(lambda given: outputs(given))(dict(values))
     names = sorted(values)  # the order of the inputs of the program
     values = {name: values[name] for name in names}
-    walk = _Walk(rows, {})
+    entries = row_axes(closed.jaxpr, names)
+    walk = _Walk(entries, {})
     walk.run(closed, values)
-    single = {name: uses[0] for name, uses in walk.uses.items() if len(uses) == 1 and uses[0] is not None}
-    shifts = {name: jnp.zeros(use.out.shape, use.out.dtype) for name, use in single.items()}
-    _, pull = jax.vjp(lambda given: _Walk(rows, given).run(closed, values), shifts)
-    back = jax.vmap(lambda cotangent: pull(cotangent)[0])
-    cotangents = jnp.moveaxis(roots, 1, 0)
+    shifts = {name: jnp.zeros(use.out.shape, use.out.dtype) for name, use in walk.uses.items()}
+    _, pull = jax.vjp(lambda given: _Walk(entries, given).run(closed, values), shifts)
     found: Jacobians = {}
-    for name, grads in back(cotangents).items():
-        use = single[name]
+    for name, grads in jax.vmap(lambda cotangent: pull(cotangent)[0])(jnp.moveaxis(roots, 1, 0)).items():
+        use = walk.uses[name]
         found[name] = Outer(use.inputs, use.grads(grads), use.slope, use.layout, known)
-
-    signs = jnp.where(jax.random.bernoulli(jax.random.key(7), shape=(rows,)), 1.0, -1.0)
-    mixed = jnp.einsum("bde,d->be", roots, jax.random.normal(jax.random.key(8), (directions,)))
-    pair = back(jnp.stack([mixed, mixed * signs[:, None]]))
-    error = jnp.zeros(())
-    for name, both in pair.items():
-        one, signed = (single[name].grads(part[None]) for part in both)
-        distance = jnp.max(jnp.abs(one * signs[:, None, None, None] - signed), initial=0.0)
-        error = jnp.maximum(error, distance / (jnp.max(jnp.abs(one), initial=0.0) + jnp.finfo(one.dtype).tiny))
-    others = {name: value for name, value in values.items() if name not in single}
-    return found | _dense(lambda given: outputs({**values, **given}), others, roots), error
+    others = {name: value for name, value in values.items() if name not in found}
+    return found | _dense(lambda given: outputs({**values, **given}), others, roots)
 
 
 def _dense(outputs: Callable, values: Mapping[str, jax.Array], roots: jax.Array) -> Jacobians:

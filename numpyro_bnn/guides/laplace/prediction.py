@@ -14,6 +14,8 @@ from numpyro_bnn.guides.laplace import likelihoods
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
 
+NODES = 64  # of an integral over a log scale, log rate or logit; four times as many for several log scales
+
 
 class LaplacePredictive(NamedTuple):
     """Prediction of one observed site.
@@ -40,8 +42,69 @@ def log_density(guide: Any, problem: Problem, params: Mapping[str, Any], call: C
         raise argument_error(f"{CALL}.log_predictive_density", "args", "no targets", "Pass the targets as well.")
     value = jnp.broadcast_to(site["value"], site["fn"].shape())
     value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(seen.weight.shape)
-    density = _averaged(seen.kind, *outputs_by_name(seen, problem.observed[name][1], cov), value)
+    used = problem.observed[name][1]
+    if seen.kind == "normal":
+        cov, fixed = _of_both_outputs(cov, used, value.shape[1]), "log_scale" not in used
+        return gaussian_log_density(seen.outputs, cov, value, seen.weight > 0, fixed)
+    density = _averaged(seen.kind, *outputs_by_name(seen, used, cov), value)
     return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
+
+
+def _of_both_outputs(cov: jax.Array, used: tuple[str, ...], size: int) -> jax.Array:
+    """(B, 2 M, 2 M) of loc and log scale, one of which may be known."""
+    before, after = (0 if "loc" in used else size), (0 if "log_scale" in used else size)
+    return jnp.pad(cov, [(0, 0), (before, after), (before, after)])
+
+
+def gaussian_log_density(
+    f: Mapping[str, jax.Array], cov: jax.Array, value: jax.Array, known: jax.Array | bool = True, fixed: bool = False
+) -> jax.Array:
+    """(B,) log density of rows (B, M) whose locs and log scales are jointly Gaussian, all elements together.
+
+    :param f: means ``loc`` and ``log_scale`` (B, M).
+    :param cov: (B, 2 M, 2 M) of both.
+    :param known: (B, M) elements that no mask leaves out.
+    :param fixed: whether the log scales are known.
+    """
+    means, cov, weights = given_log_scales(f, cov, fixed)
+    known = jnp.broadcast_to(known, value.shape)
+    pairs = known[:, :, None] & known[:, None]
+    cov = jnp.where(pairs, cov, jnp.eye(value.shape[1]))
+    away = jnp.where(known, value - means, 0.0)
+    density = dist.MultivariateNormal(covariance_matrix=cov).log_prob(away)
+    unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~known, axis=1)
+    return logsumexp(density, axis=0, b=weights[:, None]) + unknown
+
+
+def given_log_scales(
+    f: Mapping[str, jax.Array], cov: jax.Array, fixed: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Observations (R, K) as a mixture of M Gaussians, each given the log scales: means, covariances, weights.
+
+    Nodes of the log scales are those of Gauss and Hermite for one target, and of a Sobol sequence for several.
+    """
+    from scipy.stats import norm, qmc
+
+    loc, log_scale = f["loc"], f["log_scale"]
+    size = loc.shape[1]
+    if fixed:
+        points, weights = np.zeros((1, size)), np.ones(1)
+    elif size == 1:
+        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+        points, weights = nodes[:, None], weights / weights.sum()
+    else:
+        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * NODES))
+        weights = np.full(len(points), 1 / len(points))
+    values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
+    values = jnp.maximum(values, 0.0)
+    root = vectors * jnp.sqrt(values)[:, None]
+    inverse = jnp.where(values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0)
+    gain = cov[:, :size, size:] @ vectors * inverse[:, None]
+    at = jnp.asarray(points, float)
+    means = loc + jnp.einsum("rke,me->mrk", gain, at)
+    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, at)))
+    left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
+    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
 
 
 def gaussian_outputs(
@@ -54,7 +117,7 @@ def gaussian_outputs(
         got = f"arguments without the site {missing[0]!r} of the run"
         raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
     seen = problem.observations(trace)[name]
-    jac, _ = problem.jacobians(v, index, call, name)
+    jac = problem.jacobians(v, index, call, name)
     fns: dict[str, Any] = dict(guide._normals(params))
     for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
         fns["*" if block.name == guide.prefix else next(iter(block.shapes))] = fn
@@ -123,17 +186,12 @@ def outputs_by_name(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[d
 
 def _averaged(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:
     """log of the likelihood averaged over Gaussian outputs."""
-    points, weights = np.polynomial.hermite_e.hermegauss(64)
+    points, weights = np.polynomial.hermite_e.hermegauss(NODES)
     log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
     nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
     if kind == "categorical":
         shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
         return likelihoods.log_density(kind, {"logits": shrunk}, value)
-    if kind == "normal":
-        log_scale = f["log_scale"] + jnp.sqrt(v["log_scale"]) * nodes
-        scale = jnp.sqrt(v["loc"] + jnp.exp(2 * log_scale))
-        densities = dist.Normal(f["loc"], scale).log_prob(value)
-    else:
-        name = "log_rate" if kind == "poisson" else "logits"
-        densities = likelihoods.log_density(kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value)
+    name = "log_rate" if kind == "poisson" else "logits"
+    densities = likelihoods.log_density(kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value)
     return logsumexp(densities + log_weights, axis=0)

@@ -12,12 +12,15 @@ import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from numpyro_bnn._axes import Axis
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unwrapped
 from numpyro_bnn.guides.auto_blocks import is_identity
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import CALL, Observation, Site, kind_of, natural, observation
 from numpyro_bnn.guides.scale_conditioning import Scaled
+from numpyro_bnn.networks import record_statistics, use_statistics
+from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.reading import Reading
 
@@ -55,6 +58,8 @@ class Problem:
     :param plates: size and batch size of the subsampled plate.
     :param sites: the sites of the Gaussian; all others are held.
     :param held: values of the model's own parameters.
+    :param normalizes: whether the model has batch normalizations.
+    :param training: their statistics are those of this call; by default of the rows themselves.
     """
 
     model: Callable
@@ -68,7 +73,8 @@ class Problem:
     plates: Mapping[str, Any]
     sites: Sequence[str]
     held: dict[str, Any] = field(default_factory=dict)
-    capture: bool = True
+    normalizes: bool = False
+    training: Call | None = None
     programs: dict[str, Callable] = field(default_factory=dict)
 
     def prepared(self, key: str, fn: Callable, call: Call) -> Callable:
@@ -79,7 +85,7 @@ class Problem:
 
     def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
         """Constrained values of all latent sites."""
-        program = self.prior_program(call) if self.scaled else None
+        program = self.prior_program(self.training or call) if self.scaled else None
         known: Values = {}
         for name, transform in self.transforms.items():
             if name in self.scaled:
@@ -91,7 +97,7 @@ class Problem:
 
     def coordinates(self, values: Mapping[str, jax.Array], call: Call) -> Values:
         """The inverse of :meth:`values`."""
-        moments = self.prior_program(call)(values) if self.scaled else {}
+        moments = self.prior_program(self.training or call)(values) if self.scaled else {}
         found = {}
         for name, transform in self.transforms.items():
             value = transform.inv(jnp.asarray(values[name], float))
@@ -101,25 +107,35 @@ class Problem:
     def trace(self, v: Mapping[str, jax.Array], index: jax.Array | None, call: Call) -> dict[str, Site]:
         """The trace of the model on some rows."""
         data = {**self.held, **self.values(v, call)}
-        seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
-        with handlers.block():
+
+        def run(index: jax.Array | None, call: Call) -> dict[str, Site]:
+            seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
             return handlers.trace(handlers.substitute(seeded, data=data)).get_trace(*call[0], **call[1])
+
+        with handlers.block():
+            if self.training is None:
+                return run(index, call)
+            with record_statistics() as recorded:
+                run(None, self.training)
+            with use_statistics(recorded.calls):
+                return run(index, call)
 
     def observations(self, trace: Mapping[str, Site]) -> dict[str, Observation]:
         """The observed sites; for prediction their values may have been drawn."""
         return {name: observation(trace[name], axis) for name, (axis, _) in self.observed.items()}
 
-    def jacobians(self, v: Values, index: Any, call: Call, only: str | None = None) -> tuple[Jacobians, jax.Array]:
+    def jacobians(self, v: Values, index: Any, call: Call, only: str | None = None) -> Jacobians:
         """Jacobians of the outputs, times the root of their Fisher information, or the plain ones of a site."""
         flat, here, names = self._flat_outputs(v, index, call, only)
         if only:
             rows, width = jax.eval_shape(flat, here).shape
             roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
-            return jacobians(flat, here, roots, jnp.ones(rows), self.capture)
+            return jacobians(flat, here, roots, jnp.ones(rows))
         found = self.observations(self.trace(v, index, call))
-        known = jnp.any(jnp.concatenate([found[name].weight for name in names], axis=1) > 0, axis=1)
+        weights = _of_one_length([found[name].weight for name in names])
+        known = jnp.any(jnp.concatenate(weights, axis=1) > 0, axis=1)
         roots = self._roots(found, names)
-        return jacobians(flat, here, roots, known.astype(roots.dtype), self.capture)
+        return jacobians(flat, here, roots, known.astype(roots.dtype))
 
     def _flat_outputs(
         self, v: Values, index: Any, call: Call, only: str | None = None
@@ -129,14 +145,15 @@ class Problem:
 
         def flat(given: Mapping[str, jax.Array]) -> jax.Array:
             found = self.observations(self.trace({**v, **given}, index, call))
-            return jnp.concatenate([found[name].flat(self.observed[name][1]) for name in names], axis=1)
+            parts = [found[name].flat(self.observed[name][1]) for name in names]
+            return jnp.concatenate(_of_one_length(parts), axis=1)
 
         return flat, {name: v[name] for name in self.sites}, names
 
     def _roots(self, found: Mapping[str, Observation], names: Sequence[str]) -> jax.Array:
         """(B, D, E) roots of the Fisher information of the rows."""
         parts = [found[name].roots(self.observed[name][1]) for name in names]
-        return jax.vmap(jax.scipy.linalg.block_diag)(*parts)
+        return jax.vmap(jax.scipy.linalg.block_diag)(*_of_one_length(parts))
 
     def bend(self, v: Values, step: Values, index: Any, call: Call) -> Values:
         """Sum over rows of J^T F f'', with f'' the second derivative of the outputs along a step, by site."""
@@ -223,7 +240,7 @@ class Problem:
         def summed(function: Callable, *extra: Any) -> Any:
             def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
                 v, index, extra = given
-                return function(self.jacobians(v, index, (args, kwargs))[0], *extra)
+                return function(self.jacobians(v, index, (args, kwargs)), *extra)
 
             program, total = self.prepared(f"sweep {function.__qualname__}", part, call), None
             for index in self.chunks():
@@ -245,9 +262,15 @@ class Problem:
         return jax.tree.map(lambda *leaves: sum(leaves), *parts)
 
 
+def _of_one_length(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Rows of several observed sites side by side: a site with fewer rows gets empty ones."""
+    number = max(len(part) for part in parts)
+    return [jnp.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)]) for part in parts]
+
+
 def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     """Read the model of a guide; errors name the site that cannot be approximated."""
-    with handlers.block():
+    with handlers.block(), record_statistics() as recorded:
         reading = Reading(guide.model, *call, full=False)
     latent, trace, scaled = reading.latent, reading.sites, guide._scaled
     parents = reading.depends(lambda found: {name: found[name]["fn"] for name in latent})
@@ -268,9 +291,12 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
         others.append(name)
     observed = {n: s for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]}
     plates = reading.plates
-    found = _outputs(reading, observed, {*sites, *(n for n in scaled if scaled[n] & set(sites))}, plates)
+    moving = {*sites, *(name for name in scaled if scaled[name] & set(sites))}
+    found = _outputs(reading, observed, moving, plates, guide.structure == "kron")
     prior, names = guide._prior_program, list(observed)
-    return Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
+    problem = Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
+    problem.normalizes = any(recorded.calls)
+    return problem
 
 
 def check_sites(model: Callable, call: Call) -> None:
@@ -294,7 +320,9 @@ def check_sites(model: Callable, call: Call) -> None:
             raise argument_error(CALL, "model", got, "Use a Normal or StudentT prior.")
 
 
-def _outputs(reading: Reading, observed: Mapping[str, Site], sites: set[str], plates: Mapping) -> dict[str, tuple]:
+def _outputs(
+    reading: Reading, observed: Mapping[str, Site], sites: set[str], plates: Mapping, by_products: bool
+) -> dict[str, tuple]:
     """The axis of rows and the outputs that depend on the weights, of each observed site."""
 
     def parts(trace: Mapping[str, Site]) -> dict[Any, Any]:
@@ -305,25 +333,54 @@ def _outputs(reading: Reading, observed: Mapping[str, Site], sites: set[str], pl
     for name in known:
         kind_of(observed[name])
     used = {key: found & sites for key, found in reading.depends(parts).items()}
+    data = axes_of_data(reading, parts)
     found = {}
     for name, site in observed.items():
         if is_factor(site["fn"]) and not depends[name]:
             continue
-        frames = [frame for frame in site["cond_indep_stack"] if frame.name in plates]
-        if plates and not frames:
+        if plates and not any(frame.name in plates for frame in site["cond_indep_stack"]):
             got = f"the observed site {name!r} outside of the subsampled plate"
             raise argument_error(CALL, "model", got, "Run it on all rows, without a minibatch.")
-        frames = frames or list(site["cond_indep_stack"])
-        shape, event = site["fn"].batch_shape, site["fn"].event_dim
-        axis = len(shape) + frames[0].dim if frames and len(shape) >= -frames[0].dim else None
-        if axis is None and site["fn"].shape() and not (event and not _elementwise(site)):
-            axis = 0
         if name in known:
+            arrived = {key[1]: labels for key, labels in data.items() if key[0] == name}
+            axis = _row_axis(site, plates, arrived)
+            _check_rows(arrived, axis, plates, by_products)
             found[name] = axis, tuple(part for n, part in used if n == name and used[n, part])
     if not any(names for _, names in found.values()):
         got = "data that depend on none of the sites of the guide" if observed else "a model without observed sites"
         raise argument_error(CALL, "sites", got, "Pass the targets (`y`), and sites that the data depend on.")
     return found
+
+
+def _row_axis(site: Site, plates: Mapping[str, Any], arrived: Mapping[str, Mapping[Axis, int | None]]) -> int | None:
+    """The axis of the subsampled plate; else of the outermost plate, or first axis, along which the data lie.
+
+    :param arrived: by output of the site, where axes of data lie in it.
+    """
+    along = {at: axis.source for labels in arrived.values() for axis, at in labels.items() if at is not None}
+    rank = len(site["fn"].batch_shape)
+    outermost = [frame for frame in reversed(site["cond_indep_stack"]) if rank >= -frame.dim]
+    for frame in outermost:
+        if frame.name in plates or (not plates and along.get(rank + frame.dim) == frame.name):
+            return rank + frame.dim
+    places = [rank + frame.dim for frame in outermost]
+    if not places and not (site["fn"].event_dim and not _elementwise(site)):
+        places = list(range(len(site["fn"].shape())))
+    return next((axis for axis in places if axis in along), places[0] if places else None)
+
+
+def _check_rows(
+    arrived: Mapping[str, Mapping[Axis, int | None]], axis: int | None, plates: Mapping[str, Any], by_products: bool
+) -> None:
+    """Refuse rows that influence one another where they are taken apart: in minibatches, and as products."""
+    labels = [(label, at) for of_part in arrived.values() for label, at in of_part.items()]
+    mixed = any(label.source in plates and at != axis for label, at in labels)
+    if by_products and labels and not plates and axis is not None:
+        mixed = all(at != axis for _, at in labels)
+    if mixed:
+        got = "a model in which one row changes the outputs of others, such as one with batch normalization"
+        instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
+        raise argument_error(CALL, "model", got, instead)
 
 
 def _elementwise(site: Site) -> bool:

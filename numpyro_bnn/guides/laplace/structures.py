@@ -26,11 +26,13 @@ class Gaussian(NamedTuple):
     :param params: parameters of the guide, by ``(site or "*", field)``.
     :param variance: (P_s,) marginal variances by site.
     :param log_det: log determinant of the precision.
+    :param lost: by how much rounding of a number grows in a variance: largest relative error over that of a number.
     """
 
     params: dict[tuple[str, str], jax.Array]
     variance: dict[str, jax.Array]
     log_det: jax.Array
+    lost: Any = 1.0
 
 
 class AffineNormal(dist.Distribution):
@@ -188,13 +190,26 @@ class Full:
 
         return sweep(squares)
 
+    def product(self, sweep: Sweep, vectors: jax.Array, scale: jax.Array) -> jax.Array:
+        """(P, K) J^T J between two scales (P,), times vectors (P, K)."""
+
+        def products(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
+            parts = split((vectors * scale[:, None]).T, self.sizes)
+            forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
+            back = [jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes]
+            return scale[:, None] * jnp.concatenate(back)
+
+        return sweep(products, vectors, scale)
+
     def gaussian(self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
         """:param coupling: (P, P) what the precision of the prior has besides its diagonal."""
         precision = sums + jnp.diag(jnp.concatenate([prior[name] for name in self.sizes]))
         precision = precision if coupling is None else precision + coupling
         tril = cholesky_of_inverse(precision)
-        variance = split(jnp.sum(tril**2, axis=1), self.sizes)
-        return Gaussian({("*", "scale_tril"): tril}, variance, -2 * jnp.sum(jnp.log(jnp.diag(tril))))
+        variance = jnp.sum(tril**2, axis=1)
+        log_det = -2 * jnp.sum(jnp.log(jnp.diag(tril)))
+        lost = jnp.max(jnp.diag(precision) * variance)
+        return Gaussian({("*", "scale_tril"): tril}, split(variance, self.sizes), log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         """(B, D, P) J M, with M M^T the covariance."""
@@ -278,33 +293,42 @@ class Kron(Diagonal):
 
     def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
         rest = Diagonal({name: size for name, size in self.sizes.items() if name not in self.layouts})
-        params, variance, log_det = rest.gaussian(sums, prior)
+        params, variance, log_det, lost = rest.gaussian(sums, prior)
         for name, layout in self.layouts.items():
             a, left, b, right, _ = sums[name]
             precision = jnp.maximum(a, 0.0)[:, None] * jnp.maximum(b, 0.0) + prior[name][0]
             params |= {(name, "left"): left, (name, "right"): right, (name, "scale"): precision**-0.5}
             variance[name] = from_matrix(left**2 @ (1 / precision) @ (right**2).T, layout)
             log_det = log_det + jnp.sum(jnp.log(precision))
-        return Gaussian(params, variance, log_det)
+            lost = jnp.maximum(lost, jnp.max(precision) / jnp.min(precision))
+        return Gaussian(params, variance, log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         parts = []
         for name in self.sizes:
             dense = jac[name].dense()
             if name in self.layouts:
-                fn, layout = fns[name], self.layouts[name]
-                rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
-                parts.append(from_matrix(rotated, layout))
+                parts.append(self._half(name, dense, fns[name]))
             else:
                 parts.append(dense * jnp.ravel(fns[name].scale))
         return jnp.concatenate(parts, axis=2)
+
+    def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
+        """(B, D, P) the Jacobian of a matrix times the root of its covariance."""
+        layout = self.layouts[name]
+        rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
+        return from_matrix(rotated, layout)
 
     def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         total: Any = 0.0
         for name in self.sizes:
             part = jac[name]
-            if name not in self.layouts or not isinstance(part, Outer):
+            if name not in self.layouts:
                 total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
+                continue
+            if not isinstance(part, Outer):  # these rows influence one another, other than those of the run
+                half = self._half(name, part.dense(), fns[name])
+                total = total + jnp.einsum("bdp,bep->bde", half, half)
                 continue
             fn, (inputs, grads) = fns[name], _products(part)[2]
             ones = jnp.ones(part.layout.size)
@@ -335,17 +359,10 @@ class LowRank(Full):
         scale = jnp.concatenate([prior[name] for name in self.sizes]) ** -0.5
         rank = min(self.rank, scale.size)
         width = min(rank + OVERSAMPLING, scale.size)
-
-        def product(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
-            parts = split((vectors * scale[:, None]).T, self.sizes)
-            forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
-            back = [jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes]
-            return scale[:, None] * jnp.concatenate(back)
-
         basis = jnp.linalg.qr(random.normal(random.key(0), (scale.size, width)))[0]
         for _ in range(ITERATIONS if width < scale.size else 0):
-            basis = jnp.linalg.qr(sweep(product, basis, scale))[0]
-        values, turn = jnp.linalg.eigh(basis.T @ sweep(product, basis, scale))
+            basis = jnp.linalg.qr(self.product(sweep, basis, scale))[0]
+        values, turn = jnp.linalg.eigh(basis.T @ self.product(sweep, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
         columns = vectors * jnp.sqrt(values) / scale[:, None]
         diagonal = Diagonal.measure(self, sweep, prior)  # type: ignore[arg-type]
@@ -360,7 +377,8 @@ class LowRank(Full):
         params = {("*", "scale"): scale, ("*", "basis"): basis, ("*", "shrink"): shrink}
         fn = LowRankNormal(jnp.zeros_like(scale), scale, basis, shrink)
         log_det = jnp.sum(jnp.log1p(singular**2)) - 2 * jnp.sum(jnp.log(scale))
-        return Gaussian(params, split(fn.variance, self.sizes), log_det)
+        lost = jnp.max(1 + jnp.sum((scale[:, None] * columns) ** 2, axis=1))  # what is left of a difference
+        return Gaussian(params, split(fn.variance, self.sizes), log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         fn = fns["*"]

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
-from numpyro_bnn.guides.laplace.fitting import MIXED, Precision, Search, finite, gaussian_at, measured, newton
+from numpyro_bnn.guides.laplace.fitting import Precision, Search, distance, finite, gaussian_at, measured, newton
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
@@ -22,6 +22,8 @@ from numpyro_bnn.program.compiled import run
 SAME = 1e-3  # change of a log precision below which tuning ends
 FEW_STEPS, NEWTON_STEPS = 2, 1000  # of Newton: in a round of tuning, and at most at the end
 LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
+INEXACT = 0.1  # relative error of a variance by rounding above which a run warns
+FLOAT64 = 1e-12  # the rounding of float32 is above
 CLOSE = 0.1  # distance from the mode, in posterior standard deviations, below which a run has converged
 
 
@@ -34,7 +36,8 @@ class LaplaceResult(NamedTuple):
     :param prior_precision: by site with a fixed Normal prior, the factor on its precision (1 without ``tune_prior``).
     :param effective_parameters: how many unknowns the data determine, sum_j (1 - prior precision_j * variance_j).
     :param grad_norm: norm of the gradient of -log p(D, v) at the end.
-    :param distance: estimated distance from the mode, the root mean square of gradient * sd.
+    :param distance: estimated distance from the mode in posterior sds, sqrt(g^T H^-1 g / P) with the gradient g, and
+        the whole Gauss-Newton precision H of the P unknowns, whatever the structure.
     :param converged: whether the distance is below 0.1; a run that did not converge also warns.
     """
 
@@ -78,7 +81,6 @@ def tuned(
         bar = progress_bar and dense and num_steps > FEW_STEPS
         return newton(guide, problem, call, v, found, (precision, spread), num_steps if dense else 0, bar)
 
-    _check_rows(guide, problem, v, call)
     highest, since = -np.inf, 0
     best: Any = None
     for _ in range(num_rounds if tune else 1):
@@ -118,15 +120,22 @@ def _result(guide: Any, problem: Problem, call: Call, at: tuple, losses: list[fl
     grads = problem.total("gradient", jax.grad(problem.log_likelihood), v, call, spread)
     of_prior = run(lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)), (v, precision), *call)
     grads = jax.tree.map(jnp.add, grads, of_prior)
-    units = jnp.concatenate([jnp.ravel(grads[n]) * jnp.sqrt(gaussian.variance[n]) for n in problem.sites])
-    distance = float(jnp.sqrt(jnp.mean(units**2)))
-    if not distance < CLOSE:
-        message = f"{CALL}.run: {distance:.2g} posterior sds from the mode on average. Run more epochs."
+    flat = np.concatenate([np.ravel(grads[n]) for n in guide._structure.sizes]).astype(np.float64)
+    away = distance(guide, problem, call, v, found, precision, flat)
+    eps = float(jnp.finfo(jnp.result_type(float)).eps)
+    if not away < CLOSE:
+        message = f"{CALL}.run: {away:.2g} posterior sds from the mode on average. Run more epochs"
+        message += ", or in float64 (`jax_enable_x64`)." if eps > FLOAT64 else "."
+        warnings.warn(message, stacklevel=outside())
+    elif eps * float(gaussian.lost) > INEXACT:
+        error = min(1.0, eps * float(gaussian.lost))
+        message = f"{CALL}.run: rounding changes variances by up to about {error:.0%}: the precision of some"
+        message += " directions is so much smaller than that of others. Use float64 (`jax_enable_x64`)."
         warnings.warn(message, stacklevel=outside())
     prior = {**problem.prior_precision(v, precision), **found.curvature}
     effective = sum(jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites)
     evidence = finite(float(_evidence(guide, problem, call)((found, v, precision))))
-    guide._problem = replace(problem, programs={})
+    guide._problem = replace(problem, programs={}, training=call if problem.normalizes else None)
     return LaplaceResult(
         params={**guide._to_params(v, gaussian), **problem.held},
         losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
@@ -134,8 +143,8 @@ def _result(guide: Any, problem: Problem, call: Call, at: tuple, losses: list[fl
         prior_precision={name: float(value) for name, value in precision.items()},
         effective_parameters=float(effective),
         grad_norm=float(jnp.linalg.norm(ravel_pytree(grads)[0])),
-        distance=distance,
-        converged=distance < CLOSE,
+        distance=away,
+        converged=away < CLOSE,
     )
 
 
@@ -213,17 +222,3 @@ def log_evidence(
     unknowns = sum(v[name].size for name in problem.sites)
     prior = problem.log_prior(v, precision, call, problem.sites)
     return found.log_likelihood + prior + 0.5 * unknowns * jnp.log(2 * jnp.pi) - 0.5 * gaussian.log_det
-
-
-def _check_rows(guide: Any, problem: Problem, v: Values, call: Call) -> None:
-    """Rows that influence one another: no products of inputs and gradients, and none of minibatches."""
-
-    def mixing(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        return problem.jacobians(v, problem.few(), (args, kwargs))[1]
-
-    if run(mixing, v, *call) > MIXED:
-        problem.capture = False
-        if guide.structure == "kron" or problem.plates:
-            got = "a model in which one row changes the outputs of others, such as one with batch normalization"
-            instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
-            raise argument_error(CALL, "model", got, instead)

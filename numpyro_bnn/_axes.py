@@ -1,23 +1,29 @@
-"""Labels that record along which axis of a value the random numbers of each row lie, and how primitives move them."""
+"""Where the axes of values go in a program: each primitive moves labels of axes, or mixes what they number.
+
+A label numbers the elements of an axis, for example the rows of the data. Its place in a later value says which of
+its numbers each element depends on; it is ``SUMMED`` where one element depends on several.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from numpyro_bnn.guides.elbo.weight_uses import dot_axes
-from numpyro_bnn.moments.elementwise import ELEMENTWISE
-from numpyro_bnn.moments.interpret import Equation
+from numpyro_bnn._jaxprs import ELEMENTWISE, called
+
+Equation: TypeAlias = Any  # of a jaxpr
+RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
-class Label(NamedTuple):
-    """One numbering of the random numbers of a site: a piece of an axis of the output where the site enters."""
+class Axis(NamedTuple):
+    """The label of a whole axis of an input, or of a value inside a program."""
 
-    site: str
+    source: str
     axis: int
-    piece: int
+    size: int
 
 
 class Place(NamedTuple):
@@ -31,8 +37,104 @@ class Place(NamedTuple):
 SUMMED = None
 
 
-class Rows(dict[Label, Place | None]):
-    """A value that depends on random numbers: the place of each label."""
+class Rows(dict[Any, Place | None]):
+    """A value that depends on numbered elements: the place of each label."""
+
+
+def follow_axes(
+    jaxpr: Any, inputs: Sequence[Any], enter: Callable[[Equation, Sequence[Any]], Any] | None = None
+) -> list[Any]:
+    """The places of labels in the outputs of a program, from those in its inputs; nothing is computed.
+
+    :param inputs: :class:`Rows` for each input, or other marks that only ``enter`` understands.
+    :param enter: from an equation one of whose operands has such a mark, and its operands, to its output.
+    :return: for each output; a label with the value ``SUMMED`` arrives, but not element by element.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(lambda x, w: (x @ w, x.sum(0)))(jnp.ones((3, 2)), jnp.ones((2, 2))).jaxpr
+    >>> rows = Axis("x", 0, 3)
+    >>> [found[rows] for found in follow_axes(program, [Rows({rows: Place(0, 1)}), Rows()])]
+    [Place(axis=0, inner=1), None]
+    """
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(variables: Sequence[Any]) -> list[Any]:
+        return [Rows() if isinstance(var, Literal) else known.get(var, Rows()) for var in variables]
+
+    for equation in jaxpr.eqns:
+        operands, name = read(equation.invars), equation.primitive.name
+        inner = called(equation)
+        if not any(operands):
+            continue
+        if inner is not None:
+            outputs = follow_axes(inner, operands, enter)
+        elif name in ("scan", "cond"):
+            if not all(isinstance(operand, Rows) for operand in operands) and enter is not None:
+                enter(equation, operands)
+            rows = [operand if isinstance(operand, Rows) else Rows() for operand in operands]
+            outputs = (_scanned if name == "scan" else _chosen)(equation, rows, enter)
+        elif all(isinstance(operand, Rows) for operand in operands):
+            outputs = [moved(equation, operands)] * len(equation.outvars)
+        else:
+            assert enter is not None
+            outputs = [enter(equation, operands)] * len(equation.outvars)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return read(jaxpr.outvars)
+
+
+def moved(equation: Equation, operands: Sequence[Rows]) -> Rows:
+    """Where the labels of all operands lie in the output of a primitive."""
+    move, _ = rule_of(equation, {})
+    found = Rows()
+    for operand, rows in enumerate(operands):
+        for label, place in rows.items():
+            if place is not SUMMED and equation.primitive.name in RESHAPES:
+                shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+                place = reshaped(place, label.size, *shapes)[0]
+            elif place is not SUMMED:
+                place = SUMMED if move is None else move(equation, operand, place)
+            _merge(found, {label: place})
+    return found
+
+
+def _merge(found: Rows, rows: Mapping[Any, Place | None]) -> None:
+    """Add labels to those of a value; one that lies at two places is mixed."""
+    for label, place in rows.items():
+        found[label] = place if found.get(label, place) == place else SUMMED
+
+
+def _chosen(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
+    """The outputs of ``cond``; a predicate is a scalar, so that labels in it are those of all elements."""
+    results = [Rows(dict.fromkeys(operands[0], SUMMED)) for _ in equation.outvars]
+    for branch in equation.params["branches"]:
+        for found, rows in zip(results, follow_axes(branch.jaxpr, operands[1:], enter), strict=True):
+            _merge(found, rows)
+    return results
+
+
+def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
+    """The outputs of ``scan``: carried labels are followed until they no longer change."""
+    constants, carried = equation.params["num_consts"], equation.params["num_carry"]
+
+    def shifted(rows: Rows, by: int) -> Rows:
+        """By the axis that is scanned, whose own labels are mixed."""
+        found = Rows(rows)
+        for label, place in rows.items():
+            if place is not SUMMED:
+                axis = place.axis + by
+                found[label] = SUMMED if axis < 0 else place._replace(axis=axis)
+        return found
+
+    start = [Rows(rows) for rows in operands[constants : constants + carried]]
+    slices = [shifted(rows, -1) for rows in operands[constants + carried :]]
+    while True:
+        inputs = [*operands[:constants], *(Rows(rows) for rows in start), *slices]
+        outputs = follow_axes(equation.params["jaxpr"].jaxpr, inputs, enter)
+        before = [Rows(rows) for rows in start]
+        for found, rows in zip(start, outputs[:carried], strict=True):
+            _merge(found, rows)
+        if start == before:
+            return [*start, *(shifted(rows, 1) for rows in outputs[carried:])]
 
 
 Move = Callable[[Equation, int, Place], Place | None]  # of a place in an operand to the place in the output
@@ -44,10 +146,11 @@ def rule_of(equation: Equation, counting: Mapping[int, int]) -> tuple[Move | Non
 
     ``counting`` has the columns of an index that count 0, 1, 2, ..., and the axis along which they count.
     """
-    move, linear = RULES.get(equation.name, (None, "in none"))
-    if equation.name == "gather":
+    name = equation.primitive.name
+    move, linear = RULES.get(name, (None, "in none"))
+    if name == "gather":
         move = partial(_gathered, counting=counting)
-    if equation.name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
+    if name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
         linear = "in all"
     return move, LINEAR[linear]
 
@@ -89,6 +192,16 @@ def _unless_along(name: str) -> Move:
     return _unless(lambda equation: [equation.params[name]])
 
 
+def dot_axes(equation: Equation, other: int) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Output axes that come from the free axes of an operand, and its other axes."""
+    contracted, batch = equation.params["dimension_numbers"]
+    ranks = [len(var.aval.shape) for var in equation.invars]
+    inputs = (*batch[other], *contracted[other])
+    free = [axis for axis in range(ranks[other]) if axis not in inputs]
+    first = len(batch[0]) if other == 0 else ranks[0] - len(contracted[0])
+    return {first + n: axis for n, axis in enumerate(free)}, inputs
+
+
 def _dot(equation: Equation, operand: int, place: Place) -> Place | None:
     contracted, batch = equation.params["dimension_numbers"]
     if place.axis in batch[operand]:
@@ -116,11 +229,11 @@ def _window(equation: Equation, operand: int, place: Place) -> Place | None:
 
 def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[int, int]) -> Place | None:
     numbers, axis = equation.params["dimension_numbers"], place.axis
-    shape, index_shape = (var.aval.shape for var in equation.jaxpr_equation.invars)
-    if operand == 1:
-        return SUMMED
+    shape, index_shape = (var.aval.shape for var in equation.invars)
     # Axes of the output that come from those of the index, in order.
-    looked_up = [a for a in range(len(equation.outputs[0].shape)) if a not in numbers.offset_dims]
+    looked_up = [a for a in range(len(equation.outvars[0].aval.shape)) if a not in numbers.offset_dims]
+    if operand == 1:  # each element of the output is looked up by one row of the index
+        return place._replace(axis=looked_up[axis]) if axis < len(looked_up) else SUMMED
     if axis in numbers.operand_batching_dims:
         index = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
         return place._replace(axis=looked_up[index])
@@ -135,7 +248,7 @@ def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[
 
 
 def _sliced(equation: Equation) -> Iterable[int]:
-    before, after = equation.jaxpr_equation.invars[0].aval.shape, equation.outputs[0].shape
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     strides = equation.params.get("strides") or [1] * len(before)
     return [a for a in range(len(before)) if before[a] != after[a] or strides[a] != 1]
 
@@ -172,7 +285,7 @@ RULES |= {
     "select_n": (STAY, "in cases"),
     "mul": (STAY, "in each"),
 }
-_LINEAR = "add sub neg add_any copy stop_gradient reduce_precision real imag"
+_LINEAR = "add sub neg add_any copy name stop_gradient reduce_precision real imag"
 RULES |= dict.fromkeys(_LINEAR.split(), (STAY, "in all"))
 _REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 RULES |= dict.fromkeys(_REDUCTIONS.split(), (_reduce, "in none"))

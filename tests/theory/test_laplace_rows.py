@@ -1,0 +1,209 @@
+"""AutoLaplace knows its rows by the program of the model: linear models whose axes have equal lengths, in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import stats
+
+from numpyro_bnn import guides, nn, random_network
+
+pytestmark = pytest.mark.usefixtures("x64")
+NOISE = 0.5
+RANDOM = 3  # seed of all data
+
+
+def exact(design, targets):
+    """Mean, covariance, and log evidence of weights N(0, I) by rows (N, P) with noise of a known sd."""
+    covariance = np.linalg.inv(design.T @ design / NOISE**2 + np.eye(design.shape[1]))
+    marginal = design @ design.T + NOISE**2 * np.eye(len(design))
+    evidence = stats.multivariate_normal(np.zeros(len(design)), marginal).logpdf(targets)
+    return covariance @ design.T @ targets / NOISE**2, covariance, evidence
+
+
+def run(model, structure, args, mode, **settings):
+    guide = guides.AutoLaplace(model, structure)
+    options = {"num_epochs": 0, "init_params": mode, "progress_bar": False, **settings}
+    return guide, guide.run(jax.random.key(0), *args, **options)
+
+
+def weights(name, *shape):
+    return numpyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event())
+
+
+# -- time axes -----------------------------------------------------------------------------------------
+
+OUT = np.array([1.0, -0.5, 2.0])
+
+
+def time_major(x, y=None, batch_size=None):
+    """Sums over time of a dense layer whose inputs are (T, N, 2), as recurrent layers take them."""
+    w = weights("w", 2, 3)
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        hidden = jnp.swapaxes(x[i], 0, 1) @ w
+        mean = jnp.tensordot(1.0 + jnp.arange(x.shape[1]), hidden @ OUT, 1)
+        numpyro.sample("y", dist.Normal(mean, NOISE), obs=None if y is None else y[i])
+
+
+def design_of_time(x):
+    return np.einsum("t,nti,o->nio", 1.0 + np.arange(x.shape[1]), x, OUT).reshape(len(x), -1)
+
+
+def slow_but(fast, values):
+    return [pytest.param(value, marks=[] if value == fast else pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 2, 3, 4, 5, 6]))
+@pytest.mark.parametrize("length", slow_but(2, [2, 3, 4, 7]))
+def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
+    """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as times, and one by one."""
+    random = np.random.default_rng(RANDOM)
+    x, y, new = random.normal(size=(7, length, 2)), random.normal(size=7), random.normal(size=(length, length, 2))
+    mean, covariance, evidence = exact(design_of_time(x), y)
+    guide, fit = run(time_major, "full", (x, y, batch_size), {"w": mean.reshape(2, 3)})
+    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+    variance = np.diag(design_of_time(new) @ covariance @ design_of_time(new).T)
+    found = guide.predictive(fit.params, new)
+    np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-8)
+    np.testing.assert_allclose(guide.predictive(fit.params, new[:1]).output_variance["loc"], variance[:1], rtol=1e-8)
+
+
+@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 3]))
+def test_factors_of_time_major_layers(batch_size):
+    """Inputs of all rows and times, gradients of them all, as the definition of the factors says."""
+    random = np.random.default_rng(RANDOM)
+    x, y = random.normal(size=(7, 3, 2)), random.normal(size=7)
+    mean, _, _ = exact(design_of_time(x), y)
+    guide, fit = run(time_major, "kron", (x, y, batch_size), {"w": mean.reshape(2, 3)})
+    left = np.einsum("nti,ntj->ij", x, x)
+    right = np.outer(OUT, OUT) * np.mean((1.0 + np.arange(3)) ** 2) / NOISE**2
+    covariance = np.linalg.inv(np.kron(left, right) + np.eye(6))
+    variance = np.diag(design_of_time(x) @ covariance @ design_of_time(x).T)
+    np.testing.assert_allclose(guide.predictive(fit.params, x[:3]).output_variance["loc"], variance[:3], rtol=1e-8)
+
+
+def test_a_recurrent_layer_in_minibatches():
+    """Rows that are carried through a loop over time do not mix; the state before the last time is damped."""
+
+    def recurrent(x, y=None, batch_size=None):
+        w = weights("w", 2)
+        with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+            inputs = jnp.swapaxes(x[i], 0, 1) @ w
+            mean, _ = jax.lax.scan(lambda h, u: (0.5 * h + u, None), jnp.zeros(len(i)), inputs)
+            numpyro.sample("y", dist.Normal(mean, NOISE), obs=None if y is None else y[i])
+
+    random = np.random.default_rng(RANDOM)
+    x, y = random.normal(size=(6, 2, 2)), random.normal(size=6)
+    mean, _, evidence = exact(0.5 * x[:, 0] + x[:, 1], y)
+    _, fit = run(recurrent, "full", (x, y, 2), {"w": mean})
+    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+
+
+# -- plates --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["out", "data"])
+@pytest.mark.parametrize("structure", slow_but("kron", ["full", "kron"]))
+def test_the_plate_of_the_data_has_the_rows(structure, inner):
+    """Of plates in one another; the targets are independent, so that a Kronecker product is exact."""
+
+    def model(x, y=None):
+        w = weights("w", 2, 3)
+        plates = numpyro.plate("data", x.shape[0], dim=-2), numpyro.plate("out", 3, dim=-1)
+        first, second = plates if inner == "out" else plates[::-1]
+        with first, second:
+            numpyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
+
+    random = np.random.default_rng(RANDOM)
+    x, y = random.normal(size=(5, 2)), random.normal(size=(5, 3))
+    _, covariance, _ = exact(x, y[:, 0])
+    evidence = sum(exact(x, column)[2] for column in y.T)
+    w = np.stack([exact(x, column)[0] for column in y.T], axis=1)
+    guide, fit = run(model, structure, (x, y), {"w": w})
+    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+    found = guide.predictive(fit.params, x[:4])
+    variance = np.diag(x[:4] @ covariance @ x[:4].T)
+    np.testing.assert_allclose(found.mean, x[:4] @ w, rtol=1e-9)
+    np.testing.assert_allclose(found.output_variance["loc"], np.repeat(variance[:, None], 3, axis=1), rtol=1e-8)
+    density = stats.norm.logpdf(y[:4], x[:4] @ w, np.sqrt(variance + NOISE**2)[:, None]).sum(1)
+    np.testing.assert_allclose(guide.log_predictive_density(fit.params, x[:4], y[:4]), density, rtol=1e-8)
+
+
+def test_crossed_plates_and_sites_of_other_rows():
+    """Rows and columns of a table, as many as each other, and rows of another measurement of the same weights."""
+
+    def model(x, z, extra, y=None, more=None):
+        a, b = weights("a", 2), weights("b", 2)
+        with numpyro.plate("rows", 3, dim=-2), numpyro.plate("columns", 3, dim=-1):
+            numpyro.sample("y", dist.Normal((x @ a)[:, None] + z @ b, NOISE), obs=y)
+        with numpyro.plate("others", len(extra)):
+            numpyro.sample("more", dist.Normal(extra @ a, NOISE), obs=more)
+
+    random = np.random.default_rng(RANDOM)
+    x, z, extra = (random.normal(size=(n, 2)) for n in (3, 3, 4))
+    y, more = random.normal(size=(3, 3)), random.normal(size=4)
+    table = np.concatenate([np.repeat(x, 3, axis=0), np.tile(z, (3, 1))], axis=1)
+    design = np.concatenate([table, np.pad(extra, ((0, 0), (0, 2)))])
+    mean, covariance, evidence = exact(design, np.concatenate([y.ravel(), more]))
+    guide, fit = run(model, "full", (x, z, extra, y, more), {"a": mean[:2], "b": mean[2:]})
+    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+    found = guide.predictive(fit.params, x, z, extra, site="y").output_variance["loc"]
+    np.testing.assert_allclose(found, np.diag(table @ covariance @ table.T).reshape(3, 3), rtol=1e-8)
+
+
+def test_rows_that_influence_one_another_are_refused_in_every_chunk():
+    """Centered by the minibatch; chunks of three features by three rows hid it."""
+
+    def centered(x, y=None, batch_size=None):
+        w = weights("w", 3)
+        with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+            mean = (x[i] - x[i].mean(0)) @ w
+            numpyro.sample("y", dist.Normal(mean, NOISE), obs=None if y is None else y[i])
+
+    x, y = np.random.default_rng(RANDOM).normal(size=(7, 3)), np.zeros(7)
+    with pytest.raises(ValueError, match="one row changes the outputs of others"):
+        run(centered, "full", (x, y, 3), {"w": np.zeros(3)})
+    normalized = nn.Sequential([nn.Dense(3), nn.BatchNorm(), nn.Dense(1)])
+
+    def network(x, y=None):
+        net = random_network("net", normalized, (3,))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], NOISE), obs=y)
+
+    with pytest.raises(ValueError, match="one row changes the outputs of others"):
+        run(network, "kron", (x, y), {})
+
+
+def test_predictions_normalize_by_the_training_rows():
+    """One new row among others, or alone: mean and variance by the statistics of the rows of the run."""
+    first, last = nn.Dense(2, use_bias=False), nn.Dense(1, use_bias=False)
+    net = nn.Sequential([first, nn.BatchNorm(False, False), "tanh", last])
+
+    def model(x, y=None):
+        f = random_network("net", net, (2,), dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(f(x)[..., 0], NOISE), obs=y)
+
+    random = np.random.default_rng(RANDOM)
+    x, y, new = random.normal(size=(9, 2)), random.normal(size=9), random.normal(size=(3, 2))
+    point = {"net/Dense_0.kernel": random.normal(size=(2, 2)), "net/Dense_1.kernel": random.normal(size=(2, 1))}
+
+    def by_hand(flat, rows):
+        first, second = flat[:4].reshape(2, 2), flat[4:]
+        return jnp.tanh((rows - x.mean(0)) @ first / jnp.std(x @ first, axis=0)) @ second
+
+    flat = jnp.concatenate([value.ravel() for value in point.values()])
+    jacobian = jax.jacrev(by_hand)(flat, x)
+    covariance = np.linalg.inv(jacobian.T @ jacobian / NOISE**2 + np.eye(6))
+    half = jax.jacrev(by_hand)(flat, new)
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        guide, fit = run(model, "full", (x, y), point)
+    for rows in (slice(None), slice(1)):
+        found = guide.predictive(fit.params, new[rows])
+        np.testing.assert_allclose(found.mean, by_hand(flat, new[rows]), rtol=1e-8)
+        variance = np.einsum("np,pq,nq->n", half[rows], covariance, half[rows])
+        np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-7)
+    density = stats.norm.logpdf(0.0, found.mean, np.sqrt(found.variance))
+    np.testing.assert_allclose(guide.log_predictive_density(fit.params, new[:1], np.zeros(1)), density, rtol=1e-7)
