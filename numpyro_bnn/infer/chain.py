@@ -192,7 +192,7 @@ class Chain:
         if noise is not None:
             due = (i >= noise.begin) & (i < noise.end)
             state = lax.cond(due, lambda s: self._collect_gradients(s, noise, i), lambda s: s, state)
-        position = jnp.where(state.diverging, jnp.nan, state.engine.known_position)
+        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
         return state._replace(z=ravel_pytree(state.z)[1](position), i=i + 1)
 
     def refresh(self, state: SGMCMCState) -> SGMCMCState:
@@ -283,8 +283,7 @@ class Chain:
             adaptation = policy.noise.adapted(state.moment)
             adaptation = jnp.where(i <= policy.num_warmup, adaptation, state.engine.adaptation)
             state = state._replace(engine=state.engine._replace(adaptation=adaptation))
-        known = state.engine._replace(position=state.engine.known_position)
-        engine = sampler.refresh(known, recenter=i <= warm)
+        engine = sampler.refresh(state.engine, recenter=i <= warm)
         noise = gradient_noise(sampler, engine)
         batches = 0 if isinstance(sampler.gradient.stream, FullData) else NOISE_BATCHES
         spent = state.num_gradients + sampler.refresh_cost + batches * sampler.gradient.evaluations
