@@ -11,7 +11,14 @@ import numpy as np
 from jax import random
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import affine_normal, in_support, is_affine_normal, is_factor, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import (
+    affine_normal,
+    in_support,
+    is_affine_normal,
+    is_factor,
+    unmasked_elements,
+    unwrapped,
+)
 from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.reading import Reading, Sites

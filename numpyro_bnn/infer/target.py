@@ -240,6 +240,24 @@ def given_values(
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 
+def check_start(
+    call: str, argument: str, target: Target, z: Any, single: bool, args: tuple, kwargs: Mapping[str, Any] | None
+) -> None:
+    """Refuse to start where the density, of the first minibatch if there are any, is 0 or has no value."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(z)):
+        return
+
+    def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        batch = first_batch(target.plates) | ({KEY: random.key(0)} if target.stochastic else {})
+        potential = target.potential(args, kwargs, batch or "full")
+        return potential(z)[None] if single else jax.vmap(potential)(z)
+
+    found = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
+    for chain in np.flatnonzero(~np.isfinite(found)):
+        came = f"a start of chain {chain} where the log density is {-found[chain]}"
+        raise argument_error(call, argument, came, "Start where it is finite, within the bounds of the likelihood.")
+
+
 def stream_of(target: Target, minibatches: str) -> Stream:
     """Source of the minibatches of a model: indices of every subsampled plate, and a key if the model needs one."""
     streams: dict[str, Any] = {

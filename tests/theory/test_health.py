@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, group_names, results
+from helpers import group, group_names, results, with_groups
 from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Gibbs, Trace_ELBO
 from numpyro.infer.svi import SVIRunResult
 from zoo import ZOO
@@ -569,3 +569,21 @@ def test_advice_fits_the_kernel():
     for batch_size in (None, 20):
         mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=2, warm_start=0.0), batch_size=batch_size, draws=4)
         assert bnn.to_inference_data(mcmc).attrs["noisy_gradients"] == (batch_size is not None)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_impossible_observations_are_reported(value):
+    idata = Made().idata()
+    density = group(idata, "log_likelihood").copy(deep=True)
+    density["y"][2, 7, 3] = value
+    (found,) = health(with_groups(idata, log_likelihood=density)).warnings
+    assert (found.name, found.value) == ("support", 1 / S)
+    assert found.what == "0.50% of the draws of chain 2 have log likelihoods that are NaN or infinite"
+
+
+def test_one_infinite_value_of_many_is_reported():
+    """All parameters are looked at, whichever are judged."""
+    for place in range(0, 1000, 250):
+        w = np.random.default_rng(0).normal(size=(2, 50, 1000))
+        w[1, 20, place + 1] = np.inf
+        assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (1,)

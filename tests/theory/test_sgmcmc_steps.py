@@ -340,7 +340,9 @@ def test_a_gradient_that_is_not_finite_is_seen(dynamics):
 
 
 @pytest.mark.parametrize("behind", [np.nan, np.inf], ids=["NaN", "infinite"])
-@pytest.mark.parametrize("dynamics", [Overdamped(), BAOAB(1.0), NoseHoover(1.0)], ids=["overdamped", "BAOAB", "SGNHT"])
+@pytest.mark.parametrize(
+    "dynamics", [Overdamped(), BAOAB(1.0), NoseHoover(1.0)], ids=["overdamped", "BAOAB", "SGNHT"]
+)
 def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
     """Behind 0 the potential has no value, and its gradient, which pulls there, does."""
     pulls = sgmcmc.Full(lambda q: jnp.sum(q) + jnp.where(jnp.all(q > 0), 0.0, jax.lax.stop_gradient(behind)))
