@@ -278,7 +278,7 @@ class Sampler:
         return StepContext(evaluate, root, transpose, adaptation, eps, temperature, warming)
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
-        """Make one step with given random numbers; it is taken if position, momentum, potential, gradient are finite."""
+        """Make one step with given random numbers; it is taken if all of its end is finite."""
         step, dtype = state.step, state.position.dtype
         context = self._context(state.estimator, state.adaptation, step, step < state.num_warmup, dtype)
         move = self.dynamics.step(context, state.position, state.memory, draw)
