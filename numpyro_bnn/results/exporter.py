@@ -302,7 +302,7 @@ def _with_impossible(stats: Mapping[str, np.ndarray], densities: Mapping[str, np
     """Statistics in which draws at which an observation has no density count as diverging."""
     diverging = np.asarray(stats["diverging"])
     for value in densities.values():
-        diverging = diverging | ~np.isfinite(value).reshape(*diverging.shape, -1).all(axis=2)
+        diverging = diverging | ~np.isfinite(value).reshape(*value.shape[:2], -1).all(axis=2)
     return {**stats, "diverging": diverging}
 
 

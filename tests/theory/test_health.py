@@ -480,7 +480,7 @@ def test_healthy_fits_are_silent(name):
     guide = GUIDES[name](fixed)
     adf = {"num_epochs": 1, "progress_bar": False}
     result = guide.run(jax.random.key(0), X, Y, **adf) if name == "AutoADF" else fitted(guide)
-    expected = {"diverged", "fit", "pareto_k", "standardized", "constant_inputs", "few_draws"}
+    expected = {"diverged", "support", "fit", "pareto_k", "standardized", "constant_inputs", "few_draws"}
     found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))  # no warning
     assert found == dict.fromkeys(expected | (set() if name == "AutoADF" else {"elbo"}), "ok")
 
@@ -530,7 +530,7 @@ def test_inputs_of_models_without_network_are_their_own_affair():
             numpyro.sample("y", dist.Normal(w * (x - 2000.0), 1.0), obs=y)
 
     idata = bnn.to_inference_data(run(BarkerMH(line), 2000 + X[:, 0], Y, draws=5), {"x": jnp.arange(3.0)})
-    assert verdicts(idata) == {"diverged": "ok", "few_draws": "note"}
+    assert verdicts(idata) == {"diverged": "ok", "support": "ok", "few_draws": "note"}
 
 
 @pytest.mark.slow

@@ -213,8 +213,8 @@ def test_a_run_with_a_lost_chain_is_of_use(method, tmp_path):
 
 # -- bounded likelihoods ----------------------------------------------------------------------------------
 
-# The distribution of an observation given a weight, the bounds of the weight, and observations. Beyond the bounds some
-# log densities are NaN and others finite: NumPyro clamps probabilities, and gamma functions have values below 0.
+# The distribution of an observation given a weight, the bounds of the weight, and observations. Beyond the bounds
+# some log densities are NaN and others finite: NumPyro clamps probabilities, and gamma functions are defined below 0.
 BOUNDED = {
     "Poisson": (dist.Poisson, (0, np.inf), lambda rng: rng.poisson(0.6, 20)),
     "Exponential": (dist.Exponential, (0, np.inf), lambda rng: rng.exponential(1.4, 20)),
@@ -270,7 +270,7 @@ def moments_within_bounds(name):
     ],
 )
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
-    """Right within errors and a bias of the step size of .2 sd, or reported; no draw behind the border on all data."""
+    """Right within errors and a bias of .2 sd, or reported; no draw behind the border on all data."""
     low, high = BOUNDED[name][1]
     chains, options = 8, {"chain_method": "vectorized", "progress_bar": False}
     mcmc = MCMC(BOUNDED_KERNELS[kernel](bounded(name)), num_warmup=200, num_samples=300, num_chains=chains, **options)
@@ -291,7 +291,7 @@ def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
 def test_a_start_outside_of_the_bounds_is_refused():
     kernel = infer.SGLD(bounded("Beta"), warm_start=0.0)
     start = {"w": jnp.array([1.0, -1.0]), "other": jnp.zeros(2)}
-    with refused("init_params", "a start of chain 1 where the log density is -inf"):
+    with refused("init_params", "a start of chain 1 where the log density is "):
         kernel.init(jax.random.split(jax.random.key(0), 2), 0, start, (observations("Beta"),), {})
 
 
