@@ -150,9 +150,8 @@ def bind(
     with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)
-    bounded = within_support(model)
     try:
-        z, _ = initial_values(rng_key, on_batch(bounded, plates), init_strategy, args, kwargs)
+        z, _ = initial_values(rng_key, on_batch(within_support(model), plates), init_strategy, args, kwargs)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -168,7 +167,7 @@ def bind(
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
     target = Target(
-        model=bounded,
+        model=within_support(model),
         plates=plates,
         stochastic=reading.stochastic,
         num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
