@@ -45,6 +45,45 @@ def unmasked_elements(fn: dist.Distribution) -> jax.Array:
     return found
 
 
+_BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)
+
+
+def in_support(fn: Any, value: Any = None) -> Any:
+    """Where (batch shape of ``fn``) computed parameters, and a value, obey the bounds of a distribution.
+
+    Many log densities are finite where they do not: a beta distribution with negative concentrations, probabilities
+    below 0, which NumPyro clamps, values outside of a uniform distribution. Elements behind a mask always obey.
+
+    >>> in_support(dist.Beta(jnp.array([-1.0, 2.0]), 1.0)).tolist()
+    [False, True]
+    """
+    if isinstance(fn, dist.MaskedDistribution):
+        return in_support(fn.base_dist, value) | ~jnp.asarray(fn._mask)
+    if isinstance(fn, dist.Independent | dist.ExpandedDistribution):
+        batch = fn.base_dist.batch_shape if isinstance(fn, dist.Independent) else fn.batch_shape
+        inside = jnp.asarray(in_support(fn.base_dist, value))
+        inside = jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, batch))
+        return _all(inside, len(batch) - len(fn.batch_shape))
+    inside = jnp.array(True)
+    for name, constraint in fn.arg_constraints.items():
+        parameter = getattr(fn, name, None)
+        bound = getattr(constraint, "base_constraint", constraint)
+        periodic = isinstance(bound, type(constraints.circular))
+        if isinstance(parameter, jax.Array) and isinstance(bound, _BOUNDED) and not periodic:
+            inside &= _all(bound(parameter), constraint.event_dim)
+    for part in vars(fn).values():
+        if isinstance(part, dist.Distribution):
+            obeys = jnp.asarray(in_support(part))
+            inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
+    computed = value is not None and any(isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support))
+    return inside & fn.support(value) if computed and not fn.support.is_discrete else inside
+
+
+def _all(found: jax.Array, last: int) -> jax.Array:
+    """Whether all are true along so many of the last axes."""
+    return jnp.all(found, axis=tuple(range(found.ndim - last, found.ndim)))
+
+
 def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
     """Whether a distribution is independent normals or an affine function of them; computes nothing.
 

@@ -32,7 +32,7 @@ from numpyro_bnn._options import (
 from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.preconditioning import NAMES, NoisePreconditioner, is_named, learns_from_noise, resolve
-from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, given_values, stream_of, with_parameters
+from numpyro_bnn.infer.target import MINIBATCHES, Target, bind, check_start, given_values, stream_of, with_parameters
 from numpyro_bnn.infer.tuning import FORGOTTEN, Noise, listed, temperature_band
 from numpyro_bnn.infer.warm_start import WarmStart, check_held_out, learned_parameters, warm_start_of
 from numpyro_bnn.program.compiled import run
@@ -273,9 +273,12 @@ class SGMCMCKernel(ArgumentKernel):
             came = "a model that draws random numbers of its own (`numpyro.prng_key`, as dropout does)"
             instead = "Its potential on all data varies: use SGLD, SGHMC or SGNHT with `gradient='minibatch'`."
             raise argument_error(call, "model", came, instead)
-        spread = self._warm_start.spread if init_params is None else 1.0
         if init_params is not None:
             z = given_values(call, target, z, init_params, model_args, model_kwargs)
+            check_start(call, "init_params", target, z, single, model_args, model_kwargs)
+        elif self._warm_start.spread != 1:
+            z = jax.tree.map(lambda value: self._warm_start.spread * value, z)
+            check_start(call, "warm_start", target, z, single, model_args, model_kwargs)
         noisy = target.subsampled and self.uses_minibatches
         if not noisy or self._gradient != "minibatch" or self.exact or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, model_args, model_kwargs)
@@ -290,7 +293,7 @@ class SGMCMCKernel(ArgumentKernel):
         self._sample_fn = self.sample
 
         def start(given: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> SGMCMCState:
-            z, key = jax.tree.map(lambda value: spread * value, given[0]), given[1]
+            z, key = given
             begin = Chain(policy, args, kwargs).start
             return begin(z, key) if single else jax.vmap(begin)(z, key)
 

@@ -192,7 +192,7 @@ class Chain:
         if noise is not None:
             due = (i >= noise.begin) & (i < noise.end)
             state = lax.cond(due, lambda s: self._collect_gradients(s, noise, i), lambda s: s, state)
-        position = jnp.where(state.diverging, jnp.nan, state.engine.known_position)
+        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
         return state._replace(z=ravel_pytree(state.z)[1](position), i=i + 1)
 
     def refresh(self, state: SGMCMCState) -> SGMCMCState:
@@ -283,8 +283,7 @@ class Chain:
             adaptation = policy.noise.adapted(state.moment)
             adaptation = jnp.where(i <= policy.num_warmup, adaptation, state.engine.adaptation)
             state = state._replace(engine=state.engine._replace(adaptation=adaptation))
-        known = state.engine._replace(position=state.engine.known_position)
-        engine = sampler.refresh(known, recenter=i <= warm)
+        engine = sampler.refresh(state.engine, recenter=i <= warm)
         noise = gradient_noise(sampler, engine)
         batches = 0 if isinstance(sampler.gradient.stream, FullData) else NOISE_BATCHES
         spent = state.num_gradients + sampler.refresh_cost + batches * sampler.gradient.evaluations
@@ -306,6 +305,8 @@ class Chain:
             stable = jnp.maximum(chosen, policy.stable_step_size(curvature, noise.relative, size))
             chosen = jnp.where(i < policy.warm_start_length + self._traveling, stable, chosen)
         chosen = (chosen * state.origin.shrinkage).astype(state.base_step_size.dtype)
+        # At a border the curvature may have no value: the chain starts with what it has, and may start again.
+        chosen = jnp.where(jnp.isfinite(chosen), chosen, state.base_step_size)
         memory = engine.memory
         if isinstance(memory, sgmcmc.dynamics.Thermostat):  # its friction is per unit of time: keep that of a step
             memory = memory._replace(friction=memory.friction * jnp.sqrt(state.base_step_size / chosen))
@@ -325,17 +326,16 @@ class Chain:
             gradient = learning_gradient(target, warm.held_out, unravel, self.args, self.kwargs)
             sampler = replace(sampler, gradient=gradient)
         steps, old = policy.optimizer_steps, state.optimizer
-        engine, memory, squares = optimize(
-            sampler, state.engine, warm.transformation, old.optimizer, state.i * steps, steps
-        )
+        descent, squares = optimize(sampler, state.engine, warm.transformation, old.optimizer, state.i * steps, steps)
+        begin, engine = state.engine.position, state.engine
         if policy.scales_from_gradients:
             values = 1 / (1e-5 + jnp.sqrt(squares) / target.num_data)
             # Only the shape of G comes from the gradients; its scale is absorbed by the step size.
             engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
-        # Steps that end where nothing is finite are not taken; the optimizer starts again.
-        broken, begin = ~jnp.all(jnp.isfinite(engine.position)), state.engine.position
-        restarted = begin, warm.transformation.init(begin)
-        position, memory = sgmcmc.interfaces.select(broken, restarted, (engine.position, memory))
+        # If no step ended where the density is known, the optimizer starts again.
+        broken = (descent.shrinkage < 1) & jnp.all(descent.known == begin)
+        position = descent.known
+        memory = sgmcmc.interfaces.select(broken, warm.transformation.init(begin), descent.memory)
         engine = engine._replace(position=position)
         member = Member(memory, position, old.score)
         if warm.held_out:
@@ -345,7 +345,7 @@ class Chain:
         return state._replace(
             engine=engine,
             optimizer=member,
-            num_gradients=state.num_gradients + steps * sampler.gradient.evaluations,
+            num_gradients=state.num_gradients + (steps + 1) * sampler.gradient.evaluations,
             origin=state.origin._replace(shrinkage=state.origin.shrinkage * jnp.where(broken, 0.5, 1.0)),
         )
 

@@ -11,7 +11,14 @@ import numpy as np
 from jax import random
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import (
+    affine_normal,
+    in_support,
+    is_affine_normal,
+    is_factor,
+    unmasked_elements,
+    unwrapped,
+)
 from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.reading import Reading, Sites
@@ -188,7 +195,8 @@ def log_density(site: Mapping[str, Any]) -> jax.Array:
     fn, value = site["fn"], site["value"]
     log_prob = fn.log_prob(value)
     if not is_factor(fn):
-        log_prob = jnp.where(jnp.all(fn.support(value)), log_prob, -jnp.inf)
+        inside = jnp.all(fn.support(value)) & jnp.all(in_support(fn))
+        log_prob = jnp.where(inside, log_prob, -jnp.inf)
     return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
 
 

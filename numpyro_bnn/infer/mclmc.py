@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, NamedTuple, cast
 
 import jax
@@ -29,7 +28,6 @@ GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the s
 PATIENCE = 2000  # refused steps in a row after which a chain starts again in warm-up, where its steps get shorter
 RECORDED = 256  # maximum number of coordinates from which the autocorrelation time is estimated
 LEAST = 10  # minimum number of transitions for a variance
-LEAST_MEASURED = 10  # steps per draw that report their energy error, or a tenth of them if that is more
 DECOHERENCE = 0.4  # decoherence length as a fraction of the distance traveled per effective draw
 INTEGRATORS = ("mclachlan", "leapfrog")  # the default without and with minibatches
 NOISY_LENGTH = 10.0  # decoherence length in steps, where gradient noise limits these
@@ -167,8 +165,7 @@ class MCLMC(SGMCMCKernel):
             sets_length=self._decoherence_length is None,
             sets_scales=self._preconditioner is None or is_named(self._preconditioner, "variance"),
         )
-        run = partial(_measure_some_steps, self._steps_per_draw)
-        return replace(policy, steers_step_size=True, run=run, tuner=tuner)
+        return replace(policy, steers_step_size=True, tuner=tuner)
 
     def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
         """Noise limits the steps, unless a target of their energy errors is given."""
@@ -199,34 +196,6 @@ class MCLMC(SGMCMCKernel):
             "implied_bias": float(bias),
             "implied_bias_bound": float(bound),
         }
-
-
-def _measure_some_steps(num_steps: int, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
-    """The steps of a transition, only some of which report energy errors: without them a step is cheaper.
-
-    The others are refused by an estimate from gradients. Where there is one potential, they are undone together if it
-    changed by what no gradient showed: a cliff, or the border of the support.
-    """
-    measured, dynamics = min(num_steps, max(LEAST_MEASURED, num_steps // 10)), cast(Any, sampler.dynamics)
-    begin, rest = sampler.run(engine, measured), num_steps - measured
-    if not rest:
-        return begin
-    end = replace(sampler, dynamics=replace(dynamics, energy=False)).run(begin, rest)
-    if dynamics.fresh:  # each step has its own potential
-        return end
-    potential = sampler.gradient(end.estimator, end.position, ())[0]
-    unseen = jnp.abs(potential - end.memory.potential) / sampler.temperature(end.step)
-    descends = (begin.step < begin.num_warmup) & (potential < begin.memory.potential)
-    taken = descends | (unseen <= dynamics.max_energy_error * rest**0.5)
-    moved = ("position", "memory", "adaptation", "statistics", "refused_in_a_row")
-    old, new = ({name: getattr(state, name) for name in moved} for state in (begin, end))
-    seen, refused = end.statistics, begin.statistics.num_refused + rest
-    old["refused_in_a_row"] = begin.refused_in_a_row + rest
-    counts = {"num_steps": seen.num_steps, "num_gradients": seen.num_gradients, "num_refused": refused}
-    old["statistics"] = begin.statistics._replace(**counts)
-    old["memory"] = begin.memory._replace(direction=-begin.memory.direction)
-    new["memory"] = end.memory._replace(potential=potential)
-    return end._replace(**sgmcmc.interfaces.select(taken, new, old))
 
 
 class Tuning(NamedTuple):
@@ -330,6 +299,8 @@ class EnergyTuner(Tuner):
         # The energy variance grows like the sixth power of the step size.
         factor = jnp.clip((target / jnp.maximum(excess, jnp.finfo(excess.dtype).tiny)) ** (1 / 6), 0.3, GROWTH)
         factor = jnp.where(refused > 0.5, jnp.minimum(factor, 0.5), factor)
+        # Of a chain that is marked, the step size shows where it was lost.
+        factor = jnp.where(state.diverging, 1.0, factor)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         return state._replace(base_step_size=step_size, tuning=tuning._replace(excess=excess * factor**6, age=age))
 

@@ -8,16 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 from jax import random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import is_factor, is_latent, unwrapped
+from numpyro_bnn._distributions import in_support, is_factor, is_latent, unwrapped
 from numpyro_bnn._jaxprs import dependence, indexed_lengths
 from numpyro_bnn.program.plates import full_plates, random_indices
 from numpyro_bnn.program.reading import Plate, Reading
 
+OUTSIDE = "_outside_of_support"  # name of a factor
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
 # Changes of log densities that rounding explains if rows change places, relative to the largest log density.
 REORDERED = 0.01
@@ -85,6 +88,40 @@ class weight_jacobians(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "sample" and is_jacobian(msg):
             msg["scale"], msg["fn"] = self.factor, unwrapped(msg["fn"], masked=True)
+
+
+class _bounds(Messenger):
+    """Notes whether the distributions of all sites, and the observed values, are within their bounds."""
+
+    def __init__(self) -> None:
+        self.inside: Any = None  # as long as no bound is computed
+        self.known = False
+        super().__init__(None)
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        self.known |= msg["name"] == OUTSIDE
+        if msg["type"] != "sample" or not isinstance(msg["fn"], dist.Distribution):
+            return
+        inside = in_support(msg["fn"], msg["value"] if msg["is_observed"] else None)
+        if isinstance(inside, jax.core.Tracer):
+            self.inside = jnp.all(inside) if self.inside is None else self.inside & jnp.all(inside)
+
+
+def within_support(model: Callable) -> Callable:
+    """Give a model the density 0 where its distributions leave their bounds.
+
+    Their own log densities are often finite there, and gradients take a chain across the border.
+    """
+
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        seen = _bounds()
+        with seen:
+            result = model(*args, **kwargs)
+        if seen.inside is not None and not seen.known:
+            numpyro.factor(OUTSIDE, jnp.where(seen.inside, 0.0, -jnp.inf))
+        return result
+
+    return bounded
 
 
 def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:

@@ -142,4 +142,4 @@ class OrbitMoves(Wrapper):
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``orbit_accept_prob``."""
-        return {"orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries])}
+        return {**super().stat_coords, "orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries])}

@@ -10,7 +10,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.infer.tuning import Noise
+from numpyro_bnn.infer.tuning import Noise, gradients_on
 from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp, Sampler, State
 from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
@@ -78,11 +78,8 @@ class NoisePreconditioner:
     def collect(self, moment: SecondMoment, sampler: Sampler, engine: State, i: jax.Array) -> SecondMoment:
         """Add gradients at the position of a chain after transition ``i``."""
 
-        def one(number: jax.Array) -> jax.Array:
-            batch = sampler.gradient.stream.draw(engine.seeds.probe, -2 - i * self.count - number)
-            return sampler.gradient(engine.estimator, engine.position, batch)[1]
-
-        gradients = jax.lax.map(one, jax.lax.iota(jnp.int32, self.count))
+        counters = -2 - i * self.count - jax.lax.iota(jnp.int32, self.count)
+        gradients = gradients_on(sampler, engine, counters)
         fresh = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
         weight = jnp.minimum(1.0, RECENT / (i - self.begin + 1)).astype(fresh.dtype)
         weight = jnp.where(moment.worth > 0, weight, 1.0)

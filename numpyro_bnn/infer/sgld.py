@@ -105,7 +105,9 @@ class CyclicalSGLD(SGLD):
         **options: Any,
     ) -> None:
         call = "infer.CyclicalSGLD"
-        if "steps_per_draw" in options or options.get("warm_start"):
+        warm_start = options.get("warm_start", 0.0)
+        none = isinstance(warm_start, int | float) and not isinstance(warm_start, bool) and warm_start == 0
+        if "steps_per_draw" in options or not none:
             instead = "Set `cycle_length`, `draws_per_cycle` and `explore`."
             raise argument_error(call, "steps_per_draw or warm_start", "a value", instead)
         self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle

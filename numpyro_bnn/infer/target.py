@@ -27,6 +27,7 @@ from numpyro_bnn.infer.model_checks import (
     on_batch,
     only_rows,
     weight_jacobians,
+    within_support,
 )
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
@@ -149,7 +150,7 @@ def bind(
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)
     try:
-        z, _ = initial_values(rng_key, on_batch(model, plates), init_strategy, args, kwargs)
+        z, _ = initial_values(rng_key, on_batch(within_support(model), plates), init_strategy, args, kwargs)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -165,7 +166,7 @@ def bind(
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
     target = Target(
-        model=model,
+        model=within_support(model),
         plates=plates,
         stochastic=reading.stochastic,
         num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
@@ -235,6 +236,24 @@ def given_values(
     for name, value in given.items():
         check_finite(call, f"init_params[{name!r}]", value)
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
+
+
+def check_start(
+    call: str, argument: str, target: Target, z: Any, single: bool, args: tuple, kwargs: Mapping[str, Any] | None
+) -> None:
+    """Refuse to start where the density, of the first minibatch if there are any, is 0 or has no value."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(z)):
+        return
+
+    def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        batch = first_batch(target.plates) | ({KEY: random.key(0)} if target.stochastic else {})
+        potential = target.potential(args, kwargs, batch or "full")
+        return potential(z)[None] if single else jax.vmap(potential)(z)
+
+    found = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
+    for chain in np.flatnonzero(~np.isfinite(found)):
+        came = f"a start of chain {chain} where the log density is {-found[chain]}"
+        raise argument_error(call, argument, came, "Start where it is finite, within the bounds of the likelihood.")
 
 
 def stream_of(target: Target, minibatches: str) -> Stream:

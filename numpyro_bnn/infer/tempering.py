@@ -15,7 +15,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_checks import weight_jacobians
+from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import OuterKernel, check_kernel, refreshed, with_values
 from numpyro_bnn.program.plates import full_trace
@@ -295,7 +295,7 @@ class _Tempered:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scaled = _scaled(self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {}))
-        return weight_jacobians(scaled, 1.0)(*args, **kwargs)
+        return within_support(weight_jacobians(scaled, 1.0))(*args, **kwargs)
 
 
 def exchange(

@@ -17,6 +17,7 @@ from numpyro_bnn.sgmcmc.streams import FullData
 POWER_STEPS = 24
 NOISE_BATCHES = 128
 MOST_RELATIVE = 16.0
+MOST_BYTES = 2**24  # of rows that are picked at once
 
 
 # -- step sizes from curvature and noise -----------------------------------------------------------------
@@ -74,20 +75,28 @@ class Noise(NamedTuple):
         return jnp.minimum(tolerance / uneven, share / jnp.maximum(self.mean, 1e-30))
 
 
+def gradients_on(sampler: Sampler, state: State, counters: jax.Array) -> jax.Array:
+    """Gradients (K, P) at a position on K minibatches, whose rows are picked at once unless they are many."""
+    estimator, draw = sampler.gradient, sampler.gradient.stream.draw
+    example = jax.eval_shape(draw, state.seeds.probe, counters[0])
+    prepare, finish = estimator.separate(state.position, example)
+    rows = jax.tree.leaves(jax.eval_shape(prepare, example))
+    if len(counters) * sum(leaf.size * leaf.dtype.itemsize for leaf in rows) > MOST_BYTES:
+        prepare, finish = (lambda batch: batch), estimator
+    prepared = jax.vmap(lambda counter: prepare(draw(state.seeds.probe, counter)))(counters)
+    return lax.map(lambda batch: finish(state.estimator, state.position, batch)[1], prepared)
+
+
 def gradient_noise(sampler: Sampler, state: State) -> Noise:
     """Measure the noise of the gradient at the position of a chain; gradients of all the data have none."""
-
-    def one(number: jax.Array) -> jax.Array:
-        # Different counters from those of the power iteration.
-        counter = 2**30 + state.step * NOISE_BATCHES + number
-        batch = sampler.gradient.stream.draw(state.seeds.probe, counter)
-        gradient = sampler.gradient(state.estimator, state.position, batch)[1]
-        return sampler.preconditioner.transpose(state.adaptation, gradient)
 
     if isinstance(sampler.gradient.stream, FullData):
         zero = jnp.zeros((), state.position.dtype)
         return Noise(zero, zero, zero)
-    gradients = lax.map(one, lax.iota(jnp.int32, NOISE_BATCHES))
+    # Different counters from those of the power iteration.
+    counters = 2**30 + state.step * NOISE_BATCHES + lax.iota(jnp.int32, NOISE_BATCHES)
+    gradients = gradients_on(sampler, state, counters)
+    gradients = jax.vmap(sampler.preconditioner.transpose, (None, 0))(state.adaptation, gradients)
     mean = jnp.mean(gradients, axis=0)
     total = jnp.sum(jnp.square(gradients - mean)) / (NOISE_BATCHES - 1)
     relative = total / jnp.maximum(jnp.vdot(mean, mean), total / MOST_RELATIVE)

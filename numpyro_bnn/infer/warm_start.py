@@ -18,6 +18,7 @@ from numpyro_bnn.infer.target import Target, bind, stream_of
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.sgmcmc.interfaces import select
 from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
 
 NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
@@ -90,24 +91,57 @@ def warm_start_of(warm_start: float | WarmStart, optimizer: Any) -> WarmStart:
     return WarmStart(warm_start, optimizer=optimizer)
 
 
-def optimize(
-    sampler: sgmcmc.Sampler, state: sgmcmc.State, optimizer: Any, memory: Any, start: jax.Array, num_steps: int
-) -> tuple[sgmcmc.State, Any, jax.Array]:
-    """Descend on the minibatch potential; ``start`` is the number of the first step and selects the minibatches.
+class Descent(NamedTuple):
+    """A descent at a position where potential and gradient are not known yet.
 
-    :return: the chain at the new position, the optimizer's state, and the mean squared gradient (P,).
+    :param known: the last position where they were finite; ``memory``: the optimizer's state there.
+    :param shrinkage: factor of the steps: half for each that ended where they were not, and recovering.
     """
 
-    def descend(number: jax.Array, carry: tuple[jax.Array, Any, jax.Array]) -> tuple[jax.Array, Any, jax.Array]:
-        position, memory, squares = carry
-        batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
-        gradient = sampler.gradient(state.estimator, position, batch)[1]
-        update, memory = optimizer.update(gradient, memory, position)
-        return position + update, memory, squares + gradient**2 / num_steps
+    position: Any
+    memory: Any
+    known: Any
+    shrinkage: jax.Array
 
-    begin = (state.position, memory, jnp.zeros_like(state.position))
-    position, memory, squares = lax.fori_loop(0, num_steps, descend, begin)
-    return state._replace(position=position), memory, squares
+    @classmethod
+    def start(cls, position: Any, memory: Any) -> "Descent":
+        """Nothing is known but the start."""
+        return cls(position, memory, position, jnp.ones(()))
+
+    def step(self, optimizer: Any, potential: jax.Array, gradient: Any, rate: Any = 1.0) -> "Descent":
+        """One step from the position or, where the density has ended, a shorter one from the last before it."""
+        finite = jnp.isfinite(potential)
+        for leaf in jax.tree.leaves(gradient):
+            finite &= jnp.all(jnp.isfinite(leaf))
+        gradient = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), gradient)
+        known = select(finite, self.position, self.known)
+        update, memory = optimizer.update(gradient, self.memory, known)
+        shrinkage = jnp.where(finite, jnp.minimum(1.0, 1.1 * self.shrinkage), 0.5 * self.shrinkage)
+        size = rate * shrinkage
+        position = jax.tree.map(lambda value, step: value + (size * step).astype(value.dtype), known, update)
+        return Descent(position, memory, known, shrinkage)
+
+
+def optimize(
+    sampler: sgmcmc.Sampler, state: sgmcmc.State, optimizer: Any, memory: Any, start: jax.Array, num_steps: int
+) -> tuple[Descent, jax.Array]:
+    """Descend on the minibatch potential; ``start`` is the number of the first step and selects the minibatches.
+
+    :return: the end, which is its ``known`` position, after ``num_steps + 1`` gradients; their mean square (P,).
+    """
+
+    def descend(number: jax.Array, carry: tuple[Descent, jax.Array]) -> tuple[Descent, jax.Array]:
+        descent, squares = carry
+        batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
+        potential, gradient = sampler.gradient(state.estimator, descent.position, batch)
+        new = descent.step(optimizer, potential, gradient)
+        more = number < num_steps  # the last gradient only shows whether the end is known
+        new = new._replace(memory=select(more, new.memory, descent.memory))
+        return new, squares + jnp.where(more & jnp.isfinite(gradient), gradient**2 / num_steps, 0.0)
+
+    begin = (Descent.start(state.position, memory), jnp.zeros_like(state.position))
+    descent, squares = lax.fori_loop(0, num_steps + 1, descend, begin)
+    return descent, squares
 
 
 @jax.core.eval_context()  # parallel chains start inside a compiled program; a kernel must not keep its tracers
@@ -148,14 +182,11 @@ def learned_parameters(
             at = replace(target, model=handlers.substitute(target.model, data=position[0]))
             return at.potential(args, kwargs, batch or {})(position[1])
 
-        def descend(i: jax.Array, carry: tuple) -> tuple:
-            position, memory = carry
-            gradient = jax.grad(potential)(position, stream.draw(key, i))
-            update, memory = optimizer.update(gradient, memory, position)
-            rate = jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps)
-            return jax.tree.map(lambda value, step: value + rate * step, position, update), memory
+        def descend(i: jax.Array, descent: Descent) -> Descent:
+            found = jax.value_and_grad(potential)(descent.position, stream.draw(key, i))
+            return descent.step(optimizer, *found, rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps))
 
-        return lax.fori_loop(0, num_steps, descend, (given, optimizer.init(given)))[0][0]
+        return lax.fori_loop(0, num_steps + 1, descend, Descent.start(given, optimizer.init(given))).known[0]
 
     found = run(optimized, ({name: starts[name] for name in reading.learned}, z), args, kwargs)
     if not all(bool(jnp.isfinite(value).all()) for value in found.values()):

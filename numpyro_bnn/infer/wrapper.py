@@ -107,17 +107,23 @@ class Wrapper(OuterKernel):
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         model_kwargs = dict(model_kwargs or {})
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((model_args, model_kwargs))):
+        held = dict(model_kwargs.get(GIBBS_SITES_KWARG, {}))
+        own = {name: value for name, value in model_kwargs.items() if name != GIBBS_SITES_KWARG}
+        if _traced((model_args, own)):
             came = "arrays that are traced by a transformation"
             instead = "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
             raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its tracers.
         with jax.core.eval_context():
             self.learn(num_warmup, model_args, model_kwargs)  # the moves read the model that the kernel samples
-            reading = Reading(self.model, model_args, model_kwargs)
+            planned = model_kwargs
+            if _traced(held):  # as a block of a vectorized `Gibbs`: the plan is the same for all values
+                drawn = Reading(self.model, model_args, own).draw([0])[0]
+                planned = {**own, GIBBS_SITES_KWARG: {name: drawn[name] for name in held}}
+            reading = Reading(self.model, model_args, planned)
             check_state(self._call, "kernel", reading)
             held_parameters(self._call, reading)
-            self._prepare(reading, model_args, model_kwargs)
+            self._prepare(reading, model_args, planned)
             bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})
             self._bounded = tuple(name for name in reading.latent if bounds[name])
         self._num_warmup = num_warmup
@@ -177,6 +183,11 @@ class Wrapper(OuterKernel):
 
     # -- read by `to_inference_data` ---------------------------------------------------------------------
 
+    @property
+    def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
+        """Labels of the axes of the statistics of the inner kernel."""
+        return dict(getattr(self._kernel, "stat_coords", {}))
+
     def describe(self, state: Any) -> dict[str, Any]:
         """Attributes of a run: those of the inner kernel, and its name."""
         inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(state.base)
@@ -189,6 +200,10 @@ class Wrapper(OuterKernel):
             instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
             raise argument_error("to_inference_data", "members", came, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
+
+
+def _traced(values: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:

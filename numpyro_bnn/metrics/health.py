@@ -162,6 +162,14 @@ class _Checks:
         values = self.by_chain(name)
         return None if values is None else self.worst(values, limit, words, least)
 
+    def finite(self, group: str) -> np.ndarray:
+        """At which draws (C, S) all real numbers of a group are finite."""
+        found = np.ones((len(self.chains), self.draws), bool)
+        for value in self.arrays(group).values():
+            if value.dtype.kind == "f":
+                found &= np.isfinite(value).reshape(*found.shape, -1).all(axis=2)
+        return found
+
     @cached_property
     def parameters(self) -> np.ndarray:
         """Some columns (C, S, K) of the parameters that are real numbers."""
@@ -199,7 +207,7 @@ class _Checks:
     def diverged(self) -> Measured:
         found, sizes = self.by_chain("first_divergence"), self.numbers("base_step_size")
         first = np.full(len(self.chains), -1.0) if found is None else found
-        wrong = np.flatnonzero((first >= 0) | ~np.isfinite(self.parameters).all(axis=(1, 2)))
+        wrong = np.flatnonzero((first >= 0) | ~self.finite("posterior").all(axis=1))
         self.faulty |= set(wrong.tolist())
         named = ", ".join(f"chain {self.chains[c]}" + f" at step {first[c]:.0f}" * int(first[c] >= 0) for c in wrong)
         algorithm = self.about.get("algorithm", "sampler")
@@ -227,6 +235,13 @@ class _Checks:
         self.faulty |= set(still)
         what = f"chains {[self.chains[c] for c in still]} accept below 1 %, or cover below 2 % of the variance"
         return len(still), 0, what if still else "all chains moved"
+
+    def support(self) -> Measured:
+        """Draws that no kernel should have taken: an observation of theirs is impossible, or has no density."""
+        if not self.arrays("log_likelihood"):
+            return None
+        words = "{0:.2%} of the draws of chain {1} have log likelihoods that are NaN or infinite"
+        return self.worst(1 - self.finite("log_likelihood").mean(axis=1), 0, words)
 
     def restarts(self) -> Measured:
         found = self.attribute("restarts", 0, "chain {1} started again {0:.0f} times in warm-up")
@@ -363,6 +378,7 @@ def explained(means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray
 
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"
 LEAVE_OUT = f"{SMALLER}; or leave these chains out (`idata.sel(chain=[...])`)."
+BORDER = "Keep the parameters of the likelihood inside of their bounds: `jnp.exp`, `jax.nn.softplus` or `sigmoid`."
 FAR = "There the prior decides: do not rely on these predictions."
 MORE = "leave out `step_size` and `preconditioner`, take more steps or larger minibatches, or allow more bias."
 # Check -> attribute, limit, words, and whether the limit is one from below.
@@ -376,6 +392,7 @@ CHECKS = (  # name, draws that each chain needs (0: also for independent draws),
     ("diverged", 0, LEAVE_OUT),
     ("frozen", LEAST_REPEATS, LEAVE_OUT),
     ("moved", 1, f"If nothing is accepted, use a smaller `step_size`; otherwise {MORE}"),
+    ("support", 0, BORDER),
     ("acceptance", LEAST_REPEATS, LEAVE_OUT),
     ("divergences", LEAST_DRAWS, "Raise `target_accept_prob`, or make scales non-centered."),
     ("energy_variance", LEAST_DRAWS, f"{SMALLER} by more warm-up. Non-centered scales need less."),

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpyro import handlers
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._distributions import in_support
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS
@@ -152,6 +154,8 @@ class Exporter:
             values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
             density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
             groups["log_likelihood"] = self._sampled(density, self.sites, density)
+            if "diverging" in fit.sample_stats:
+                groups["sample_stats"] = self._sampled_parameters(_with_impossible(fit.sample_stats, density))
             predicted = {k: v for k, v in values.items() if "/" not in k}
             groups["posterior_predictive"] = self._sampled(predicted, self.sites)
         observed = {}
@@ -215,7 +219,11 @@ class Exporter:
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
     def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in self.observed_sites}
+        found = {}
+        for name in self.observed_sites:
+            fn, value = sites[name]["fn"], sites[name]["value"]
+            found[name] = jnp.where(in_support(fn, value), fn.log_prob(value), -jnp.inf)
+        return found
 
     # -- datasets --------------------------------------------------------------------------------------
 
@@ -287,6 +295,14 @@ class Exporter:
 
 def _values(sites: Sites) -> dict[str, Any]:
     return {name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")}
+
+
+def _with_impossible(stats: Mapping[str, np.ndarray], densities: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Statistics in which draws at which an observation has no density count as diverging."""
+    diverging = np.asarray(stats["diverging"])
+    for value in densities.values():
+        diverging = diverging | ~np.isfinite(value).reshape(*value.shape[:2], -1).all(axis=2)
+    return {**stats, "diverging": diverging}
 
 
 def safe(name: str) -> str:

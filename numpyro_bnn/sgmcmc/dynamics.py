@@ -22,12 +22,10 @@ from numpyro_bnn.sgmcmc.interfaces import (
 SHORT = 0.1  # probability of a shorter step of dynamics that refuse steps
 
 
-class LastStart(NamedTuple):
-    """Start (P,) of the last step and the gradient (P,) there; whether a step of the chain was ever refused."""
+class LastGradient(NamedTuple):
+    """The gradient (P,) at the position."""
 
-    position: Array
     gradient: Array
-    refused: Array
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Overdamped(Dynamics):
     On N(0, 1 / lam) with gradient noise of variance V the stationary variance at constant step size is
     (2 eta T + eta^2 V) / (1 - (1 - eta lam)^2), eta = eps / 2.
 
-    A step ends where no gradient is known yet. If it is not finite there, the next step starts again where the last
-    one did, with new noise: the move was refused, one step late.
+    A step evaluates the gradient at its end, on a new minibatch, and the next step begins with it: where a step ends
+    is known before it is taken.
 
     Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
 
@@ -50,19 +48,16 @@ class Overdamped(Dynamics):
     1
     """
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> LastStart:
-        return LastStart(position, jnp.zeros_like(position), jnp.asarray(False))
+    cached = 1
+
+    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> LastGradient:
+        return LastGradient(context.evaluate(position, draw.batch).gradient)
 
     def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
-        seen = context.evaluate(position, draw.batch)
-        refused = ~jnp.isfinite(jnp.vdot(position, seen.gradient))
-        back = seen._replace(position=memory.position, gradient=memory.gradient, adaptation=context.adaptation)
-        seen = select(refused, back, seen)
-        drift = (-0.5 * context.step_size) * context.transpose(seen.adaptation, seen.gradient)
+        drift = (-0.5 * context.step_size) * context.transpose(context.adaptation, memory.gradient)
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
-        start = LastStart(seen.position, seen.gradient, memory.refused | refused)
-        position = seen.position + context.root(seen.adaptation, drift + noise)
-        return StepResult(position, start, seen, refused=refused)
+        seen = context.evaluate(position + context.root(context.adaptation, drift + noise), draw.batch)
+        return StepResult(seen.position, LastGradient(seen.gradient), seen)
 
 
 class Momentum(NamedTuple):

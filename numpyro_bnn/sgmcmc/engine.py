@@ -99,12 +99,6 @@ class State(NamedTuple):
     refused_in_a_row: Array
     first_divergence: Array
 
-    @property
-    def known_position(self) -> Array:
-        """The position; of a chain that was refused one step late, the last one where the gradient is known."""
-        refused = getattr(self.memory, "refused", None)
-        return self.position if refused is None else jnp.where(refused, self.memory.position, self.position)
-
 
 def fresh_seeds(rng_key: Array) -> Seeds:
     """Derive the seeds of a chain from one key; ``state._replace(seeds=...)`` gives new randomness."""
@@ -253,7 +247,12 @@ class Sampler:
         batch = self.gradient.stream.draw(seeds.start_batch, step)
         draw = StepRandomness(noise, batch, jnp.ones((), position.dtype))
         context = self._context(estimator, learned, step, jnp.asarray(False), position.dtype)
-        return self.dynamics.init(context, position, draw)
+        memory = self.dynamics.init(context, position, draw)
+        if not hasattr(memory, "gradient"):
+            return memory
+        # A minibatch can show a border that the ones before did not: without a gradient, the chain can still leave.
+        known = jnp.all(jnp.isfinite(memory.gradient))
+        return memory._replace(gradient=jnp.where(known, memory.gradient, 0.0))
 
     def _draw(self, seeds: Seeds, step: Array, position: Array) -> StepRandomness:
         """Make all random numbers of one step."""
@@ -279,14 +278,16 @@ class Sampler:
         return StepContext(evaluate, root, transpose, adaptation, eps, temperature, warming)
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
-        """Make one step with given random numbers; it is taken if position, momentum and gradient are finite."""
+        """Make one step with given random numbers; it is taken if all of its end is finite."""
         step, dtype = state.step, state.position.dtype
         context = self._context(state.estimator, state.adaptation, step, step < state.num_warmup, dtype)
         move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
         momentum = self.dynamics.momentum(move.memory)
-        # The sum is finite only if all terms are: cheaper than testing each.
-        total = squared_norm(move.position) + virial + (0.0 if momentum is None else squared_norm(momentum))
+        # The sum is finite only if all terms are: cheaper than testing each. Where a density ends, its potential is
+        # often NaN and the gradient finite.
+        total = squared_norm(move.position) + virial + move.evaluation.potential
+        total += 0.0 if momentum is None else squared_norm(momentum)
         finite = jnp.isfinite(total) & (state.first_divergence < 0)  # a chain that is marked stays where it is
         refused = ~finite if move.refused is None else ~finite | move.refused
         new = {"position": move.position, "memory": move.memory, "adaptation": move.evaluation.adaptation}

@@ -170,7 +170,7 @@ class Dynamics:
     @property
     def persistent_fields(self) -> tuple[str, ...]:
         """Fields of the memory that stay when the target changes."""
-        return ("momentum", "friction", "refused")
+        return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
         """Refuse gradient estimators for which the dynamics would be wrong; by default none."""

@@ -159,6 +159,8 @@ def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     np.testing.assert_allclose(mcmc.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6)
     if name in ("SGLD", "epochs"):
         assert sizes.count(20 * BATCH) == 12
+        assert sizes.count(128 * BATCH) > 0  # the noise of the gradient is measured on all of its minibatches at once
+        assert len(sizes) < 50
 
 
 @pytest.mark.slow

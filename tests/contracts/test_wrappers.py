@@ -10,13 +10,14 @@ import pytest
 from helpers import group
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
-from numpyro.infer import MCMC, SVI, Predictive, Trace_ELBO
+from numpyro.infer import HMC, MCMC, NUTS, SVI, Gibbs, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import potential_energy
 from registry import WRAPPER_VARIANTS, WRAPPERS
 from zoo import NET, ZOO, X, Y
 
 import numpyro_bnn as bnn
+from numpyro_bnn import infer, symmetry
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Some donated buffers")]
 
@@ -195,3 +196,28 @@ def test_a_quotient_under_a_guide():
     draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(jax.random.key(1), entry.args[0])
     for site in (gauge.removesuffix("_gauge") for gauge in WRAPPERS["quotient under NUTS"].new_sites):
         assert draws[site].shape == (5, *entry.shapes[site])
+
+
+def test_labels_of_moves_inside_of_moves_are_kept():
+    flips = symmetry.SignFlip([(HIDDEN, 1), ("net/Dense_0.bias", 0), ("net/Dense_1.kernel", 0)])
+    inner = infer.OrbitMoves(NUTS(ZOO["network"].model), [flips])
+    kernel = infer.UnitMoves(inner, {HIDDEN: 1, "net/Dense_0.bias": 0})
+    assert kernel.stat_coords == {"orbit_accept_prob": ("symmetry", [flips.name])}
+
+
+def test_moves_are_a_block_of_a_vectorized_gibbs():
+    """Each chain has its own values of the other block; the moves are planned once."""
+    model, args = ZOO["network"].model, ZOO["network"].args
+    flips = symmetry.SignFlip([(HIDDEN, 1), ("net/Dense_0.bias", 0), ("net/Dense_1.kernel", 0)])
+    sites = [HIDDEN, "net/Dense_0.bias", "net/Dense_1.kernel"]
+    moves = infer.OrbitMoves(HMC(model, step_size=0.01, num_steps=2, trajectory_length=None), [flips])
+    gibbs = Gibbs([(moves, sites), (HMC(model, step_size=0.01, num_steps=2, trajectory_length=None), None)])
+
+    def start(key):
+        return gibbs.init(key, 2, None, model_args=args, model_kwargs={})
+
+    states = jax.vmap(start)(jax.random.split(jax.random.key(0), 3))
+    states = jax.jit(jax.vmap(lambda state: gibbs.sample(state, args, {})))(states)
+    assert states.z[HIDDEN].shape == (3, 2, 3)
+    assert np.isfinite(np.asarray(states.z[HIDDEN])).all()
+    assert len(np.unique(np.asarray(states.z[HIDDEN]))) == 18

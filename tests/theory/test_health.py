@@ -38,6 +38,7 @@ class Made:
         self.w = [1.0, -1.0] + 0.05 * rng.normal(size=(*shape, 2))
         self.f = self.w @ self.x.T
         self.new = rng.normal(size=(50, 2))
+        self.impossible = np.zeros((*shape, N))
         self.weight = "net.Dense_0.kernel"
         self.stats = {
             "diverging": np.zeros(shape, bool),
@@ -60,7 +61,7 @@ class Made:
             "posterior": {self.weight: ((*SAMPLE, "in"), self.w)},
             "sample_stats": {name: (SAMPLE, value) for name, value in self.stats.items()},
             "posterior_predictive": {"y": ((*SAMPLE, "data"), self.f), "y_mean": ((*SAMPLE, "data"), self.f)},
-            "log_likelihood": {"y": ((*SAMPLE, "data"), -0.5 * ((self.f - self.y) / 0.3) ** 2)},
+            "log_likelihood": {"y": ((*SAMPLE, "data"), -0.5 * ((self.f - self.y) / 0.3) ** 2 + self.impossible)},
             "observed_data": {"y": rows["y"]},
             "constant_data": {"x": rows["x"]},
             "predictions_constant_data": {"x": (("new", "x_dim_1"), self.new)},
@@ -94,6 +95,13 @@ def diverged(made):
     made.w[2, 150:] = np.nan
     made.f[2, 150:] = np.nan
     made.attrs["first_divergence"] = "[-1, -1, 17, -1]"
+
+
+def impossible(value):
+    def change(made):
+        made.impossible[2, 7, 3] = value
+
+    return change
 
 
 def few_steps(made):
@@ -234,6 +242,8 @@ def far(made):
 FAILURES = {
     "a diverged chain": (diverged, ["diverged"], "chain 2 at step 17"),
     "a chain of NaN": (nan_chain, ["diverged"], "chain 1)"),
+    "an observation without a density": (impossible(np.nan), ["support"], "0.50% of the draws of chain 2 have log"),
+    "an impossible observation": (impossible(-np.inf), ["support"], "that are NaN or infinite"),
     "a constant chain": (frozen, ["frozen"], "chain 1 holds one draw for 200 of its 200"),
     "a long run of one draw": (stuck_for_a_while, ["frozen"], "chain 3 holds one draw for 40 of"),
     "a chain that moves by rounding errors": (nearly_frozen, ["frozen"], "chain 0"),
@@ -470,7 +480,7 @@ def test_healthy_fits_are_silent(name):
     guide = GUIDES[name](fixed)
     adf = {"num_epochs": 1, "progress_bar": False}
     result = guide.run(jax.random.key(0), X, Y, **adf) if name == "AutoADF" else fitted(guide)
-    expected = {"diverged", "fit", "pareto_k", "standardized", "constant_inputs", "few_draws"}
+    expected = {"diverged", "support", "fit", "pareto_k", "standardized", "constant_inputs", "few_draws"}
     found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))  # no warning
     assert found == dict.fromkeys(expected | (set() if name == "AutoADF" else {"elbo"}), "ok")
 
@@ -520,7 +530,7 @@ def test_inputs_of_models_without_network_are_their_own_affair():
             numpyro.sample("y", dist.Normal(w * (x - 2000.0), 1.0), obs=y)
 
     idata = bnn.to_inference_data(run(BarkerMH(line), 2000 + X[:, 0], Y, draws=5), {"x": jnp.arange(3.0)})
-    assert verdicts(idata) == {"diverged": "ok", "few_draws": "note"}
+    assert verdicts(idata) == {"diverged": "ok", "support": "ok", "few_draws": "note"}
 
 
 @pytest.mark.slow
@@ -569,3 +579,11 @@ def test_advice_fits_the_kernel():
     for batch_size in (None, 20):
         mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=2, warm_start=0.0), batch_size=batch_size, draws=4)
         assert bnn.to_inference_data(mcmc).attrs["noisy_gradients"] == (batch_size is not None)
+
+
+def test_one_infinite_value_of_many_is_reported():
+    """All parameters are looked at, whichever are judged."""
+    for place in range(0, 1000, 250):
+        w = np.random.default_rng(0).normal(size=(2, 50, 1000))
+        w[1, 20, place + 1] = np.inf
+        assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (1,)

@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, Microcanonical, NoseHoover, Overdamped, build
-from numpyro_bnn.sgmcmc.dynamics import LastStart, Momentum, Thermostat
+from numpyro_bnn.sgmcmc.dynamics import LastGradient, Momentum, Thermostat
 from numpyro_bnn.sgmcmc.engine import LOST, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import separate
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
@@ -65,27 +65,11 @@ def same(found, expected):
 
 @pytest.mark.parametrize("temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"])
 def test_overdamped(temperature, x64):
-    elsewhere = LastStart(jnp.zeros(3), jnp.ones(3), jnp.asarray(False))
-    found = one_step(Overdamped(), elsewhere, NOISE[:1], SHIFT[0], temperature=temperature)
-    move = -EPS / 2 * L.T @ slope(POSITION, SHIFT[0]) + math.sqrt(EPS * temperature) * NOISE[0]
-    same(found.position, POSITION + L @ move)
-    same(found.memory.position, POSITION)
-    same(found.memory.gradient, slope(POSITION, SHIFT[0]))
-    assert not found.memory.refused
-    assert not found.refused
-
-
-def test_overdamped_starts_again_where_the_gradient_was_finite(x64):
-    """The step to where it is not was the proposal of a move that is refused, one step late."""
-    last = LastStart(jnp.asarray(R), jnp.asarray(POSITION), jnp.asarray(False))
-    found = one_step(Overdamped(), last, NOISE[:1], np.array([0.0, np.nan, 0.0]))
-    move = -EPS / 2 * L.T @ POSITION + math.sqrt(EPS * TEMPERATURE) * NOISE[0]
-    same(found.position, R + L @ move)
-    same(found.memory.position, R)
-    same(found.memory.gradient, POSITION)
-    same(found.evaluation.position, R)
-    assert found.memory.refused
-    assert found.refused
+    last = LastGradient(jnp.asarray(slope(POSITION)))
+    found = one_step(Overdamped(), last, NOISE[:1], SHIFT[0], temperature=temperature)
+    q = POSITION + L @ (-EPS / 2 * L.T @ slope(POSITION) + math.sqrt(EPS * temperature) * NOISE[0])
+    same(found.position, q)
+    same(found.memory.gradient, slope(q, SHIFT[0]))
 
 
 @pytest.mark.parametrize(
@@ -311,6 +295,15 @@ def test_statistics_are_means_of_what_happened():
 # -- steps that are not finite ---------------------------------------------------------------------------
 
 
+class Odd:
+    """The minibatch is the number of the step, and 0 at the start."""
+
+    independent = True
+
+    def draw(self, words, step):
+        return jnp.ravel(step)
+
+
 def stretched(q):
     return 0.5 * jnp.vdot(q, jnp.array([1.0, 2.0, 3.0]) * q) + 0.1 * jnp.sum(q**4)
 
@@ -341,9 +334,31 @@ def test_a_gradient_that_is_not_finite_is_seen(dynamics):
     before = sampler.init(jnp.array([1.0, -1.0]), jax.random.key(0))
     state = steps(sampler, before, 1)
     assert (int(state.refused_in_a_row), int(state.statistics.num_refused), int(state.step)) == (1, 1, 1)
-    np.testing.assert_array_equal(state.known_position, [1.0, -1.0])
+    np.testing.assert_array_equal(state.position, [1.0, -1.0])
     if dynamics.momentum(state.memory) is not None:
         np.testing.assert_array_equal(state.memory.momentum, -before.memory.momentum)
+
+
+@pytest.mark.parametrize("behind", [np.nan, np.inf], ids=["NaN", "infinite"])
+@pytest.mark.parametrize(
+    "dynamics", [Overdamped(), BAOAB(1.0), NoseHoover(1.0)], ids=["overdamped", "BAOAB", "SGNHT"]
+)
+def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
+    """Behind 0 the potential has no value, and its gradient, which pulls there, does."""
+    pulls = sgmcmc.Full(lambda q: jnp.sum(q) + jnp.where(jnp.all(q > 0), 0.0, jax.lax.stop_gradient(behind)))
+    sampler = build(pulls, dynamics, schedule=0.5)
+    state = steps(sampler, sampler.init(jnp.ones(2), jax.random.key(0)), 300)
+    assert (np.asarray(state.position) > 0).all()
+    assert 0 < int(state.statistics.num_refused) < 300
+
+
+def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
+    """Its gradient is not finite: the chain goes on without it until its next step."""
+    broken = sgmcmc.Minibatch(lambda q, i: jnp.sum(q * q) * jnp.where(i[0] > 0, 1.0, jnp.nan), Odd())
+    sampler = build(broken, BAOAB(1.0), schedule=0.01)
+    state = sampler.init(jnp.ones(3), jax.random.key(0))
+    np.testing.assert_array_equal(state.memory.gradient, np.zeros(3))
+    assert not np.array_equal(steps(sampler, state, 2).position, state.position)
 
 
 def test_a_chain_that_takes_steps_in_between_is_not_marked():

@@ -256,6 +256,7 @@ ROWS = {
         (lambda: infer.SGHMC(LINE, momentum_decay=0), "momentum_decay", "Pass a `step_size`, or a decay"),
         (lambda: infer.SGNHT(LINE, momentum_decay=1), "momentum_decay", "a thermostat needs momentum."),
         (lambda: infer.CyclicalSGLD(LINE, 0.1, steps_per_draw=3), "steps_per_draw or warm_start", "Set `cycle_len"),
+        (lambda: infer.CyclicalSGLD(LINE, 0.1, warm_start=""), "steps_per_draw or warm_start", "Set `cycle_len"),
         (lambda: infer.CyclicalSGLD(LINE, 1.0, cycle_length=9), "cycle_length, draws_per_cycle, explore", "one step"),
         (lambda: infer.MALA(LINE, gradient="control_variates"), "gradient", "Leave it out: this kernel uses"),
         (lambda: infer.GHMC(LINE, temperature=0), "temperature", "Pass a finite number above 0."),
