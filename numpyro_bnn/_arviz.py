@@ -184,7 +184,8 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     """The first draws of a group of a Zarr folder; its arrays are read when they are used."""
     import xarray as xr
 
-    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None).isel(draw=slice(draws))
+    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
+    held = held.isel(draw=slice(draws), missing_dims="ignore")  # a kernel may have no statistics
     return held.assign_coords({dim: np.arange(size) for dim, size in held.sizes.items()})
 
 
