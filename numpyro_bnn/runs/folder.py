@@ -318,7 +318,7 @@ def _difference(name: str, was: Any, now: Any) -> str:
         return "" if len(was) == len(now) else f"{name} had {len(was)} parts, has {len(now)}"
     if was == now or (name.startswith(DENSITY) and _close(was, now)):
         return ""
-    shown = (f"{len(value)} parts" if isinstance(value, list) else value for value in (was, now))
+    shown = (f"{value[0][1]}, ..." if isinstance(value, list) else value for value in (was, now))
     return "{} was {}, is {}".format(name, *shown)
 
 

@@ -1,6 +1,7 @@
 """Runs in folders: the draws of ``MCMC``, resumed bit for bit whatever ended them; other runs are refused by name."""
 
 import functools
+import pickle
 import re
 import shutil
 import signal
@@ -311,8 +312,8 @@ def small(tmp_path_factory):
     return path, draws_of(run), bnn.to_inference_data(path)
 
 
-def start_small(path, samples=6):
-    return start(path, "without warm-up", mcmc_of("without warm-up", num_samples=samples), sites=("w",))
+def start_small(path, samples=6, **options):
+    return start(path, "without warm-up", mcmc_of("without warm-up", num_samples=samples), sites=("w",), **options)
 
 
 BYTES = {
@@ -401,6 +402,52 @@ def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
     tracemalloc.stop()
 
 
+def test_a_call_that_fails_leaves_nothing(tmp_path):
+    """The corrected call is not refused: a folder becomes a run with its first state."""
+
+    def begin(folder, size):
+        mcmc = mcmc_of("without warm-up", kernel=lambda: infer.SGLD(line, 1e-3, steps_per_draw=2, warm_start=0.0))
+        return start(tmp_path / folder, "without warm-up", mcmc, init_params={"w": np.zeros(size, np.float32)})
+
+    (tmp_path / "mine").mkdir()
+    for folder in ("mine", "new/deep"):
+        with pytest.raises((TypeError, ValueError), match="shape"):
+            begin(folder, 3)
+        assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    assert begin("new/deep", 2).complete
+
+
+def test_names_of_folders(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(small[0], tmp_path / "run")
+    run = start_small("~/run")
+    expected = group(bnn.to_inference_data("~/run"), "posterior")
+    monkeypatch.chdir(tmp_path)
+    again = start_small("run")
+    monkeypatch.chdir(tmp_path.parent)
+    assert same(draws_of(again), draws_of(run))
+    assert expected.equals(group(small[2], "posterior"))
+    for name in ("", "~nobody-of-this-name/run", "a\0b", b"run", 3):
+        for argument, call in (("folder", start_small), ("result", bnn.to_inference_data)):
+            if argument == "folder" or isinstance(name, str):
+                with refused(argument, "Pass the "):
+                    call(name)
+
+
+def test_a_run_is_pickled_with_the_place_of_its_draws(small, tmp_path):
+    path = shutil.copytree(small[0], tmp_path / "run")
+    run = start_small(path)
+    again = pickle.loads(pickle.dumps(run))
+    assert same(result(again), result(run))
+    ensemble = infer.ensemble(line, 100, num_samples=2, num_chains=1, progress_bar=False)
+    for mcmc in (ensemble, pickle.loads(pickle.dumps(ensemble))):
+        mcmc.run(jax.random.key(0), *ZOO["line"].args)
+    again = pickle.loads(pickle.dumps(mcmc))
+    assert same(again.get_samples(), ensemble.get_samples())
+    exported = [group(bnn.to_inference_data(m, {"x": NEW_X}), "predictions") for m in (ensemble, again)]
+    assert exported[0].equals(exported[1])
+
+
 def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
     path = recorded("Barker").copy(tmp_path / "run")
     for state in states(path):
@@ -478,6 +525,10 @@ def double(x, y=None):
     numpyro.sample("a.b", dist.Normal(0.0, 1.0))
 
 
+def dots(x, y=None):
+    numpyro.sample("..", dist.Normal(0.0, 1.0))
+
+
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
 def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
     warmed = mcmc_of()
@@ -488,6 +539,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
             ("extra_fields", {"extra_fields": ("step_sizes",)}, "got 'step_sizes'"),
             ("extra_fields", {"extra_fields": ("z_grad",)}, "which is not one array"),
             ("mcmc", {"mcmc": mcmc_of(kernel=barker(double))}, "stored as 'a.b' like"),
+            ("mcmc", {"mcmc": mcmc_of(kernel=barker(dots))}, "a site '..', which names no file"),
             ("mcmc", {"mcmc": mcmc_of(kernel=lambda: HMC(potential_fn=abs))}, "Make the kernel from a model"),
             ("mcmc", {"mcmc": mcmc_of(num_samples=7)}, "Take a multiple of `thinning`"),
             ("mcmc", {"mcmc": mcmc_of(chain_method=jax.pmap)}, "parallel_vectorized"),
@@ -496,6 +548,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
     ):
         with refused(argument, message):
             start(tmp_path / str(number), **change)
+    assert not list(tmp_path.iterdir())
 
 
 # -- what is kept, and results of a folder -----------------------------------------------------------------
@@ -534,7 +587,7 @@ def test_a_run_gives_the_results_of_its_mcmc(recorded):
     disk = bnn.to_inference_data(recorded("Barker").path)
     assert disk.attrs["algorithm"] == "BarkerMH"
     for name in ("posterior", "sample_stats"):
-        assert set(group(disk, name).data_vars) >= set(group(found, name).data_vars)
+        assert set(group(disk, name).data_vars) == set(group(found, name).data_vars), name
     np.testing.assert_array_equal(group(disk, "posterior")["w"], group(found, "posterior")["w"])
     assert group(disk, "posterior")["w"].dims == group(found, "posterior")["w"].dims
     with refused("result", "A folder has no model"):
