@@ -25,6 +25,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import PACKAGE
+from numpyro_bnn.program.arguments import is_table
 from numpyro_bnn.program.rows import Rows
 from numpyro_bnn.runs.folder import digest
 
@@ -72,6 +73,10 @@ class _Reader:
     def parts(self, value: Any) -> list[Part]:
         if isinstance(value, PLAIN):
             return [("", _short(repr(value)))]
+        if is_table(value) and hasattr(value, "to_numpy"):
+            value = value.to_numpy()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "OMm":  # whose bytes are places in memory, or dates
+            value = value.tolist()
         if isinstance(value, jax.Array | np.ndarray | Rows):
             return [("", f"{value.dtype}{list(value.shape)} {digest(value)[:16]}")]
         if id(value) in self._known:
@@ -127,7 +132,11 @@ class _Reader:
             values = {"class": kind, **values}
         elif not values and hasattr(value, "__qualname__"):  # a function of a library that is not written in Python
             head = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-        return self._joined(f"{head}({', '.join(values)})", {f".{name}": part for name, part in values.items()})
+        elif not values and "0x" not in repr(value):  # a date, a fraction
+            head = repr(value)
+        return self._joined(
+            f"{head}({', '.join(values)})", {f".{name}".rstrip("."): part for name, part in values.items()}
+        )
 
     def _class(self, kind: type) -> list[Part]:
         if _of_library(kind.__module__):
