@@ -232,6 +232,7 @@ def begin_options(root, options):
 
 def begin_and_be_killed(root):
     begin_options(root, OPTIONS)
+    run_of_code(root / "code", file="two.py")
     at_syncs(pytest.MonkeyPatch(), lambda *_: blocks(root / "run") >= 10 and signal.raise_signal(signal.SIGKILL))
     start(root / "run", block_seconds=1e-9)
 
@@ -244,6 +245,7 @@ def test_runs_go_on_in_another_process_but_not_with_other_options(recorded, tmp_
         done = subprocess.run(**python(code, PYTHONHASHSEED="1"), check=False)
         assert done.returncode == -signal.SIGKILL
         assert same(draws_of(start(tmp_path / "run")), draws_of(recorded("Barker").result))
+        assert run_of_code(tmp_path / "code", SAME_CODE["more variables"]).complete
     else:
         begin_options(tmp_path, QUICK)
     for option in OPTIONS if elsewhere else QUICK:
