@@ -1,6 +1,7 @@
 """Runs in folders: the draws of ``MCMC``, resumed bit for bit whatever ended them; other runs are refused by name."""
 
 import functools
+import importlib.util
 import pickle
 import re
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
-from types import SimpleNamespace
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +233,7 @@ def begin_options(root, options):
 
 def begin_and_be_killed(root):
     begin_options(root, OPTIONS)
-    run_of_code(root / "code", file="two.py")
+    run_of_code(root / "code", name="two")
     at_syncs(pytest.MonkeyPatch(), lambda *_: blocks(root / "run") >= 10 and signal.raise_signal(signal.SIGKILL))
     start(root / "run", block_seconds=1e-9)
 
@@ -613,6 +614,12 @@ def test_one_line_of_progress(tmp_path, capsys):
 
 
 CODE = """
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+
 RATE = 1e-3
 
 class Decay:
@@ -670,16 +677,19 @@ SAME_CODE = {
 }
 
 
-def run_of_code(path, changes=(), file="one.py"):
+def run_of_code(path, changes=(), name="one"):
     code = CODE
     for old, new in changes:
-        word = old.isidentifier() and old != "w"
-        code = re.sub(rf"\b{old}\b", new, code) if word or old == "w" else code.replace(old, new)
-    for name in ("w", "zw"):  # the site keeps its name
-        code = code.replace(f'"{name}"', '"w"')
-    space = {"__name__": "__main__", "numpyro": numpyro, "dist": dist, "jnp": jnp, "SimpleNamespace": SimpleNamespace}
-    exec(compile(code, file, "exec"), space)
-    model, schedule = space["model"], space.get("schedule") or space["other"]
+        code = re.sub(rf"\b{old}\b", new, code) if old.isidentifier() else code.replace(old, new)
+    code = code.replace('"zw"', '"w"')  # the site keeps its name
+    file = path.with_name(
+        f"{name}_{zlib.crc32(code.encode())}.py"
+    )  # Python may take a file of one second for another
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model, schedule = module.model, getattr(module, "schedule", None) or module.other
     kernel = infer.SGLD(model, schedule, steps_per_draw=2, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=4, progress_bar=False)
     return runs.start(path, mcmc, jax.random.key(1), X, Y, progress_bar=False)
@@ -687,11 +697,12 @@ def run_of_code(path, changes=(), file="one.py"):
 
 def test_another_code_is_another_run_and_another_text_of_it_is_the_same(tmp_path):
     """Numbers that 20 draws from a prior do not reach, and a site that is small beside the others."""
-    whole = draws_of(run_of_code(tmp_path))
-    before = contents(tmp_path)
+    path = tmp_path / "run"
+    whole = draws_of(run_of_code(path))
+    before = contents(path)
     for name, (old, new, named) in OTHER_CODE.items():
         with pytest.raises(ValueError, match=f"the run of something else: .*{named}"):
-            run_of_code(tmp_path, [(old, new)])
-        assert contents(tmp_path) == before, name
+            run_of_code(path, [(old, new)])
+        assert contents(path) == before, name
     for name, changes in SAME_CODE.items():
-        assert same(draws_of(run_of_code(tmp_path, changes, file=f"{name}.py")), whole), name
+        assert same(draws_of(run_of_code(path, changes, name=name.replace(" ", "_"))), whole), name
