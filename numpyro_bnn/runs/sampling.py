@@ -38,7 +38,7 @@ class Run:
     """A run in a folder: what :func:`start` returns, and what :func:`~numpyro_bnn.to_inference_data` takes.
 
     ``num_draws`` is the number of draws of each chain on disk, ``complete`` whether all that were asked for are
-    there, ``last_state`` the state of the kernel after them.
+    there, ``last_state`` the state of the kernel after them. It can be pickled: the draws stay in the folder.
 
     >>> Run.__name__
     'Run'
@@ -102,10 +102,10 @@ def start(
     number. Ctrl-C returns the draws so far.
 
     The folder holds ``draws.zarr`` (groups ``posterior`` and ``sample_stats``, which ``xarray.open_zarr`` reads, also
-    while the run goes on), the last two states, and ``run.json``, which says what was started. It needs the extra
-    ``numpyro_bnn[runs]``.
+    while the run goes on), the last two states, and ``run.json``, which says what was started. Blocks of draws have
+    digests, which are checked whenever they are read. It needs the extra ``numpyro_bnn[runs]``.
 
-    :param folder: name of the folder, which is made.
+    :param folder: name of the folder, which is made with the first state.
     :param mcmc: kernel, numbers of chains and draws, ``thinning`` and ``chain_method``: ``"sequential"``,
         ``"vectorized"``, :func:`~numpyro_bnn.infer.parallel_vectorized`, or ``"parallel"``, which is the same.
     :param rng_key: key of the run.
@@ -121,8 +121,8 @@ def start(
     :param progress_bar: show a bar over the transitions of all chains.
     :param kwargs: keyword arguments of the model.
     :return: the run, which :func:`~numpyro_bnn.to_inference_data` takes.
-    :raises ValueError: for a folder of another run (the error names what differs), or one that another process
-        writes; OSError: for a folder that cannot be written; ImportError: without zarr.
+    :raises ValueError: for a folder of another run (the error names what differs), one that another process writes,
+        or one whose files are damaged or lost; OSError: for a folder that cannot be written; ImportError: no zarr.
 
     >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH

@@ -25,7 +25,7 @@ from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
 from zoo import BATCH, NET, NEW_X, ZOO, X, Y, hierarchical, line, spread
 
 import numpyro_bnn as bnn
-from numpyro_bnn import infer, models, priors, runs, symmetry
+from numpyro_bnn import infer, metrics, models, priors, runs, symmetry
 
 pytestmark = pytest.mark.core
 
@@ -425,6 +425,8 @@ def test_names_of_folders(small, tmp_path, monkeypatch):
     shutil.copytree(small[0], tmp_path / "run")
     run = start_small("~/run")
     expected = group(bnn.to_inference_data("~/run"), "posterior")
+    small[2].to_netcdf(tmp_path / "fit.nc")
+    assert metrics.health("~/fit.nc").findings == metrics.health(small[2]).findings
     monkeypatch.chdir(tmp_path)
     again = start_small("run")
     monkeypatch.chdir(tmp_path.parent)

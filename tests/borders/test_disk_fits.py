@@ -81,10 +81,10 @@ def test_a_fit_that_fails_keeps_its_last_finite_state(tmp_path):
         assert np.isfinite(found.losses).all()
 
 
-def flatter(x, y, batch_size=None):
-    """The same where it is looked at: no draw from the prior is beyond 10."""
+def with_factor(x, y, batch_size=None):
+    """One more site, of no effect."""
     line(x, y, batch_size)
-    numpyro.factor("far", 0.0 * jnp.ones(()))
+    numpyro.factor("none", 0.0 * jnp.ones(()))
 
 
 def by_hand(x, y, batch_size=None):
@@ -103,7 +103,7 @@ def test_another_fit_is_refused_by_name(recorded, tmp_path):
         ({"method": lambda: svi_of(optax.adam(0.03, mu_dtype=jnp.bfloat16))}, "optimizer"),
         ({"method": lambda: svi_of(guide=guides.AutoMeanField)}, "guide was AutoNormal, is AutoMeanField"),
         ({"method": lambda: svi_of(loss=TraceMeanField_ELBO)}, "loss was"),
-        ({"method": lambda: svi_of(model=flatter)}, "model was"),
+        ({"method": lambda: svi_of(model=with_factor)}, "model was"),
         ({"method": lambda: svi_of(guide=lambda model: by_hand)}, "guide was AutoNormal, is code"),
         ({"seed": 9}, "rng_key was"),
         ({"data": (X, Y + 1)}, "argument"),
