@@ -57,7 +57,7 @@ def fit(
     :raises ValueError: for a folder of another run (the error names what differs), or one that another process
         writes; OSError: for a folder that cannot be written; ImportError: without the extra ``numpyro_bnn[runs]``.
 
-    >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> import tempfile, jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import SVI, Trace_ELBO
     >>> from numpyro.infer.autoguide import AutoNormal
     >>> def model(y):
