@@ -5,6 +5,7 @@ the functions below and need not know which of the two it holds. Both libraries 
 they take longer than the rest of the package.
 """
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -175,7 +176,7 @@ def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] 
 
 def opened(call: str, idata: Any) -> Any:
     """Results as they are, or read from the netCDF file at a path; a TypeError of a call for anything else."""
-    found = _arviz().from_netcdf(idata) if isinstance(idata, str | PathLike) else idata
+    found = _arviz().from_netcdf(os.path.expanduser(idata)) if isinstance(idata, str | PathLike) else idata
     group_names(found, call)
     return found
 
@@ -184,7 +185,8 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     """The first draws of a group of a Zarr folder; its arrays are read when they are used."""
     import xarray as xr
 
-    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None).isel(draw=slice(draws))
+    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
+    held = held.isel(draw=slice(draws), missing_dims="ignore")  # a kernel may have no statistics
     return held.assign_coords({dim: np.arange(size) for dim, size in held.sizes.items()})
 
 

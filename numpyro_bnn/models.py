@@ -19,6 +19,7 @@ from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Net
 from numpyro_bnn.priors.base import as_prior, is_positive
 from numpyro_bnn.program.plates import full_plates, unobserved
+from numpyro_bnn.program.rows import Rows
 
 __all__ = ["classification", "regression"]
 
@@ -70,21 +71,20 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
         shape = (1, "(N,)") if targets == 1 else (2, f"(N, {targets})")
         _checks.check_rank(call, "y", y, *shape)
         _checks.check_same_length(call, x=x, y=y)
-        _checks.check_finite(call, "y", y)
+        _check_finite(call, "y", y)
         if heavy_tails and not any(isinstance(handler, unobserved) for handler in _PYRO_STACK):  # new rows may repeat
-            check_not_repeated(call, y)
-        y = jnp.asarray(y, dtype=float)
-    f, sigma = random_network("net", net, jnp.shape(x)[1:], prior), noise
+            check_not_repeated(call, y.head() if isinstance(y, Rows) else y)
+    f, sigma = random_network("net", net, np.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):
         sigma = numpyro.sample("sigma", noise)
     family = noise_family(heavy_tails)
-    with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
-        out = f(_rows(jnp.asarray(x), index))
+    with numpyro.plate("data", np.shape(x)[0], subsample_size=batch_size) as index:
+        out = f(_rows(x, index))
         mean = out[..., :targets]
         sd = 1e-6 + jax.nn.softplus(out[..., targets:]) if heteroscedastic else sigma
         sd = jnp.broadcast_to(sd, mean.shape)
         likelihood = family(mean[..., 0], sd[..., 0]) if targets == 1 else family(mean, sd).to_event(1)
-        numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index))
+        numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index).astype(float))
 
 
 def noise_family(heavy_tails: bool) -> Callable[..., dist.Distribution]:
@@ -137,17 +137,29 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
     if y is not None:
         _checks.check_rank(call, "y", y, 1, "(N,)")
         _checks.check_same_length(call, x=x, y=y)
-        _checks.check_labels(call, "y", y, num_classes)
-        y = jnp.asarray(y, dtype=int)
-    f = random_network("net", net, jnp.shape(x)[1:], prior)
-    with numpyro.plate("data", jnp.shape(x)[0], subsample_size=batch_size) as index:
-        logits = f(_rows(jnp.asarray(x), index))
-        numpyro.sample("y", dist.Categorical(logits=logits), obs=None if y is None else _rows(y, index))
+        _checks.check_labels(call, "y", y.extremes if isinstance(y, Rows) else y, num_classes)
+    f = random_network("net", net, np.shape(x)[1:], prior)
+    with numpyro.plate("data", np.shape(x)[0], subsample_size=batch_size) as index:
+        logits = f(_rows(x, index))
+        labels = None if y is None else _rows(y, index).astype(int)
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=labels)
 
 
-def _rows(values: jax.Array, index: jax.Array) -> jax.Array:
+def _rows(values: Any, index: jax.Array) -> jax.Array:
     """Those of a minibatch; all rows as they are, so that they may be spread over devices."""
+    if isinstance(values, Rows):
+        return values[index]
+    values = jnp.asarray(values)
     return values if len(index) == len(values) else values[index]
+
+
+def _check_finite(call: str, argument: str, value: Any) -> None:
+    """Refuse NaN and infinity, also in rows on disk, which are read for it once."""
+    if not isinstance(value, Rows):
+        _checks.check_finite(call, argument, value)
+    elif not len(value) or not np.isfinite(value.extremes).all():
+        got = f"{value!r} that are empty, or have NaN or infinite values"
+        raise argument_error(call, argument, got, "Drop or impute those rows first.")
 
 
 def _check_noise(call: str, noise: Any) -> None:
@@ -163,8 +175,8 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     if np.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
         raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
-    _checks.check_finite(call, "x", x)
-    size = jnp.shape(x)[0]
+    _check_finite(call, "x", x)
+    size = np.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
     if not whole and batch_size is not None and Count().check(call, "batch_size", batch_size) > size:
@@ -173,7 +185,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
 
 def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
     """Number of outputs of the network; refuse a network that does not match the likelihood."""
-    shape = net.output_shape(jnp.shape(x)[1:])
+    shape = net.output_shape(np.shape(x)[1:])
     if len(shape) != 1 or shape[0] % multiple or (call.endswith("classification") and shape[0] != multiple):
         instead = f"The last layer must have {multiple} outputs."
         raise argument_error(call, "net", f"a network with output shape {shape}", instead)

@@ -100,3 +100,9 @@ def python(code, devices=2, **environment):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     return {"args": [sys.executable, "-P", "-c", code], "env": {**os.environ, **shared, **environment}}
+
+
+def contents(path):
+    """The bytes of all files of a run but its lock, by name."""
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock")
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}

@@ -1,6 +1,7 @@
 """``ensemble``: the recipe for prediction."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
@@ -18,6 +19,25 @@ SHARE = 0.3  # of the warm-up transitions that optimize
 WARMUP = 0.4  # share of the other gradients that warm-up takes
 ENERGY_VARIANCE = (0.5, 0.0005)  # first: far from the member, last: the accuracy of the draws
 PER_STEP = 2  # gradients of a step
+
+
+@dataclass(frozen=True)
+class _CosineAdam:
+    """Adam with a cosine schedule; by its number of steps, because optax's functions cannot be pickled."""
+
+    num_steps: int
+
+    @property
+    def _adam(self) -> Any:
+        import optax
+
+        return optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, self.num_steps))
+
+    def init(self, params: Any) -> Any:
+        return self._adam.init(params)
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        return self._adam.update(updates, state, params)
 
 
 @checked("infer.ensemble")
@@ -60,14 +80,11 @@ def ensemble(
     >>> bnn.to_inference_data(mcmc, predictions={"x": x})["predictions"]["y_mean"].shape
     (8, 20, 40)
     """
-    import optax
-
     steps = int(min(OPTIMIZED * num_gradients, max(MOST_OPTIMIZED, LEAST_STEPS * num_gradients)))
     others = num_gradients - steps
     each = max(1, round((1 - WARMUP) * others / (PER_STEP * num_samples)))
     num_warmup = max(20, round(WARMUP * others / (PER_STEP * each * (1 - SHARE))))
-    adam = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
-    warm = WarmStart(SHARE, num_steps=steps, optimizer=adam, held_out=held_out, spread=SPREAD)
+    warm = WarmStart(SHARE, num_steps=steps, optimizer=_CosineAdam(steps), held_out=held_out, spread=SPREAD)
     kernel: Any = MCLMC(model, steps_per_draw=each, warm_start=warm, energy_variance=ENERGY_VARIANCE)
     if symmetries:
         kernel = OrbitMoves(kernel, symmetries)

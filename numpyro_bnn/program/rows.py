@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -87,6 +88,16 @@ class Rows:
             instead = "Pass as many rows as the plate has indices."
             raise argument_error(CALL, "index", f"row {flat.max()} of {len(self)}", instead)
         return np.asarray(self._read[flat], self.dtype).reshape(*index.shape, *self.shape[1:])
+
+    @cached_property
+    def extremes(self) -> np.ndarray:
+        """The smallest and the largest value, NaN if one is NaN; all rows are read once, some MiB at a time."""
+        rows = max(1, MOST_BYTES // 8 // max(1, int(np.prod(self.shape[1:])) * self.dtype.itemsize))
+        found = []
+        for start in range(0, len(self), rows):
+            part = self.fetch(np.arange(start, min(start + rows, len(self))))
+            found += [part.min(), part.max()]
+        return np.array([np.min(found), np.max(found)])
 
     def head(self) -> np.ndarray:
         """The first rows, in memory."""

@@ -68,6 +68,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     if mcmc.sampler.model is None:
         instead = "Pass a kernel made from a model, or use `arviz.from_dict`."
         raise argument_error(CALL, "result", "an MCMC of a potential function", instead)
+    _initialize(mcmc)
     if members:
         samples, fields = members_of(mcmc), {}
     else:
@@ -90,6 +91,18 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     check_row_lengths(CALL, model, *arguments.call())
     stat_coords = getattr(mcmc.sampler, "stat_coords", {})
     return Fit(model, arguments, samples, sample_stats(fields), settings, stat_coords=stat_coords)
+
+
+def _initialize(mcmc: MCMC) -> None:
+    """Build again what a kernel that was pickled after its run has lost: programs cannot be pickled."""
+    kernel: Any = mcmc.sampler
+    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
+        kernel = inner
+    if getattr(kernel, "_policy", kernel) is None:
+        state = mcmc.last_state
+        given = {"model_args": mcmc._args, "model_kwargs": mcmc._kwargs}
+        values = getattr(state, mcmc.sampler.sample_field)
+        mcmc.sampler.init(state.rng_key, mcmc.num_warmup, values, **given)
 
 
 def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:

@@ -18,11 +18,10 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
-from numpyro_bnn.runs.draws import SITES, STATISTICS
+from numpyro_bnn.runs.draws import MOST_DRAWS, SITES, STATISTICS
 from numpyro_bnn.runs.spread import Spread
 
 BLOCK_BYTES = 1 << 26  # of the draws of all chains that are held until they are written
-MOST_DRAWS = 4096  # of a block
 
 
 class Wanted(NamedTuple):

@@ -1,4 +1,7 @@
-"""Draws on disk: one Zarr group for the values of sites, one for statistics, in chunks by chain and block."""
+"""Draws on disk: one Zarr group for the values of sites, one for statistics, in chunks by chain and block.
+
+Blocks are read as they were written, or not at all: each has a digest, which the states keep.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.runs.folder import Folder, digest, import_extra
+from numpyro_bnn.runs.folder import DAMAGE, RESTORE, Place, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
+MOST_DRAWS = 4096  # of a block
+DIGEST_BYTES = 32
 
 # Arrays, or their shapes and dtypes, by group and name.
 Groups = Mapping[str, Mapping[str, Any]]
@@ -24,88 +29,164 @@ class Layout(NamedTuple):
     draws_per_block: int
 
 
+class Block(NamedTuple):
+    """Draws that were written at once, from where the block before ends, and their digest."""
+
+    stop: int
+    digest: bytes
+
+
+def table(blocks: tuple[Block, ...]) -> dict[str, np.ndarray]:
+    """Blocks as arrays, which a state holds."""
+    digests = np.frombuffer(b"".join(block.digest for block in blocks), np.uint8)
+    return {"stops": np.array([block.stop for block in blocks], np.int64), "digests": digests}
+
+
+def blocks_in(arrays: Mapping[str, np.ndarray]) -> tuple[Block, ...]:
+    """The blocks of a :func:`table`."""
+    digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
+    return tuple(Block(int(stop), bytes(digest)) for stop, digest in zip(arrays["stops"], digests, strict=True))
+
+
 class Draws:
     """The draws of a run, as arrays (C, S, ...) of which the first ones are written.
 
     Variables are called as in ArviZ: ``net.Dense_0.kernel`` for the site ``net/Dense_0.kernel``.
 
-    :param shapes: shapes and dtypes of one draw of one chain.
+    :param place: the folder.
+    :param num_chains: C.
+    :param likes: dtype and shape of one draw of one chain, by group and name on disk.
     """
 
-    def __init__(self, folder: Folder, shapes: Groups) -> None:
-        self._folder, self._path, self._shapes = folder, folder.path / "draws.zarr", shapes
-        self._arrays: dict[tuple[str, str], Any] = {}
-        self._check_names()
+    def __init__(self, place: Place, num_chains: int, likes: Groups) -> None:
+        self._place, self._path = place, place.path / "draws.zarr"
+        self._num_chains, self._likes = num_chains, likes
+        #: The blocks that are finished.
+        self.blocks: tuple[Block, ...] = ()
 
-    def _check_names(self) -> None:
-        for values in self._shapes.values():
-            known = {"chain": "an axis of the draws", "draw": "an axis of the draws"}
-            for name in values:
-                if (other := known.setdefault(stored(name), name)) != name:
-                    got = f"a model with {name!r}, which is stored as {stored(name)!r} like {other!r}"
-                    instead = "Rename the site in the model, or leave it out by `sites=`."
-                    raise argument_error(self._folder.call, "mcmc", got, instead)
+    @property
+    def _bounds(self) -> list[tuple[int, int, bytes]]:
+        """Where blocks start and stop, and their digests."""
+        starts = [0, *(block.stop for block in self.blocks)]
+        return [(start, *block) for start, block in zip(starts, self.blocks, strict=False)]
 
-    def prepare(self, layout: Layout) -> int:
-        """Make the arrays, or lengthen those that are there; return the draws per block, those of the first call."""
-        zarr = import_extra(self._folder.call, "zarr")
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def draws_per_block(self, wanted: int) -> int:
+        """How many draws are a block, since the first one was written."""
+        if not self.blocks:
+            return wanted
+        known = [array.chunks[1] for _, _, array in _flat(self._arrays("r"))]
+        return int(known[0]) if known else wanted
+
+    def write(self, start: int, stop: int, block: Groups, layout: Layout) -> tuple[Block, ...]:
+        """Write the draws of all chains from ``start`` to ``stop``, and make them durable.
+
+        :param block: values by group and name on disk.
+        :return: the blocks that are finished with this one, which take effect once they are set and in a state.
+        """
+        written = {group: {name: np.asarray(v) for name, v in values.items()} for group, values in block.items()}
         try:
-            root = zarr.open_group(self._path, mode="a")
-            groups = {group: root.require_group(group) for group in self._shapes}
-            names = [(group, stored(name)) for group, name, _ in _flat(self._shapes)]
-            old = [groups[group][name].chunks[1] for group, name in names if name in groups[group]]
-            layout = layout._replace(draws_per_block=old[0] if old else layout.draws_per_block)
-            for group, name, like in _flat(self._shapes):
-                self._arrays[group, name] = _array(groups[group], stored(name), like, layout)
+            arrays = self._prepared(layout)
+            for group, name, values in _flat(written):
+                array = arrays[group][name]
+                index, begins = divmod(start, array.chunks[1])
+                files = [self._path / group / name / _chunk(c, index, values.ndim) for c in range(len(values))]
+                for file in files if not begins else ():
+                    file.unlink(missing_ok=True)  # left by a process that was killed; Zarr would read a part of it
+                array[:, start:stop] = values
+                for file in files:
+                    _sync(file)
         except OSError as cause:
-            raise self._folder.unwritable(cause) from cause
-        return layout.draws_per_block
+            raise self._place.unwritable(cause) from cause
+        return *(known for known in self.blocks if known.stop <= start), Block(stop, _digest(written))
 
-    def write(self, start: int, block: Groups) -> str:
-        """Write the draws of all chains from ``start`` on, make them durable, and return their digest."""
-        try:
-            for group, name, values in _flat(block):
-                array = self._arrays[group, name]
-                array[:, start : start + values.shape[1]] = values
-                for chain in range(len(values)):
-                    _sync(self._path / group / stored(name) / _chunk(chain, start // array.chunks[1], values.ndim))
-        except OSError as cause:
-            raise self._folder.unwritable(cause) from cause
-        return digest(dict(block))
+    def _prepared(self, layout: Layout) -> dict[str, dict[str, Any]]:
+        """The arrays, made if no block is finished, or lengthened."""
+        if self.blocks:
+            arrays = self._arrays("r+")
+        else:
+            zarr = import_extra(self._place.call, "zarr")
+            root = zarr.open_group(self._path, mode="w")
+            arrays = {group: {} for group in self._likes}
+            for group in arrays:
+                root.create_group(group)
+            for group, name, like in _flat(self._likes):
+                arrays[group][name] = _new_array(root[group], name, like, layout)
+        for _, _, array in _flat(arrays):
+            if array.shape[1] < layout.num_draws:
+                array.resize((array.shape[0], layout.num_draws, *array.shape[2:]))
+        return arrays
 
-    def holds(self, start: int, stop: int, expected: str) -> bool:
-        """Whether the draws from ``start`` to ``stop`` are those with this digest."""
-        try:
-            found = self.read(start, stop)
-        except (OSError, ValueError, KeyError):
-            return False
-        return digest(found) == expected
+    # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, start: int, stop: int, only: str | None = None) -> dict[str, dict[str, np.ndarray]]:
-        """The draws of all chains from ``start`` to ``stop``, by default of all groups."""
-        found: dict[str, dict[str, np.ndarray]] = {group: {} for group in self._shapes if only in (None, group)}
-        for (group, name), array in self._arrays.items():
-            if group in found:
-                found[group][name] = np.asarray(array[:, start:stop])
+    def check(self, blocks: slice = slice(None)) -> None:
+        """Read some blocks one by one, and refuse one that is not as it was written."""
+        for start, stop, expected in self._bounds[blocks]:
+            self._block(start, stop, expected)
+
+    def read(self, group: str) -> dict[str, np.ndarray]:
+        """The draws of a group (C, S, ...) by name; an error if a block is not as it was written."""
+        size = self._num_chains, self.blocks[-1].stop if self.blocks else 0
+        found = {n: np.empty((*size, *like.shape), like.dtype) for n, like in self._likes[group].items()}
+        for start, stop, expected in self._bounds:
+            for name, values in self._block(start, stop, expected)[group].items():
+                found[name][:, start:stop] = values
         return found
 
+    def _block(self, start: int, stop: int, expected: bytes) -> dict[str, dict[str, np.ndarray]]:
+        cause = None
+        try:
+            arrays = self._arrays("r")
+            found: dict[str, dict[str, np.ndarray]] = {group: {} for group in arrays}
+            for group, name, array in _flat(arrays):
+                found[group][name] = np.asarray(array[:, start:stop])
+            if _digest(found) == expected:
+                return found
+        except DAMAGE as error:
+            cause = error
+        last = "`runs.start` makes the last block again. " if stop == self.blocks[-1].stop else ""
+        raise self._place.error(f"whose draws {start} to {stop - 1} are damaged or lost", last + RESTORE) from cause
 
-def _array(group: Any, name: str, like: Any, layout: Layout) -> Any:
-    """The array of a group with this name, made if it is not there, and long enough."""
-    shape = (layout.num_chains, layout.num_draws, *like.shape)
-    if name not in group:
-        return group.create_array(
-            name,
-            shape=shape,
-            chunks=(1, layout.draws_per_block, *(max(1, size) for size in like.shape)),
-            dtype=like.dtype,
-            fill_value=np.nan if np.dtype(like.dtype).kind == "f" else 0,
-            compressors=None,  # the digits of draws are random
-            dimension_names=("chain", "draw", *(f"{name}_dim_{i}" for i in range(len(like.shape)))),
-        )
-    if group[name].shape[1] < layout.num_draws:
-        group[name].resize(shape)
-    return group[name]
+    def _arrays(self, mode: str) -> dict[str, dict[str, Any]]:
+        """The arrays by group and name; a ``ValueError`` if reading them could take more memory than the draws do."""
+        root = import_extra(self._place.call, "zarr").open_group(self._path, mode=mode)
+        groups = {group: root[group] for group in self._likes}
+        arrays: dict[str, dict[str, Any]] = {group: {} for group in groups}
+        for group, name, like in _flat(self._likes):
+            array = arrays[group][name] = groups[group][name]
+            chunk, draws_per_block = _chunk_shape(like, array.chunks[1]), array.chunks[1]
+            known = array.shape[0] == self._num_chains and array.shape[2:] == tuple(like.shape)
+            known &= array.dtype == like.dtype and array.chunks == chunk and draws_per_block <= MOST_DRAWS
+            if not known or len(array.metadata.codecs) != 1:
+                raise ValueError("an array of another layout")
+        return arrays
+
+
+def _new_array(group: Any, name: str, like: Any, layout: Layout) -> Any:
+    return group.create_array(
+        name,
+        shape=(layout.num_chains, layout.num_draws, *like.shape),
+        chunks=_chunk_shape(like, layout.draws_per_block),
+        dtype=like.dtype,
+        fill_value=np.nan if np.dtype(like.dtype).kind == "f" else 0,
+        compressors=None,  # the digits of draws are random
+        dimension_names=("chain", "draw", *(f"{name}_dim_{i}" for i in range(len(like.shape)))),
+    )
+
+
+def check_names(call: str, groups: Groups) -> None:
+    """Refuse sites that would be stored under one name."""
+    for values in groups.values():
+        known = {"chain": "an axis of the draws", "draw": "an axis of the draws"}
+        for name in values:
+            if not stored(name).strip(".") or stored(name) == "zarr.json" or stored(name).startswith("__"):
+                got = f"a model with a site {name!r}, which names no file"
+                raise argument_error(call, "mcmc", got, "Rename the site in the model, or leave it out by `sites=`.")
+            if (other := known.setdefault(stored(name), name)) != name:
+                got = f"a model with {name!r}, which is stored as {stored(name)!r} like {other!r}"
+                instead = "Rename the site in the model, or leave it out by `sites=`."
+                raise argument_error(call, "mcmc", got, instead)
 
 
 def stored(name: str) -> str:
@@ -113,8 +194,16 @@ def stored(name: str) -> str:
     return name.replace("/", ".")
 
 
+def _digest(block: Groups) -> bytes:
+    return bytes.fromhex(digest(dict(block)))
+
+
 def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
     return ((group, name, value) for group, values in groups.items() for name, value in values.items())
+
+
+def _chunk_shape(like: Any, draws_per_block: int) -> tuple[int, ...]:
+    return (1, draws_per_block, *(max(1, size) for size in like.shape))
 
 
 def _chunk(chain: int, block: int, rank: int) -> str:

@@ -16,14 +16,9 @@ from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
-from numpyro_bnn.runs.folder import Folder, digest
-from numpyro_bnn.runs.identity import (
-    described_model,
-    described_options,
-    described_value,
-    described_versions,
-    read_model,
-)
+from numpyro_bnn.runs.code import described_value
+from numpyro_bnn.runs.folder import Folder, Place, digest
+from numpyro_bnn.runs.identity import described_model, described_options, described_versions, read_model
 
 CALL = "runs.fit"
 
@@ -62,7 +57,7 @@ def fit(
     :raises ValueError: for a folder of another run (the error names what differs), or one that another process
         writes; OSError: for a folder that cannot be written; ImportError: without the extra ``numpyro_bnn[runs]``.
 
-    >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> import tempfile, jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import SVI, Trace_ELBO
     >>> from numpyro.infer.autoguide import AutoNormal
     >>> def model(y):
@@ -90,8 +85,7 @@ def fit(
         **described_model(read_model(CALL, method.model, *given), *given),
         **described_versions(),
     }
-    with Folder(CALL, folder) as held:
-        held.claim(description)
+    with Folder(Place.of(CALL, "folder", folder), description) as held:
         keeper = _Keeper(held, block_seconds)
         options: dict[str, Any] = {"progress_bar": progress_bar, "keeper": keeper, **kwargs}
         if isinstance(method, AutoADF):
@@ -100,11 +94,11 @@ def fit(
         return guides.fit(method, rng_key, num_steps, *args, **options)
 
 
-def _described_method(method: SVI | AutoADF) -> dict[str, str]:
+def _described_method(method: SVI | AutoADF) -> dict[str, Any]:
     if isinstance(method, AutoADF):
         return described_options("guide", method)
-    parts = {"optimizer": method.optim, "loss": method.loss}
-    described = {name: f"{type(part).__name__} {described_value(vars(part))}" for name, part in parts.items()}
+    parts = {"optimizer": method.optim, "loss": method.loss, "options": method.static_kwargs, "model": method.model}
+    described = {name: described_value(part) for name, part in parts.items()}
     return described_options("guide", method.guide) | described
 
 

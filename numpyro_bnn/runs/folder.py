@@ -1,19 +1,19 @@
 """The folder of a run: one writer, a description of what was started, and states of which the last two are kept.
 
-A state file is the commit of everything that was written before it: it is complete or absent, and it says with which
-digest the block before it was written.
+A state file is the commit of everything that was written before it: it is complete or absent, and it has the digests
+of all blocks of draws. Nothing is written before there is a state to write, so a refused call changes nothing.
 """
 
 import hashlib
-import io
 import json
 import os
+import re
 import uuid
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +27,13 @@ from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
 from numpyro_bnn.program.rows import Rows
 
-FORMAT = 1
+FORMAT = 2  # 1, of version 0.2.0, had no digests
 KEPT = 2  # states
-DENSITY = "log density"  # entry of a description whose numbers may differ by rounding
-DAMAGE = (OSError, KeyError, EOFError, ValueError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+DENSITY = "log density of "  # entries of a description whose numbers may differ by rounding
+DAMAGE = Exception  # a damaged file may fail anywhere in the library that reads it
+RESTORE = "Restore the folder from a copy, or delete it and start again."
+STATE = re.compile(r"state-(\d{8,})\.npz")
+PART = re.compile(r"(run\.json|state-\d{8,}\.npz)\.[0-9a-f]{32}\.part")  # written by a process that was killed
 
 
 class Saved(NamedTuple):
@@ -42,116 +45,103 @@ class Saved(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-class Folder:
-    """The folder of a run, held by one process at a time.
+@dataclass(frozen=True)
+class Place:
+    """The folder of a run as an argument of a public function.
 
-    :param call: the public function that opens it, for errors.
-    :param path: of the folder, which is made if it does not exist.
-    :raises OSError: if it cannot be written; ``ValueError`` if another process holds it, or if it holds other files.
+    :param call: the function.
+    :param argument: the argument.
+    :param path: absolute, so that it stays the same folder if the process goes to another one.
     """
 
-    def __init__(self, call: str, path: str | os.PathLike) -> None:
-        Kind(str | os.PathLike, "Pass the name of a folder.").check(call, "folder", path)
-        self.call, self.path = call, Path(path)
-        filelock = import_extra(call, "filelock")
+    call: str
+    argument: str
+    path: Path
+
+    @classmethod
+    def of(cls, call: str, argument: str, path: Any) -> "Place":
+        """The folder that a user names, in which ``~`` is the home folder."""
+        Kind(str | os.PathLike, "Pass the name of a folder.").check(call, argument, path)
+        name = os.fspath(path)
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise argument_error(call, argument, repr(name), "Pass the name of a folder.")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            #: Ends with its process, however that ends.
-            self._lock = filelock.FileLock(self.path / "lock", timeout=0)
-            self._lock.acquire()
-        except filelock.Timeout as cause:
-            raise self.error("which another process is writing", "Wait for it, or pass another folder.") from cause
-        except OSError as cause:
-            raise self.unwritable(cause) from cause
-        for part in self.path.glob("*.part"):  # of a process that was killed while it wrote
-            part.unlink(missing_ok=True)
-
-    def __enter__(self) -> "Folder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+            return cls(call, argument, Path(name).expanduser().absolute())
+        except RuntimeError as cause:
+            got = f"{name!r}, of a user without a home folder"
+            raise argument_error(call, argument, got, "Pass the whole name of the folder.") from cause
 
     def error(self, got: str, instead: str, kind: type[Exception] = ValueError) -> Exception:
         """The error about this folder."""
-        return argument_error(self.call, "folder", f"{str(self.path)!r}, {got}", instead, kind)
+        return argument_error(self.call, self.argument, f"{str(self.path)!r}, {got}", instead, kind)
 
     def unwritable(self, cause: OSError) -> Exception:
         """The error for a folder that cannot be written, or whose disk is full."""
         instead = "Free space or change the folder's rights; the same call then goes on from the last finished block."
         return self.error(f"which cannot be written ({cause.strerror or cause})", instead, OSError)
 
-    def claim(self, description: Mapping[str, str]) -> None:
-        """Describe a new run, or refuse a folder that holds another one, and name what differs."""
-        file = self.path / "run.json"
-        if not file.exists():
-            strange = [entry.name for entry in self.path.iterdir() if entry.name != "lock"]
-            if strange:
-                got = f"which holds other files, such as {strange[0]!r}"
-                raise self.error(got, "Pass the name of a new folder.")
-            content = json.dumps({"format": FORMAT, "description": dict(description)}, indent=1)
-            self._replace(file, lambda target: target.write(content.encode()))
-            return
+    def record(self) -> dict[str, Any]:
+        """What ``run.json`` says, which is checked.
+
+        :raises ValueError: if it is damaged, or of another version; ``FileNotFoundError`` if there is none.
+        """
         try:
-            found = json.loads(file.read_text())
-            known, version = found["description"], found["format"]
-        except (*DAMAGE, json.JSONDecodeError, TypeError) as cause:
-            raise self.error("whose run.json is damaged", "Delete the folder, or pass another one.") from cause
+            record = json.loads((self.path / "run.json").read_bytes())
+            version, expected = record["format"], record.pop("digest", None)
+        except OSError as cause:
+            if isinstance(cause, FileNotFoundError):
+                raise
+            raise self.error(f"whose run.json cannot be read ({cause.strerror})", "Change its rights.") from cause
+        except DAMAGE as cause:
+            raise self.error("whose run.json is damaged", RESTORE) from cause
+        if version == 1:
+            got = "the run of an older version, which wrote no digests by which damage is seen"
+            instead = "Pass the name of a new folder. `xarray.open_zarr(folder + '/draws.zarr', group='posterior')`"
+            raise self.error(got, f"{instead} reads the old draws, unchecked.")
+        if expected != digest(json.dumps(record)):
+            raise self.error("whose run.json is damaged", RESTORE)
         if version != FORMAT:
             raise self.error(f"of format {version} where {FORMAT} is read", "Pass the name of a new folder.")
-        if differences := _differences(known, description):
-            instead = "Pass a new folder, or all that this run was started with."
-            raise self.error(f"the run of something else: {'; '.join(differences)}", instead)
-
-    # -- states ------------------------------------------------------------------------------------------
-
-    def commit(
-        self, number: int, tree: Any, notes: Mapping[str, Any], more: Mapping[str, np.ndarray] | None = None
-    ) -> None:
-        """Write a state and more arrays, then remove the states that are no longer needed."""
-        arrays = {f"leaf_{i}": raw(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-        arrays |= {f"array_{name}": np.asarray(value) for name, value in (more or {}).items()}
-        content = json.dumps({"notes": dict(notes), "values": digest(arrays)})
-        described = np.frombuffer(content.encode(), np.uint8)
-        arrays["described"] = described
-        self._replace(self._state(number), lambda file: np.savez(file, allow_pickle=False, **arrays))
-        for old in self.numbers()[:-KEPT]:
-            self._state(old).unlink(missing_ok=True)
-
-    def latest(self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
-        """The last state that is whole; one that is not is left out with a warning.
-
-        :param like: a tree of the same structure.
-        :param valid: whether what was written before a state is whole as well.
-        :raises ValueError: if there are states, and none is whole.
-        """
-        numbers = self.numbers()
-        for number in reversed(numbers):
-            saved = self._read(number, like)
-            if saved is not None and valid(saved):
-                return saved
-            text = (
-                f"{self.call}: block {number} in {str(self.path)!r} is damaged: the run goes on from the one before."
-            )
-            warnings.warn(text, stacklevel=outside())
-        if numbers:
-            instead = "Delete the folder and start again, or restore it from a copy."
-            raise self.error("whose last blocks are all damaged", instead)
-        return None
+        return dict(record)
 
     def numbers(self) -> list[int]:
         """Numbers of the states, in order."""
-        return state_numbers(self.path)
+        found = [STATE.fullmatch(file.name) for file in self.path.iterdir()]
+        return sorted(int(match[1]) for match in found if match)
 
-    def _state(self, number: int) -> Path:
+    def state_file(self, number: int) -> Path:
+        """The file of a state."""
         return self.path / f"state-{number:08d}.npz"
 
-    def _read(self, number: int, like: Any) -> Saved | None:
+    def latest(self, run: str, like: Any = None, valid: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
+        """The last state that is whole; ``None`` before the first. It warns of those that it leaves out.
+
+        :param run: digest of the record to which a state must belong.
+        :param like: a tree of the same structure, or ``None`` to read no tree.
+        :param valid: whether what was written before a state is whole as well.
+        :raises ValueError: if there are states, and none is whole.
+        """
+        while numbers := self.numbers():
+            damaged: list[int] = []
+            for number in reversed(numbers):
+                saved = self._read(number, run, like)
+                if saved is not None and valid(saved):
+                    for other in damaged:
+                        text = f"block {other} in {str(self.path)!r} is damaged: the run goes on from the one before."
+                        warnings.warn(f"{self.call}: {text}", stacklevel=outside())
+                    return saved
+                damaged.append(number)
+            if numbers == self.numbers():  # else another process has written states and removed these
+                raise self.error("whose last blocks are all damaged or lost", RESTORE)
+        if (self.path / "draws.zarr").exists():
+            raise self.error("which has draws, but no state file", RESTORE)
+        return None
+
+    def _read(self, number: int, run: str, like: Any) -> Saved | None:
         try:
-            with open(self._state(number), "rb") as stream, np.load(stream, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+            arrays = _arrays_in(self.state_file(number))
             described = json.loads(bytes(arrays.pop("described")))
-            if described["values"] != digest(arrays):
+            if described["values"] != digest(arrays) or described["run"] != run or described["number"] != number:
                 return None
             template, structure = jax.tree.flatten(like)
             leaves = [restored(arrays[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
@@ -159,6 +149,109 @@ class Folder:
             return None
         more = {name.removeprefix("array_"): v for name, v in arrays.items() if name.startswith("array_")}
         return Saved(number, jax.tree.unflatten(structure, leaves), described["notes"], more)
+
+
+class Folder:
+    """The folder of a run, held by one process at a time.
+
+    It is made, and what was started is described, with the first state; before that it is a lock, or nothing.
+
+    :param place: where it is.
+    :param description: what is started, by name: texts, or lists of parts, each with a label and a text.
+    :param more: what the record of a new run says besides, as JSON.
+    :raises OSError: if it cannot be written; ``ValueError`` if another process holds it, or if it holds other files
+        or another run (the error names what differs).
+    """
+
+    def __init__(self, place: Place, description: Mapping[str, Any]) -> None:
+        self.place, self.path = place, place.path
+        self.description = dict(description)
+        #: What a new run's record says besides the description, as JSON.
+        self.more: dict[str, Any] = {}
+        filelock = import_extra(place.call, "filelock")
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self._refuse_others()
+            self.path.mkdir(parents=True, exist_ok=True)
+            #: Ends with its process, however that ends.
+            self._lock = filelock.FileLock(self.path / "lock", timeout=0)
+            self._lock.acquire()
+        except filelock.Timeout as cause:
+            raise place.error("which another process is writing", "Wait for it, or pass another folder.") from cause
+        except OSError as cause:
+            raise place.unwritable(cause) from cause
+        try:
+            self._compare()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not (self.path / "run.json").exists():  # nothing was written: leave nothing behind
+            with suppress(OSError):
+                (self.path / "lock").unlink(missing_ok=True)
+        self._lock.release()
+        with suppress(OSError):  # not empty
+            for folder in self._made:
+                folder.rmdir()
+
+    def _refuse_others(self) -> None:
+        """Refuse a folder that was not made by a run, before anything in it is touched."""
+        names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        if "run.json" in names:
+            return
+        if "draws.zarr" in names or any(STATE.fullmatch(name) for name in names):
+            raise self.place.error("which has lost its run.json", RESTORE)
+        others = sorted(name for name in names if name != "lock" and not PART.fullmatch(name))
+        if others:
+            got = f"which holds other files, such as {others[0]!r}"
+            raise self.place.error(got, "Pass the name of a new folder.")
+
+    def _compare(self) -> None:
+        """Refuse a folder that holds another run, and name what differs."""
+        try:
+            record = self.place.record()
+        except FileNotFoundError:
+            return
+        if differences := _differences(record["description"], self.description):
+            instead = "Pass a new folder, or all that this run was started with."
+            raise self.place.error(f"the run of something else: {'; '.join(differences)}", instead)
+        for entry in self.path.iterdir():
+            if PART.fullmatch(entry.name):
+                entry.unlink(missing_ok=True)
+
+    # -- states ------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> str:
+        """The digest of what was started, by which states know their run."""
+        return digest(json.dumps(self.place.record()))
+
+    def latest(self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
+        """The last state that is whole: :meth:`Place.latest`."""
+        try:
+            return self.place.latest(self.run, like, valid)
+        except FileNotFoundError:
+            return None
+
+    def commit(
+        self, number: int, tree: Any, notes: Mapping[str, Any], more: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Write a state and more arrays, then remove the states that are no longer needed."""
+        if not (self.path / "run.json").exists():
+            record = {"format": FORMAT, "description": self.description, **self.more}
+            content = json.dumps({**record, "digest": digest(json.dumps(record))}, indent=1)
+            self._replace(self.path / "run.json", lambda file: file.write(content.encode()))
+        arrays = {f"leaf_{i}": raw(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+        arrays |= {f"array_{name}": np.asarray(value) for name, value in (more or {}).items()}
+        described = {"notes": dict(notes), "values": digest(arrays), "run": self.run, "number": number}
+        arrays["described"] = np.frombuffer(json.dumps(described).encode(), np.uint8)
+        self._replace(self.place.state_file(number), lambda file: np.savez(file, allow_pickle=False, **arrays))
+        for old in self.place.numbers()[:-KEPT]:
+            self.place.state_file(old).unlink(missing_ok=True)
 
     def _replace(self, path: Path, write: Callable[[Any], Any]) -> None:
         """Write a file that is replaced at once: under its name there is the old one or the whole new one."""
@@ -171,24 +264,21 @@ class Folder:
             os.replace(part, path)
             sync(path.parent)
         except OSError as cause:
-            raise self.unwritable(cause) from cause
+            raise self.place.unwritable(cause) from cause
         finally:
             part.unlink(missing_ok=True)
 
 
-def state_numbers(path: Path) -> list[int]:
-    """Numbers of the states in a folder, in order."""
-    return sorted(int(file.stem.split("-")[1]) for file in path.glob("state-*.npz"))
-
-
-def last_notes(path: Path) -> dict[str, Any]:
-    """The notes of the last state in a folder, which another process may be writing; none before the first."""
-    for number in reversed(state_numbers(path)):
-        with suppress(*DAMAGE):
-            content = io.BytesIO((path / f"state-{number:08d}.npz").read_bytes())
-            with np.load(content, allow_pickle=False) as file:
-                return dict(json.loads(bytes(file["described"]))["notes"])
-    return {}
+def _arrays_in(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a state file, which take no more memory than the file itself."""
+    with open(path, "rb") as stream:
+        with zipfile.ZipFile(stream) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > os.fstat(stream.fileno()).st_size:  # states are not compressed
+            raise ValueError("a file that unpacks to more than it is")
+        stream.seek(0)
+        with np.load(stream, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
 
 
 def import_extra(call: str, name: str) -> Any:
@@ -210,18 +300,38 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """The entries that differ, in words; at most three."""
-    off = [name for name in {**expected, **found} if not _equal(name, found.get(name), expected.get(name))]
-    listed = [f"{name} was {found.get(name, 'absent')}, is {expected.get(name, 'absent')}" for name in off[:3]]
-    return listed + ([f"and {len(off) - 3} more"] if len(off) > 3 else [])
+    differing = []
+    for name in {**expected, **found}:
+        if difference := _difference(name, found.get(name, "absent"), expected.get(name, "absent")):
+            differing.append(difference)
+    return differing[:3] + ([f"and {len(differing) - 3} more"] if len(differing) > 3 else [])
 
 
-def _equal(name: str, one: str | None, other: str | None) -> bool:
-    if name != DENSITY or one is None or other is None:
-        return one == other
-    first, second = (np.array(text.split(), float) for text in (one, other))
-    return first.shape == second.shape and np.allclose(first, second, rtol=1e-4, equal_nan=True)
+def _difference(name: str, was: Any, now: Any) -> str:
+    """How an entry differs, or ``""``; of parts, only the texts count, so that variables may be renamed."""
+    if isinstance(was, list) and isinstance(now, list):
+        for (_, one), (label, other) in zip(was, now, strict=False):
+            if one != other:
+                return f"{name}{label} was {one}, is {other}"
+        return "" if len(was) == len(now) else f"{name} had {len(was)} parts, has {len(now)}"
+    if was == now or (name.startswith(DENSITY) and _close(was, now)):
+        return ""
+    shown = (f"{value[0][1]}, ..." if isinstance(value, list) else value for value in (was, now))
+    return "{} was {}, is {}".format(name, *shown)
+
+
+def _close(one: str, other: str) -> bool:
+    """Whether log densities, each with the sum of the sizes of its terms, are the same but for rounding."""
+    try:
+        first, second = (np.array(text.split(), float).reshape(-1, 2) for text in (one, other))
+    except ValueError:  # absent
+        return False
+    if first.shape != second.shape:
+        return False
+    near = np.abs(first - second) <= 1e-4 * np.maximum(first[:, 1:], second[:, 1:])
+    return bool(np.all(near | (first == second) | (np.isnan(first) & np.isnan(second))))
 
 
 # -- trees of arrays ----------------------------------------------------------------------------------------------

@@ -1,26 +1,27 @@
-"""What a run is of: a description in words and hashes, compared before a run is resumed."""
+"""What a run is of: a description in words and hashes, compared before a run is resumed.
 
-import dataclasses
-import inspect
+Code is compared as Python runs it (:mod:`numpyro_bnn.runs.code`), models by the log densities of their sites as well.
+"""
+
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.rows import rows_in
+from numpyro_bnn.runs.code import PACKAGES, described_value, options_of
+from numpyro_bnn.runs.draws import stored
 from numpyro_bnn.runs.folder import DENSITY, digest
 
-PACKAGES = ("numpyro_bnn", "numpyro", "jax", "jaxlib")
-SEEDS = range(3)  # of prior draws at which the density of a model is compared
-DEEPEST = 12  # levels of values in values that are described
-LONGEST = 60  # characters of a value in a description
+SEEDS = range(3)  # of prior draws at which the densities of a model are compared
 
 
 def read_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
@@ -32,9 +33,9 @@ def read_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any
         raise argument_error(call, "args", got, "Pass those that the model takes.") from cause
 
 
-def described_model(reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Sites by name with shape and support, data by place, and the log density at three draws from the prior."""
-    found = {}
+def described_model(reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Sites by name with shape and support, data by place, and log densities at three draws from the prior."""
+    found: dict[str, Any] = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
             kind = "observed" if site["is_observed"] else "latent"
@@ -49,83 +50,79 @@ def described_model(reading: Reading, args: tuple, kwargs: Mapping[str, Any]) ->
             found[f"argument {place}"] = f"{leaf.dtype}{list(leaf.shape)} {digest(leaf)[:16]}"
         else:
             found[f"argument {place}"] = described_value(leaf)
-    return found | {DENSITY: _density(reading)}
+    return found | _densities(reading)
 
 
-def _density(reading: Reading) -> str:
-    """The summed log density at some draws from the prior: it changes with any part of the model."""
+def _densities(reading: Reading) -> dict[str, str]:
+    """For each site, its log density at some draws from the prior, and the sum of the sizes of its terms.
 
-    def total(reading: Reading, values: dict[str, jax.Array]) -> jax.Array:
-        sites = [site for site in reading.at(values).values() if site["type"] == "sample"]
-        terms = [jnp.asarray(site["fn"].log_prob(site["value"]), float) for site in sites]
-        scales = [1.0 if site["scale"] is None else site["scale"] for site in sites]
-        return sum((jnp.sum(scale * term) for scale, term in zip(scales, terms, strict=True)), jnp.zeros(()))
+    Site by site: a sum over all rows would hide what changes in a prior.
+    """
 
-    numbers = [float(reading.run(total, values)) for values in reading.draw(SEEDS)]
-    return " ".join(f"{number:.9g}" for number in numbers)
+    def sums(reading: Reading, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {}
+        for name, site in reading.at(values).items():
+            if site["type"] == "sample":
+                scale = 1.0 if site["scale"] is None else site["scale"]
+                terms = scale * jnp.asarray(site["fn"].log_prob(site["value"]), float)
+                found[name] = jnp.stack([jnp.sum(terms), jnp.sum(jnp.abs(terms))])
+        return found
+
+    numbers = [jax.device_get(reading.run(sums, values)) for values in reading.draw(SEEDS)]
+    texts: dict[str, str] = {}
+    for name in numbers[0]:
+        pairs = [number for at_draw in numbers for number in at_draw[name]]
+        texts[DENSITY + name] = " ".join(f"{number:.9g}" for number in pairs)
+    return texts
 
 
-def described_options(what: str, method: Any) -> dict[str, str]:
-    """Type and options of a kernel or a guide, and of the kernels in it.
+def functions_of_data(reading: Reading, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
+    """Names on disk of the deterministic sites that are functions of the data: the export of a run leaves them out.
+
+    :param reading: the model on these arguments.
+    """
+    names = [name for name, site in reading.sites.items() if site["type"] == "deterministic"]
+    if not names:
+        return []
+
+    def values(sites: Sites) -> dict[str, Any]:
+        return {name: sites[name]["value"] for name in names}
+
+    if rows_in(args, kwargs):  # read by the indices of a plate
+        found = reading.depends(values, on=reading.plates)
+    else:
+        model = getattr(model, "predictive_model", model)
+        arguments = Arguments.of(args, kwargs, model)
+
+        def of_arrays(**arrays: Any) -> Any:
+            given, named = arguments.call(arrays)
+            return model(*given, **named)
+
+        found = Reading(of_arrays, (), arguments.arrays).sources(values)
+    return [stored(name) for name in names if found[name]]
+
+
+def described_options(what: str, method: Any) -> dict[str, Any]:
+    """Type, options and model of a kernel or a guide, and of the kernels in it.
 
     :param what: ``"kernel"`` or ``"guide"``.
     """
-    found = {what: type(method).__name__}
-    kinds = [kind for kind in type(method).__mro__ if kind is not object]
-    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    for name in sorted(names - {"model"}):
-        value = getattr(method, f"_{name}", getattr(method, name, None))
+    if not isinstance(method, MCMCKernel | AutoGuide):  # a guide that is a function
+        return {what: described_value(method)}
+    found: dict[str, Any] = {what: type(method).__name__}
+    for name, value in options_of(method).items():
         if isinstance(value, MCMCKernel):
             found |= {f"inner {key}": text for key, text in described_options(what, value).items()}
-        elif value is not None:
-            found[f"option {name}"] = described_value(value)
+        else:
+            found["model" if name == "model" else f"option {name}"] = described_value(value)
     return found
 
 
 def described_versions() -> dict[str, str]:
-    """Versions of packages and the precision: draws are the same bit for bit only in the same ones."""
-    return {f"version of {name}": version(name) for name in PACKAGES} | {"precision": str(jnp.result_type(float))}
+    """Versions of Python and of packages, and the precision: draws are the same bit for bit only in the same ones.
 
-
-def described_value(value: Any, depth: int = 0) -> str:
-    """A value in a few words: the same in every process, different for different settings."""
-    if depth > DEEPEST:
-        return "…"
-    text = partial(described_value, depth=depth + 1)
-    if isinstance(value, MCMCKernel):
-        return str(described_options("kernel", value))
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"{value.dtype}{list(value.shape)} {digest(value)[:16]}"
-    if value is None or isinstance(value, str | bytes | bool | int | float | complex | np.generic):
-        return repr(value)
-    if isinstance(value, Mapping):
-        parts = [f"{text(key)}: {text(part)}" for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [text(part) for part in value]
-    elif isinstance(value, set | frozenset):
-        parts = sorted(text(part) for part in value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [f"{field.name}={text(getattr(value, field.name))}" for field in dataclasses.fields(value)]
-    elif isinstance(value, partial):
-        parts = [text(value.func), text(value.args), text(value.keywords)]
-    elif inspect.isfunction(value):
-        return _short(f"{value.__qualname__}{text(_given(value))}")
-    elif inspect.ismethod(value):
-        return _short(f"{value.__qualname__} of {text(value.__self__)}")
-    else:
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    return _short(f"{type(value).__name__}({', '.join(parts)})")
-
-
-def _given(function: Callable) -> dict[Any, Any]:
-    """The numbers with which a function was made, such as the rate of an optimizer."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    found: dict[Any, Any] = {}
-    for name, cell in cells:
-        with suppress(ValueError):  # a cell that is not filled yet
-            found[name] = cell.cell_contents
-    return found | dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 18]}… {digest(text)[:16]}"
+    Code is compared as Python runs it, which is another in each of its versions.
+    """
+    found = {"version of Python": "{}.{}".format(*sys.version_info)}
+    found |= {f"version of {name}": version(name) for name in PACKAGES}
+    return found | {"precision": str(jnp.result_type(float))}

@@ -19,9 +19,15 @@ from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Wanted
-from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, Layout
-from numpyro_bnn.runs.folder import Folder, Saved, digest, import_extra
-from numpyro_bnn.runs.identity import described_model, described_options, described_versions, read_model
+from numpyro_bnn.runs.draws import SITES, STATISTICS, Block, Draws, Layout, blocks_in, check_names, stored, table
+from numpyro_bnn.runs.folder import Folder, Place, Saved, digest, import_extra
+from numpyro_bnn.runs.identity import (
+    described_model,
+    described_options,
+    described_versions,
+    functions_of_data,
+    read_model,
+)
 from numpyro_bnn.runs.spread import spread_of
 
 CALL = "runs.start"
@@ -32,7 +38,7 @@ class Run:
     """A run in a folder: what :func:`start` returns, and what :func:`~numpyro_bnn.to_inference_data` takes.
 
     ``num_draws`` is the number of draws of each chain on disk, ``complete`` whether all that were asked for are
-    there, ``last_state`` the state of the kernel after them.
+    there, ``last_state`` the state of the kernel after them. It can be pickled: the draws stay in the folder.
 
     >>> Run.__name__
     'Run'
@@ -41,7 +47,8 @@ class Run:
     def __init__(
         self, chains: Chains, draws: Draws | None, state: Any, num_draws: int, complete: bool, given: tuple
     ) -> None:
-        self._chains, self._draws, self._given = chains, draws, given
+        self._mcmc, self._kernel, self._draws, self._given = chains.mcmc, chains.kernel, draws, given
+        self._names = [name for values in chains.shapes.values() for name in values]
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
 
     @checked("Run.get_samples")
@@ -57,14 +64,15 @@ class Run:
     def _read(self, group: str, group_by_chain: bool) -> dict[str, np.ndarray]:
         if self._draws is None:
             raise RuntimeError("runs.Run: the first process has the draws: `if jax.process_index() == 0: ...`.")
-        found = self._draws.read(0, self.num_draws, only=group)[group]
-        return {n: v if group_by_chain else v.reshape(-1, *v.shape[2:]) for n, v in found.items()}
+        found = self._draws.read(group)
+        values = {name: found[stored(name)] for name in self._names if stored(name) in found}
+        return {n: v if group_by_chain else v.reshape(-1, *v.shape[2:]) for n, v in values.items()}
 
     @property
     def mcmc(self) -> MCMC:
         """A ``MCMC`` with the draws of this run in memory, for its other methods, such as ``print_summary``."""
-        found = copy(self._chains.mcmc)
-        found.sampler, found._args, found._kwargs = self._chains.kernel, *self._given
+        found = copy(self._mcmc)
+        found.sampler, found._args, found._kwargs = self._kernel, *self._given
         fields = {found._sample_field: self.get_samples(True), **self.get_extra_fields(True)}
         found._states, found._states_flat, found._last_state = fields, None, self.last_state
         found.num_samples = self.num_draws * found.thinning
@@ -94,10 +102,10 @@ def start(
     number. Ctrl-C returns the draws so far.
 
     The folder holds ``draws.zarr`` (groups ``posterior`` and ``sample_stats``, which ``xarray.open_zarr`` reads, also
-    while the run goes on), the last two states, and ``run.json``, which says what was started. It needs the extra
-    ``numpyro_bnn[runs]``.
+    while the run goes on), the last two states, and ``run.json``, which says what was started. Blocks of draws have
+    digests, which are checked whenever they are read. It needs the extra ``numpyro_bnn[runs]``.
 
-    :param folder: name of the folder, which is made.
+    :param folder: name of the folder, which is made with the first state.
     :param mcmc: kernel, numbers of chains and draws, ``thinning`` and ``chain_method``: ``"sequential"``,
         ``"vectorized"``, :func:`~numpyro_bnn.infer.parallel_vectorized`, or ``"parallel"``, which is the same.
     :param rng_key: key of the run.
@@ -113,8 +121,8 @@ def start(
     :param progress_bar: show a bar over the transitions of all chains.
     :param kwargs: keyword arguments of the model.
     :return: the run, which :func:`~numpyro_bnn.to_inference_data` takes.
-    :raises ValueError: for a folder of another run (the error names what differs), or one that another process
-        writes; OSError: for a folder that cannot be written; ImportError: without zarr.
+    :raises ValueError: for a folder of another run (the error names what differs), one that another process writes,
+        or one whose files are damaged or lost; OSError: for a folder that cannot be written; ImportError: no zarr.
 
     >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
@@ -150,12 +158,12 @@ def start(
     }
     with ExitStack() as stack:
 
-        def claimed() -> Folder:
-            held = stack.enter_context(Folder(CALL, folder))
-            held.claim(description)
+        def opened() -> Folder:
+            held = stack.enter_context(Folder(Place.of(CALL, "folder", folder), description))
+            held.more["functions"] = functions_of_data(reading, mcmc.sampler.model, *given)
             return held
 
-        held = spread.from_first(claimed)
+        held = spread.from_first(opened)
         loop = _Loop(chains, held, block_seconds)
         loop.begin(rng_key, init_params)
         message = loop.go(progress_bar and spread.leads)
@@ -181,28 +189,36 @@ class _Loop:
     def begin(self, rng_key: jax.Array, init_params: Any) -> None:
         """The first state, or the last one on disk."""
         self.state = self.chains.start(rng_key, init_params)
-        self.draws = self.spread.from_first(lambda: Draws(self.folder, self.chains.shapes))
+        self.draws = self.spread.from_first(self._described)
         numbers, self.state = self.spread.from_first(self._saved, (np.zeros(4, np.int64), self.state))
         self.number, self.warmed, self.draws_done, self.diverging = (int(number) for number in numbers)
         self.last = self.state  # on the host of every process
+
+    def _described(self) -> Draws:
+        check_names(CALL, self.chains.shapes)
+        likes = _on_disk(self.chains.shapes)
+        self.folder.more["variables"] = {
+            group: {name: [str(like.dtype), list(like.shape)] for name, like in values.items()}
+            for group, values in likes.items()
+        }
+        return Draws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
     def _saved(self) -> tuple[np.ndarray, Any]:
         """Of the last state on disk: its number, steps of the warm-up, draws, and divergences; and that state."""
         saved = self.folder.latest(self.state, self._is_whole)
         if saved is None:
             return np.zeros(4, np.int64), self.state
+        self.draws.check(slice(-1))
         return np.array([saved.number, *(saved.notes[n] for n in ("warmed", "draws", "diverging"))]), saved.tree
 
     def _is_whole(self, saved: Saved) -> bool:
-        """Whether the draws of the block that a state ends are on disk."""
-        start, stop = saved.notes["block"]
-        if start == stop:
-            return True
-        self._prepared(1)
-        return self.draws.holds(start, stop, saved.notes["digest"])
-
-    def _prepared(self, draws_per_block: int) -> int:
-        return self.draws.prepare(Layout(self.chains.mcmc.num_chains, self.draws_wanted, draws_per_block))
+        """Whether the last block of draws before a state is on disk; the earlier ones cannot be made again."""
+        self.draws.blocks = blocks_in(saved.arrays)
+        try:
+            self.draws.check(slice(-1, None))
+        except ValueError:
+            return False
+        return True
 
     def _agreed(self, find: Callable[[Any], int], given: float) -> int:
         """A number that the first process finds, in all processes."""
@@ -240,14 +256,14 @@ class _Loop:
     def _sample(self, bar: tqdm.tqdm) -> None:
         thinning, total = self.chains.mcmc.thinning, self.draws_wanted
         if self.draws_done >= total:
-            self._agreed(self._prepared, 1)
             return
         while not self.pace:  # without warm-up: time some transitions, and discard them
             jax.block_until_ready(self.chains.advance(self.state, 1, 0))
             self._note_pace(1)
         longest = min(self.chains.capacity, total)
         wanted = int(np.clip(self._agreed(self._steps_in, self.seconds) // thinning, 1, longest))
-        block = self._agreed(self._prepared, wanted)
+        block = self._agreed(lambda number: self.draws.draws_per_block(int(number)), wanted)
+        layout = Layout(self.chains.mcmc.num_chains, total, block)
         start: int = self.draws_done
         launched: Any = None
         self.ended = time.perf_counter()
@@ -260,9 +276,11 @@ class _Loop:
             found = self.chains.fetch(kept, stop - start)
             self._note_pace((stop - start) * thinning)
             self._check_range(found[SITES])
-            written = self.draws.write(start, found) if self.draws else ""
+            if not self.number:  # draws without a state would be taken for a run that has lost its states
+                self._commit(self.state)
+            blocks = self.draws.write(start, stop, _on_disk(found), layout) if self.draws else ()
             self.diverging += int(np.sum(found[STATISTICS].get("diverging", 0)))
-            self._commit(state, draws=stop, block=(start, stop), written=written)
+            self._commit(state, draws=stop, blocks=blocks)
             self._show(bar, "sampling", (stop - start) * thinning)
             start = stop
 
@@ -282,14 +300,13 @@ class _Loop:
                 got = f"'float16', in which a draw of {name!r} would be infinite"
                 raise argument_error(CALL, "dtype", got, "Keep this run in another folder with `dtype='float32'`.")
 
-    def _commit(
-        self, state: Any, warmed: int | None = None, draws: int = 0, block: tuple = (0, 0), written: str = ""
-    ) -> None:
+    def _commit(self, state: Any, warmed: int | None = None, draws: int = 0, blocks: tuple[Block, ...] = ()) -> None:
         warmed = self.warmed if warmed is None else warmed
-        notes = {"warmed": warmed, "draws": draws, "block": block, "digest": written}
+        notes = {"warmed": warmed, "draws": draws, "diverging": self.diverging}
         whole = self.spread.whole(state)
         if self.folder:
-            self.folder.commit(self.number + 1, whole, notes | {"diverging": self.diverging})
+            self.folder.commit(self.number + 1, whole, notes, table(blocks))
+            self.draws.blocks = blocks
         # An interruption before this line leaves the block before, on disk and here.
         reached = self.number + 1, warmed, draws, state, whole
         self.number, self.warmed, self.draws_done, self.state, self.last = reached
@@ -301,6 +318,11 @@ class _Loop:
         bar.set_description(phase, refresh=False)
         bar.set_postfix_str(text, refresh=False)
         bar.update(steps)
+
+
+def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Values by the names that they have on disk."""
+    return {group: {stored(name): value for name, value in values.items()} for group, values in groups.items()}
 
 
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it

@@ -1,11 +1,16 @@
 """Runs in folders: the draws of ``MCMC``, resumed bit for bit whatever ended them; other runs are refused by name."""
 
 import functools
-import json
+import importlib.util
+import pickle
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 import warnings
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +19,13 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from disk import at_syncs, blocks, draws_of, python, recorder, same, states
+from disk import at_syncs, blocks, contents, draws_of, python, recorder, same, states
 from helpers import group, refused
 from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
 from zoo import BATCH, NET, NEW_X, ZOO, X, Y, hierarchical, line, spread
 
 import numpyro_bnn as bnn
-from numpyro_bnn import infer, models, priors, runs, symmetry
+from numpyro_bnn import infer, metrics, models, priors, runs, symmetry
 
 pytestmark = pytest.mark.core
 
@@ -208,14 +213,18 @@ def start_option(path, option, value, seed=1):
     return start(path, "without warm-up", mcmc_of("without warm-up", kernel), seed=seed)
 
 
-def begin_options(root):
-    """Begin a run of every option, which ends as soon as it is described."""
+QUICK = ("number", "schedule")  # whose kernels compile quickly
+
+
+def begin_options(root, options):
+    """Begin a run of some options, which ends as soon as it is described: with its first state."""
 
     def end(path):
         if (path / "run.json").exists():
             raise KeyboardInterrupt
 
-    for option, (_, value, _) in OPTIONS.items():
+    for option in options:
+        value = OPTIONS[option][1]
         with pytest.MonkeyPatch.context() as patch:
             at_syncs(patch, lambda *_, path=root / option: end(path))
             with pytest.raises(KeyboardInterrupt):
@@ -223,7 +232,8 @@ def begin_options(root):
 
 
 def begin_and_be_killed(root):
-    begin_options(root)
+    begin_options(root, OPTIONS)
+    run_of_code(root / "code", name="two")
     at_syncs(pytest.MonkeyPatch(), lambda *_: blocks(root / "run") >= 10 and signal.raise_signal(signal.SIGKILL))
     start(root / "run", block_seconds=1e-9)
 
@@ -236,9 +246,11 @@ def test_runs_go_on_in_another_process_but_not_with_other_options(recorded, tmp_
         done = subprocess.run(**python(code, PYTHONHASHSEED="1"), check=False)
         assert done.returncode == -signal.SIGKILL
         assert same(draws_of(start(tmp_path / "run")), draws_of(recorded("Barker").result))
+        assert run_of_code(tmp_path / "code", SAME_CODE["more variables"]).complete
     else:
-        begin_options(tmp_path)
-    for option, (_, value, other) in OPTIONS.items():
+        begin_options(tmp_path, QUICK)
+    for option in OPTIONS if elsewhere else QUICK:
+        _, value, other = OPTIONS[option]
         with pytest.raises(ValueError, match=r"the run of something else: rng_key was \w+, is \w+\. Pass"):
             start_option(tmp_path / option, option, value, seed=2)  # nothing but the key differs
         with pytest.raises(ValueError, match=r"the run of something else: (inner )?option"):
@@ -294,18 +306,173 @@ def test_a_damaged_last_block_is_made_again(recorded, tmp_path, damage):
     assert told or "bytes" in damage
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with two blocks of draws of one site, and its draws."""
+    path = tmp_path_factory.mktemp("small") / "run"
+    for samples in (3, 6):
+        run = start_small(path, samples)
+    return path, draws_of(run), bnn.to_inference_data(path)
+
+
+def start_small(path, samples=6, **options):
+    return start(path, "without warm-up", mcmc_of("without warm-up", num_samples=samples), sites=("w",), **options)
+
+
+BYTES = {
+    "flipped": lambda file, content, at: file.write_bytes(
+        content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
+    ),
+    "cut": lambda file, content, at: file.write_bytes(content[:at]),
+    "deleted": lambda file, content, at: file.unlink(),
+    "of another run": lambda file, content, at: file.write_bytes(content[::-1]),
+}
+EVERY = [name if name == "flipped" else pytest.param(name, marks=pytest.mark.slow) for name in BYTES]
+NAMED = r"argument `(folder|result)` got '.*(damaged|lost|no state file|not the folder of a run)"
+
+
+@pytest.mark.parametrize("damage", EVERY)
+@pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
+def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, damage):
+    """Every file of a run: reading it and going on with it are refused by name, and change nothing, or are right."""
+    path, whole, exported = small
+    refused_by = {}
+    for number, name in enumerate(contents(path)):
+        copied = shutil.copytree(path, tmp_path / str(number))
+        file, rng = copied / name, np.random.default_rng(number)
+        BYTES[damage](file, file.read_bytes(), int(rng.integers(file.stat().st_size)))
+        damaged = contents(copied)
+        refused_by[name] = [message_of(bnn.to_inference_data, copied)]
+        assert contents(copied) == damaged, name
+        refused_by[name].append(message_of(start_small, copied))
+        if refused_by[name][1]:
+            assert contents(copied) == damaged, name
+        else:
+            assert same(draws_of(start_small(copied)), whole), name
+        if not any(refused_by[name]):
+            assert group(bnn.to_inference_data(copied), "posterior").equals(group(exported, "posterior")), name
+    for name, messages in refused_by.items():
+        assert all(message is None or re.search(NAMED, message) for message in messages), (name, messages)
+    assert refused_by["draws.zarr/posterior/w/c/0/0/0"][1]
+    assert refused_by["draws.zarr/posterior/w/c/0/1/0"][0]
+
+
+def message_of(call, path):
+    """The message with which a call refuses a folder, or ``None``."""
+    try:
+        call(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
+def test_lost_draws_are_not_numbers(small, tmp_path):
+    """Of a run that is in memory too; what is lost is not made anew by a refused call."""
+    path = shutil.copytree(small[0], tmp_path / "run")
+    run = start_small(path)
+    for lost in ("draws.zarr/posterior/w/c/0/0", "draws.zarr/posterior/w", "draws.zarr", ""):
+        shutil.rmtree(path / lost)
+        before = contents(path) if lost else {}
+        for call in (run.get_samples, lambda: run.mcmc, lambda: bnn.to_inference_data(run)):
+            with refused("folder", "whose draws 0 to 2 are damaged or lost"):
+                call()
+        with refused("result", "draws 0 to 2 are damaged or lost" if lost else "is not the folder of a run"):
+            bnn.to_inference_data(path)
+        if lost:
+            with refused("folder", "damaged or lost. Restore the folder from a copy"):
+                start_small(path)
+        assert contents(path) == before
+
+
+def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
+    """States that are compressed, or draws of shapes that were not declared, may unpack to a thousand times more."""
+    path = shutil.copytree(small[0], tmp_path / "run")
+    last = states(path)[-1]
+    with np.load(last) as file:
+        arrays = {name: file[name] for name in file.files}
+    np.savez_compressed(last, **arrays, filled=np.zeros(1 << 26, np.uint8))
+    (path / "state-abc.npz").write_bytes(b"")  # of someone else
+    tracemalloc.start()
+    with pytest.warns(UserWarning, match="is damaged: the run goes on from the one before"):
+        assert same(draws_of(start_small(path)), small[1])
+    assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    described = path / "draws.zarr" / "posterior" / "w" / "zarr.json"
+    described.write_text(described.read_text().replace("3,\n        2", "3,\n        200000000"))
+    with refused("result", "draws 0 to 2 are damaged or lost"):
+        bnn.to_inference_data(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    tracemalloc.stop()
+
+
+def test_a_call_that_fails_leaves_nothing(tmp_path):
+    """The corrected call is not refused: a folder becomes a run with its first state."""
+
+    def begin(folder, size):
+        mcmc = mcmc_of("without warm-up", kernel=lambda: infer.SGLD(line, 1e-3, steps_per_draw=2, warm_start=0.0))
+        return start(tmp_path / folder, "without warm-up", mcmc, init_params={"w": np.zeros(size, np.float32)})
+
+    (tmp_path / "mine").mkdir()
+    for folder in ("mine", "new/deep"):
+        with pytest.raises((TypeError, ValueError), match="shape"):
+            begin(folder, 3)
+        assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    assert begin("new/deep", 2).complete
+
+
+def test_names_of_folders(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(small[0], tmp_path / "run")
+    run = start_small("~/run")
+    expected = group(bnn.to_inference_data("~/run"), "posterior")
+    small[2].to_netcdf(tmp_path / "fit.nc")
+    assert metrics.health("~/fit.nc").findings == metrics.health(small[2]).findings
+    monkeypatch.chdir(tmp_path)
+    again = start_small("run")
+    monkeypatch.chdir(tmp_path.parent)
+    assert same(draws_of(again), draws_of(run))
+    assert expected.equals(group(small[2], "posterior"))
+    for name in ("", "~nobody-of-this-name/run", "a\0b", b"run", 3):
+        for argument, call in (("folder", start_small), ("result", bnn.to_inference_data)):
+            if argument == "folder" or isinstance(name, str):
+                with refused(argument, "Pass the "):
+                    call(name)
+
+
+def test_a_run_is_pickled_with_the_place_of_its_draws(small, tmp_path):
+    path = shutil.copytree(small[0], tmp_path / "run")
+    run = start_small(path)
+    again = pickle.loads(pickle.dumps(run))
+    assert same(result(again), result(run))
+    ensemble = infer.ensemble(line, 100, num_samples=2, num_chains=1, progress_bar=False)
+    for mcmc in (ensemble, pickle.loads(pickle.dumps(ensemble))):
+        mcmc.run(jax.random.key(0), *ZOO["line"].args)
+    again = pickle.loads(pickle.dumps(mcmc))
+    assert same(again.get_samples(), ensemble.get_samples())
+    exported = [group(bnn.to_inference_data(m, {"x": NEW_X}), "predictions") for m in (ensemble, again)]
+    assert exported[0].equals(exported[1])
+
+
 def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
     path = recorded("Barker").copy(tmp_path / "run")
     for state in states(path):
         state.write_bytes(b"")
-    with pytest.warns(UserWarning, match="damaged"), refused("folder", "whose last blocks are all damaged"):
+    with refused("folder", "whose last blocks are all damaged"):
         start(path)
     (path / "run.json").write_text("{")
     with refused("folder", "run.json is damaged"):
         start(path)
-    (tmp_path / "thesis.tex").write_text("")
+    (path / "run.json").write_text('{"format": 1, "description": {}}')
+    for argument, call in (("folder", start), ("result", bnn.to_inference_data)):
+        with refused(argument, "the run of an older version, which wrote no digests"):
+            call(path)
+    before = sorted(tmp_path.iterdir())
+    for name in ("thesis.tex", "film.mkv.part"):  # of a browser: not ours to remove
+        (tmp_path / name).write_text("")
     with refused("folder", "holds other files, such as "):
         start(tmp_path)
+    (tmp_path / "film.mkv.part").unlink()
+    assert sorted(tmp_path.iterdir()) == [*before, tmp_path / "thesis.tex"]
     with refused("folder", "which cannot be written", OSError):
         start(tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").exists()
@@ -334,12 +501,12 @@ KEPT = {"sites": ("w",), "dtype": "float16", "extra_fields": ()}
 WAS_KEPT = "sites was None, is .*; dtype was None, is float16; extra_fields was potential_energy, accept_prob, is "
 
 
-def test_another_run_is_refused_by_name(recorded, tmp_path):
+def test_another_run_is_refused_by_name(recorded, tmp_path, monkeypatch):
     path = recorded("Barker").copy(tmp_path / "run")
     before = sorted(file.name for file in path.rglob("*"))
     for change, named in [
-        ({"mcmc": mcmc_of(kernel=barker(wider))}, "log density was"),
-        ({"mcmc": mcmc_of(kernel=barker(halved))}, "log density was"),
+        ({"mcmc": mcmc_of(kernel=barker(wider))}, "log density of sigma was"),
+        ({"mcmc": mcmc_of(kernel=barker(halved))}, "log density of "),
         ({"mcmc": mcmc_of(kernel=barker(line))}, "site sigma was latent, .*, is absent"),
         ({"mcmc": mcmc_of(kernel=lambda: NUTS(spread))}, "kernel was BarkerMH, is NUTS"),
         ({"mcmc": mcmc_of(kernel=barker(target_accept_prob=0.5))}, "option target_accept_prob was 0.4, is 0.5"),
@@ -352,10 +519,8 @@ def test_another_run_is_refused_by_name(recorded, tmp_path):
     ]:
         with pytest.raises(ValueError, match=f"the run of something else: .*{named}"):
             start(path, **change)
-    written = json.loads((path / "run.json").read_text())
-    written["description"]["version of numpyro_bnn"] = "0.0"
-    (path / "run.json").write_text(json.dumps(written))
-    with refused("folder", "version of numpyro_bnn was 0.0, is "):
+    monkeypatch.setattr("sys.version_info", (4, 0, 0))
+    with refused("folder", "version of Python was 3."):
         start(path)
     assert sorted(file.name for file in path.rglob("*")) == before
 
@@ -363,6 +528,10 @@ def test_another_run_is_refused_by_name(recorded, tmp_path):
 def double(x, y=None):
     numpyro.sample("a/b", dist.Normal(0.0, 1.0))
     numpyro.sample("a.b", dist.Normal(0.0, 1.0))
+
+
+def dots(x, y=None):
+    numpyro.sample("..", dist.Normal(0.0, 1.0))
 
 
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
@@ -375,6 +544,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
             ("extra_fields", {"extra_fields": ("step_sizes",)}, "got 'step_sizes'"),
             ("extra_fields", {"extra_fields": ("z_grad",)}, "which is not one array"),
             ("mcmc", {"mcmc": mcmc_of(kernel=barker(double))}, "stored as 'a.b' like"),
+            ("mcmc", {"mcmc": mcmc_of(kernel=barker(dots))}, "a site '..', which names no file"),
             ("mcmc", {"mcmc": mcmc_of(kernel=lambda: HMC(potential_fn=abs))}, "Make the kernel from a model"),
             ("mcmc", {"mcmc": mcmc_of(num_samples=7)}, "Take a multiple of `thinning`"),
             ("mcmc", {"mcmc": mcmc_of(chain_method=jax.pmap)}, "parallel_vectorized"),
@@ -383,6 +553,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
     ):
         with refused(argument, message):
             start(tmp_path / str(number), **change)
+    assert not list(tmp_path.iterdir())
 
 
 # -- what is kept, and results of a folder -----------------------------------------------------------------
@@ -421,7 +592,7 @@ def test_a_run_gives_the_results_of_its_mcmc(recorded):
     disk = bnn.to_inference_data(recorded("Barker").path)
     assert disk.attrs["algorithm"] == "BarkerMH"
     for name in ("posterior", "sample_stats"):
-        assert set(group(disk, name).data_vars) >= set(group(found, name).data_vars)
+        assert set(group(disk, name).data_vars) == set(group(found, name).data_vars), name
     np.testing.assert_array_equal(group(disk, "posterior")["w"], group(found, "posterior")["w"])
     assert group(disk, "posterior")["w"].dims == group(found, "posterior")["w"].dims
     with refused("result", "A folder has no model"):
@@ -439,3 +610,101 @@ def test_one_line_of_progress(tmp_path, capsys):
     assert shown.count("\n") == 1
     start(tmp_path, progress_bar=True)  # nothing left to do, nothing to show
     assert capsys.readouterr().err == ""
+
+
+# -- identity: code, what it reads, and the densities of single sites ----------------------------------------
+
+
+CODE = """
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+
+RATE = 1e-3
+
+class Decay:
+    def __init__(self, power):
+        self.power = power
+    def __call__(self, step):
+        return RATE / (1 + step) ** self.power
+
+decay = Decay(1.0)
+settings = SimpleNamespace(shrink=0.5, output="here")
+
+def made(rate):
+    def faster(step):
+        return rate / (3 + step)
+    return faster
+
+faster = made(0.25)
+
+def kink(w):
+    return jnp.where(jnp.abs(w) > 3.0, jnp.abs(w), 0.0)
+
+def model(x, y=None):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    bent = kink(w).sum() + 0.0
+    numpyro.factor("penalty", -0.5e-3 * (w**2).sum())
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(x @ w + bent, 0.5).to_event(0), obs=y)
+
+def schedule(step, scale=1.0):
+    parts = [part(step) for part in (decay, faster)]
+    return settings.shrink * scale * sum(parts, 0.0)
+"""
+# What is replaced in the code, and how it is named.
+OTHER_CODE = {
+    "a global": ("RATE = 1e-3", "RATE = 1e-1", r"option step_size, decay.*RATE was 0.001, is 0.1"),
+    "an object": ("Decay(1.0)", "Decay(0.5)", r"option step_size, decay\.power was 1.0, is 0.5"),
+    "code of an object": ("(1 + step)", "(2 + step)", r"option step_size, decay.class.__call__ was code"),
+    "a closure": ("made(0.25)", "made(0.5)", r"option step_size, faster, rate was 0.25, is 0.5"),
+    "code of a closure": ("(3 + step)", "(3 - step)", r"option step_size, faster was code \w+, is code"),
+    "a default": ("scale=1.0", "scale=2.0", r"option step_size default 0 was 1.0, is 2.0"),
+    "a setting": ("shrink=0.5", "shrink=0.1", r"option step_size, settings.shrink was 0.5, is 0.1"),
+    "a kink": ("> 3.0", "> 4.0", r"model, kink was code"),
+    "a branch": ("jnp.abs(w), 0.0)", "0.0, 0.0)", r"model, kink was code"),
+    "a small site": ("-0.5e-3 *", "-0.5e-2 *", r"model was code"),
+}
+SAME_CODE = {
+    "variables": [("RATE", "LEARNING"), ("decay", "shrinking"), ("kink", "bend"), ("parts", "all_of_them")],
+    "more variables": [("w", "zw"), ("rate", "z_rate"), ("schedule", "other"), ("Decay", "Power"), ("bent", "ab")],
+    "lines": [
+        ("def model", "# a comment\n\n\ndef model"),
+        ("(x @ w + bent, 0.5)", "(\n  x @ w\n  + bent,\n  0.5,\n)"),
+    ],
+    "a text": [("def kink(w):", 'def kink(w):\n    """Of no effect."""')],
+    "what nobody reads": [('output="here"', 'output="there", more=3')],
+}
+
+
+def run_of_code(path, changes=(), name="one"):
+    code = CODE
+    for old, new in changes:
+        code = re.sub(rf"\b{old}\b", new, code) if old.isidentifier() else code.replace(old, new)
+    code = code.replace('"zw"', '"w"')  # the site keeps its name
+    file = path.with_name(
+        f"{name}_{zlib.crc32(code.encode())}.py"
+    )  # Python may take a file of one second for another
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model, schedule = module.model, getattr(module, "schedule", None) or module.other
+    kernel = infer.SGLD(model, schedule, steps_per_draw=2, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=4, progress_bar=False)
+    return runs.start(path, mcmc, jax.random.key(1), X, Y, progress_bar=False)
+
+
+def test_another_code_is_another_run_and_another_text_of_it_is_the_same(tmp_path):
+    """Numbers that 20 draws from a prior do not reach, and a site that is small beside the others."""
+    path = tmp_path / "run"
+    whole = draws_of(run_of_code(path))
+    before = contents(path)
+    for name, (old, new, named) in OTHER_CODE.items():
+        with pytest.raises(ValueError, match=f"the run of something else: .*{named}"):
+            run_of_code(path, [(old, new)])
+        assert contents(path) == before, name
+    for name, changes in SAME_CODE.items():
+        assert same(draws_of(run_of_code(path, changes, name=name.replace(" ", "_"))), whole), name

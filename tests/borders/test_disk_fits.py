@@ -11,10 +11,11 @@ from disk import recorder, same
 from helpers import group, group_names, refused
 from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from zoo import BATCH, NEW_X, ZOO, X, Y, line
+from numpyro.infer.util import log_density
+from zoo import BATCH, CLASSES, NEW_X, ZOO, X, Y, line
 
 import numpyro_bnn as bnn
-from numpyro_bnn import guides, infer, nn, runs
+from numpyro_bnn import guides, infer, models, nn, runs
 
 pytestmark = pytest.mark.core
 
@@ -80,6 +81,16 @@ def test_a_fit_that_fails_keeps_its_last_finite_state(tmp_path):
         assert np.isfinite(found.losses).all()
 
 
+def with_factor(x, y, batch_size=None):
+    """One more site, of no effect."""
+    line(x, y, batch_size)
+    numpyro.factor("none", 0.0 * jnp.ones(()))
+
+
+def by_hand(x, y, batch_size=None):
+    numpyro.sample("w", dist.Normal(numpyro.param("loc", jnp.zeros(2)), 1.0).to_event(1))
+
+
 def test_another_fit_is_refused_by_name(recorded, tmp_path):
     name = "optax, moments of bfloat16"
     path = recorded(name).copy(tmp_path / "run")
@@ -89,9 +100,11 @@ def test_another_fit_is_refused_by_name(recorded, tmp_path):
         return runs.fit(path, method(), jax.random.key(seed), 3, *map(jnp.asarray, data), **given)
 
     for change, named in [
-        ({"method": lambda: svi_of(optax.adam(0.03, mu_dtype=jnp.bfloat16))}, "optimizer was"),
+        ({"method": lambda: svi_of(optax.adam(0.03, mu_dtype=jnp.bfloat16))}, "optimizer"),
         ({"method": lambda: svi_of(guide=guides.AutoMeanField)}, "guide was AutoNormal, is AutoMeanField"),
         ({"method": lambda: svi_of(loss=TraceMeanField_ELBO)}, "loss was"),
+        ({"method": lambda: svi_of(model=with_factor)}, "model was"),
+        ({"method": lambda: svi_of(guide=lambda model: by_hand)}, "guide was AutoNormal, is code"),
         ({"seed": 9}, "rng_key was"),
         ({"data": (X, Y + 1)}, "argument"),
         ({"init_params": {"w_auto_loc": np.ones(2)}}, "init_params was"),
@@ -161,6 +174,21 @@ def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
         assert sizes.count(20 * BATCH) == 12
         assert sizes.count(128 * BATCH) > 0  # the noise of the gradient is measured on all of its minibatches at once
         assert len(sizes) < 50
+
+
+def test_models_of_the_package_take_rows_on_disk(tmp_path):
+    """Their checks of values read all rows once."""
+    robust, classes = models.regression(nn.Dense(1), heavy_tails=True), models.classification(nn.Dense(3), 3)
+    for model, y, wrong in [(robust, Y, np.where(Y > 0, np.nan, Y)), (classes, CLASSES, CLASSES + 1)]:
+
+        def density(x, y, model=model):
+            with numpyro.handlers.seed(rng_seed=0):
+                return log_density(model, (x, y), {"batch_size": BATCH}, {})[0]
+
+        np.testing.assert_allclose(density(runs.Rows(X), runs.Rows(y)), density(X, y), rtol=1e-6)
+        for rows in ((X, wrong), (np.where(X[20] == X, np.inf, X), y)):
+            with pytest.raises(ValueError, match=r"models\.\w+: argument `[xy]` got (labels from 1 to 3|Rows)"):
+                density(*map(runs.Rows, rows))
 
 
 @pytest.mark.slow
