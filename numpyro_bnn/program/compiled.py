@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from threading import RLock
 from typing import Any
 
 import jax
@@ -32,6 +33,10 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+
+# NumPyro keeps its handlers in one list for all threads: whoever runs or traces a model holds this lock. Compiled
+# programs run without it, so that predictions in one thread do not wait for the fit of another.
+TRACING = RLock()
 
 _KEPT: dict[Any, Callable] = {}
 
@@ -82,6 +87,13 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     """
     known: dict[Any, tuple[Callable, Any, bool]] = {}
 
+    def read(leaves: list, tree: Any, inside: bool) -> tuple[Callable, Any, bool]:
+        flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
+        closed, shapes = flat(*leaves)
+        closed = closed if closed.effects else needed_part(closed)
+        traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
+        return _kept(closed, traced, once), jax.tree.structure(shapes), traced
+
     def call(*given: Any) -> Any:
         leaves, tree = jax.tree.flatten(given)
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
@@ -89,12 +101,9 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         key = tree, settings, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves)
         found = known.get(key)
         if found is None:
-            flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
-            closed, shapes = flat(*leaves)
-            closed = closed if closed.effects else needed_part(closed)
-            traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
-            found = _kept(closed, traced, once), jax.tree.structure(shapes), traced
-            if traced == inside:
+            with TRACING:
+                found = read(leaves, tree, inside)
+            if found[2] == inside:
                 known[key] = found
         program, out, traced = found
         # Parallel chains start inside a compiled program, whose tracers no caller may keep.
@@ -157,7 +166,8 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
     """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed."""
-    equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
+    with TRACING:
+        equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
     needed = sum(var.aval.size * var.aval.dtype.itemsize for equation in equations for var in equation.outvars)
     return max(1, CHUNK_BYTES // max(1, needed))
 

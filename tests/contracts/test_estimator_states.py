@@ -1,11 +1,16 @@
-"""Estimators: a fit takes over all of its state at once."""
+"""Estimators: a fit takes over all of its state at once; threads do not disturb each other."""
 
+import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
 import numpyro.distributions as dist
 import pandas as pd
 import pytest
+from numpyro.primitives import Messenger
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from zoo import CLASSES, X, Y
@@ -63,3 +68,57 @@ def test_a_fit_that_does_not_end_changes_nothing(estimator):
     np.testing.assert_array_equal(fitted.predict(TABLE), answer)
     with pytest.raises(NotFittedError):
         model.predict(TABLE)
+
+
+# -- threads -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readers(monkeypatch):
+    """The number of threads that are inside of NumPyro's handlers; two at a time fail."""
+    inside, entered = [], []
+    enter, leave = Messenger.__enter__, Messenger.__exit__
+
+    def note(self):
+        now = threading.get_ident()
+        if any(other != now for other in inside):
+            entered.append(f"{type(self).__name__} in two threads")
+        inside.append(now)
+        return enter(self)
+
+    def forget(self, *error):
+        inside.remove(threading.get_ident())
+        return leave(self, *error)
+
+    monkeypatch.setattr(Messenger, "__enter__", note)
+    monkeypatch.setattr(Messenger, "__exit__", forget)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield entered
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(
+    "method", ["mean_field", *(pytest.param(name, marks=pytest.mark.slow) for name in ("laplace", "adf", "nuts"))]
+)
+def test_threads_fit_and_predict_as_one_after_the_other(method, readers):
+    """Two fits, and first predictions of one that was loaded, in eight threads: the same numbers as without threads.
+
+    NumPyro's handlers are one list for all threads, so only one may be inside of them.
+    """
+
+    def work(seed, stored=None):
+        if stored is None:
+            model = Regressor(method, **TINY | {"random_state": seed, "num_chains": 1}).fit(X, Y)
+            return np.concatenate([*model.predict(X, return_std=True), *model.predict_interval(X)])
+        model = pickle.loads(stored)
+        return np.concatenate([model.predict(X), model.log_predictive_density(X, Y)])
+
+    fitted = Regressor(method, **TINY | {"num_chains": 1}).fit(X, Y)
+    tasks = [(0,), (1,), *[(seed, pickle.dumps(fitted)) for seed in range(6)]]
+    alone = [work(*task) for task in tasks[:3]]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda task: work(*task), tasks))
+    assert not readers
+    for place, found in enumerate(together):
+        np.testing.assert_array_equal(found, alone[min(place, 2)])
