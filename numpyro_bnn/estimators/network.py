@@ -26,6 +26,7 @@ from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import extrapolated
 from numpyro_bnn.metrics.health import FAR
 from numpyro_bnn.priors.base import as_prior
+from numpyro_bnn.program.compiled import refuse_forks
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import Fit
@@ -110,6 +111,7 @@ class Network(BaseEstimator):
 
     def _fitted(self, X: Any, y: Any) -> Any:
         """Fit a copy and take over all of it at once: a refused or interrupted fit leaves the earlier one."""
+        refuse_forks(f"{self._call}.fit")
         fitted = copy(self)
         fitted._learn(X, y)
         self.__dict__ = fitted.__dict__
@@ -185,6 +187,7 @@ class Network(BaseEstimator):
     def _rows(self, X: Any, argument: str = "X") -> np.ndarray:
         """New rows, checked and standardized."""
         check_is_fitted(self)
+        refuse_forks(self._call)
         check_numbers(self._call, argument, X)
         return self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
 

@@ -106,6 +106,17 @@ class Regressor(RegressorMixin, Network):
         check_numbers(f"{self._call}.fit", "y", y)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
         usual, y = methods.Regression.usual(self.method, len(X)), np.asarray(y, np.float64)
+        widths = usual.widths if self.widths is None else self.widths
+        if self.method == "laplace" and len(X) < (fewest := 2 * len(widths) + 4):
+            instead = f'Pass at least {fewest} rows, fewer `widths`, or another `method`, such as "ensemble".'
+            got = f"{len(X)} rows, whose evidence chooses {fewest - 2} prior precisions and the noise"
+            raise argument_error(f"{self._call}.fit", "X", got, instead)
+        if len(X) < (enough := methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)):
+            message = (
+                f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets and of their noise: intervals"
+                f" are too narrow. Pass at least {enough}."
+            )
+            warnings.warn(message, HealthWarning, stacklevel=outside())
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]

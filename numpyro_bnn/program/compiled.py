@@ -1,6 +1,7 @@
 """Programs compiled once: kept by what they compute, or by the call of a model, whose arrays are inputs."""
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -39,6 +40,8 @@ NEEDS_VALUES = (
 TRACING = RLock()
 
 _KEPT: dict[Any, Callable] = {}
+# The process that ran the first program; one that is forked from it inherits the entry, and not the threads of JAX.
+_STARTED: list[int] = []
 
 
 def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
@@ -95,6 +98,9 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         return _kept(closed, traced, once), jax.tree.structure(shapes), traced
 
     def call(*given: Any) -> Any:
+        refuse_forks("numpyro_bnn")
+        if not _STARTED:
+            _STARTED.append(os.getpid())
         leaves, tree = jax.tree.flatten(given)
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         settings = inside, jnp.result_type(float), getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
@@ -156,6 +162,14 @@ def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
                 yield from _parts(inner)
             elif isinstance(inner, jax.Array | np.ndarray):
                 yield inner
+
+
+def refuse_forks(call: str) -> None:
+    """Refuse to work in a process that was forked from one with programs: it would wait for JAX's threads forever."""
+    if _STARTED and _STARTED[0] != os.getpid():
+        got = "a process that was forked after JAX had started"
+        instead = 'Use threads, the backend "loky" of joblib, or `multiprocessing.get_context("spawn")`.'
+        raise argument_error(call, "process", got, instead, RuntimeError)
 
 
 def refuse_tracers(call: str, instead: str, *trees: Any) -> None:

@@ -5,6 +5,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from multiprocessing import get_context
 
 import numpy as np
 import numpyro.distributions as dist
@@ -122,3 +123,22 @@ def test_threads_fit_and_predict_as_one_after_the_other(method, readers):
     assert not readers
     for place, found in enumerate(together):
         np.testing.assert_array_equal(found, alone[min(place, 2)])
+
+
+def answer_in_a_process(step, *given):
+    try:
+        return step(*given)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_is_refused():
+    """It has none of JAX's threads, and would wait for them."""
+    model = Regressor("adf", widths=(3,), effort=0.05, random_state=0).fit(X, Y)
+    with get_context("fork").Pool(1) as pool:
+        for step in (clone(model).fit, model.predict):
+            given = (X, Y) if step.__name__ == "fit" else (X,)
+            found = pool.apply_async(answer_in_a_process, (step, *given)).get(timeout=60)
+            assert "forked after JAX had started" in found
+            assert "loky" in found
