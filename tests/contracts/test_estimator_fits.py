@@ -173,7 +173,7 @@ def test_degenerate_data_have_finite_answers(method):
 def test_intervals_of_few_rows_hold_what_they_say_or_warn(method, rows):
     """Coverage on twelve tables of noise, five standard errors below which is at fault.
 
-    It is that of an interval which takes mean and sd of n rows for those of the targets: the share of Student's t with
+    It is that of an interval with the mean and sd of n rows for those of the targets: the share of Student's t with
     n - 1 degrees of freedom within 1.645 ((n - 1) / (n + 1))^(1/2), 0.83 of 10 rows and 0.75 of 5.
     """
     covered, caught = [], []

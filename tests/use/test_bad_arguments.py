@@ -157,6 +157,7 @@ ROWS = {
                 ([3, *"ab" * 11, "a"], "text beside other labels, such as 'a' and 3"),
             ]
         ],
+        (lambda: bnn.estimators.Regressor("laplace").fit(X[:5], Y[:5]), "X", "Pass at least 6 rows, fewer `widths`"),
         (lambda: classifier().conformal_set(X, X, ["none"] * N), "y_held_out", "the label 'none', which the fit"),
         (lambda: classifier().calibrate(X, ["none"] * N), "y", "Classifier.calibrate"),
         (lambda: regressor().conformal_interval(X, X, ["a"] * N), "y_held_out", "the text 'a'"),
