@@ -119,7 +119,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figure")
     args = parser.parse_args(argv)
-    at_least(parser, args, ("seeds", "start", "candidates"), 2)
+    at_least(parser, args, ("seeds", "candidates"), 2)
+    at_least(parser, args, ("start",), 6)
     at_least(parser, args, ("evaluations",), args.start)
     at_least(parser, args, ("width",))
     return args

@@ -58,12 +58,19 @@ class Scaler:
             raise argument_error("Scaler.fit", "train", "a scalar", "Pass an array with one row per data point.")
         check_finite("Scaler.fit", "train", values)
         values = _floating(values)
-        constant = _constant(values)
         # Differences from the first row keep all digits if the offset is large, and are 0 in constant columns.
         first = values[0].astype(np.float64)
-        shifted = values - first
-        mean = first + np.where(constant, 0.0, shifted.mean(axis=0))
-        return cls(np.asarray(mean), np.asarray(np.where(constant, 1.0, shifted.std(axis=0))))
+        with np.errstate(over="ignore"):
+            constant, shifted = _constant(values), values - first
+        if not np.isfinite(shifted).all():
+            got = "values whose differences exceed the range of float64"
+            raise argument_error("Scaler.fit", "train", got, "Change their unit.")
+        # In units near the largest difference, squares neither overflow nor vanish; powers of two cost no digits.
+        largest = np.where(constant, 1.0, np.abs(shifted).max(axis=0))
+        unit = np.exp2(np.floor(np.log2(largest)))
+        shifted = shifted / unit
+        mean = first + np.where(constant, 0.0, unit * shifted.mean(axis=0))
+        return cls(np.asarray(mean), np.asarray(np.where(constant, 1.0, unit * shifted.std(axis=0))))
 
     @property
     def scale_factor(self) -> np.ndarray | float:

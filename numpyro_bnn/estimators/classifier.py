@@ -1,6 +1,6 @@
 """``Classifier``: class probabilities and labels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Level, PositiveInt, Switch, checked
+from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import CHECKED_ROWS, Network, Uncertainty
+from numpyro_bnn.estimators.network import CHECKED_ROWS, Callback, Method, Network, Uncertainty
+from numpyro_bnn.estimators.tables import check_labels, check_numbers
 
 
 class Classifier(ClassifierMixin, Network):
@@ -37,24 +38,46 @@ class Classifier(ClassifierMixin, Network):
     ['high' 'low'] ['low' 'high'] (40, 2)
     """
 
+    def __init__(
+        self,
+        method: Method = "ensemble",
+        *,
+        widths: Sequence[int] | None = None,
+        activation: Any = None,
+        prior: Any = None,
+        num_chains: PositiveInt | None = None,
+        num_samples: PositiveInt | None = None,
+        effort: Positive = 1.0,
+        callback: Callback | None = None,
+        progress_bar: Switch = False,
+        random_state: Any = None,
+    ) -> None:
+        self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
+        self.num_chains, self.num_samples, self.effort = num_chains, num_samples, effort
+        self.callback, self.progress_bar, self.random_state = callback, progress_bar, random_state
+
     def _usual_prior(self) -> priors.Prior:
         return priors.Hierarchical(dist.HalfCauchy(1.0))
 
     def fit(self, X: Any, y: Any) -> "Classifier":
         """Learn from rows X (N, D) and labels y (N,), numbers or strings."""
+        return self._fitted(X, y)
+
+    def _learn(self, X: Any, y: Any) -> None:
         self._check_settings()
+        check_numbers(f"{self._call}.fit", "X", X)
+        check_labels(f"{self._call}.fit", "y", y)
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             got = f"labels of one class, {self.classes_[0]!r}"
             raise argument_error(f"{self._call}.fit", "y", got, "Pass rows of at least two classes.")
-        self._fit(X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,))
+        self._run(X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,))
         rows, labels = (part[:CHECKED_ROWS] for part in self._data)
-        found = self._predictive("probabilities", rows)[0][np.arange(len(rows)), labels]
+        found = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
         constant = np.bincount(codes)[labels] / len(codes)
-        self._warn_if_worse(np.log(np.maximum(found, np.finfo(float).tiny)), np.log(constant))
-        return self
+        self._warn_if_worse(_log(found), np.log(constant))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over the draws."""
@@ -63,7 +86,7 @@ class Classifier(ClassifierMixin, Network):
 
     def _log_probs(self, X: Any, temperature: float, warn: bool = False) -> np.ndarray:
         (probs,) = self._summary("probabilities", X, warn=warn)
-        return log_softmax(np.log(np.maximum(probs, np.finfo(float).tiny)) / temperature, axis=1)
+        return log_softmax(_log(probs) / temperature, axis=1)
 
     def uncertainty(self, X: Any) -> Uncertainty:
         """Mean entropy of the labels given the network, and mutual information of label and network, (N,) in nats.
@@ -95,12 +118,11 @@ class Classifier(ClassifierMixin, Network):
 
         Reference: Sadinle, Lei & Wasserman (2019), sections 2.1 and 3.
         """
-
-        def scores() -> np.ndarray:
-            return -self._density_by_factor(X_held_out, y_held_out)(1.0)
-
-        least = -self._conformal("conformal_set", scores, len(y_held_out), level)
-        return self._log_probs(X, 1.0) >= least
+        codes = self._codes(X_held_out, y_held_out, "conformal_set", "_held_out")
+        rank = self._conformal_rank("conformal_set", len(codes), level)
+        (probs,) = self._alike("probabilities", X_held_out, X)
+        known = np.sort(probs[np.arange(len(codes)), codes])
+        return probs[len(codes) :] >= known[-rank]
 
     @checked("estimators.{}.sample")
     def sample(
@@ -124,16 +146,28 @@ class Classifier(ClassifierMixin, Network):
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """Log probability of the label of each row, (N,): larger is better."""
-        return self._density_by_factor(X, y)(self.calibration_)
+        return self._density_by_factor(X, y, "log_predictive_density")(self.calibration_)
 
-    def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
+    def _codes(self, X: Any, y: Any, method: str, suffix: str = "") -> np.ndarray:
+        """Places of the labels of rows in ``classes_``; arguments of the method may have a suffix."""
         check_is_fitted(self)
+        call = f"{self._call}.{method}"
+        check_numbers(call, f"X{suffix}", X)
+        check_labels(call, f"y{suffix}", y)
         _, y = validate_data(self, X, y, reset=False)
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
-            got = f"the label {y[unknown][0]!r}, which the fit has not seen"
-            instead = f"Known: {', '.join(map(repr, self.classes_))}."
-            raise argument_error(f"{self._call}.log_predictive_density", "y", got, instead)
-        own = np.arange(len(y)), np.searchsorted(self.classes_, y)
+            got = f"the label {y[unknown].tolist()[0]!r}, which the fit has not seen"
+            instead = f"Known: {', '.join(map(repr, self.classes_.tolist()))}."
+            raise argument_error(call, f"y{suffix}", got, instead)
+        return np.searchsorted(self.classes_, y)
+
+    def _density_by_factor(self, X: Any, y: Any, method: str) -> Callable[[float], np.ndarray]:
+        codes = self._codes(X, y, method)
+        own = np.arange(len(codes)), codes
         log_probs = self._log_probs(X, 1.0)
         return lambda temperature: log_softmax(log_probs / temperature, axis=1)[own]
+
+
+def _log(probs: np.ndarray) -> np.ndarray:
+    return np.log(np.maximum(probs, np.finfo(float).tiny))

@@ -21,7 +21,7 @@ from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
 from numpyro_bnn.networks import random_network
-from numpyro_bnn.program.compiled import prepare
+from numpyro_bnn.program.compiled import TRACING, prepare
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.fit import from_guide
 
@@ -155,7 +155,7 @@ def ensemble(task: Task) -> Draws:
 
 def nuts(task: Task) -> Draws:
     """NUTS, with moves along the symmetries of the network after each transition."""
-    with warnings.catch_warnings():
+    with TRACING, warnings.catch_warnings():  # filters of warnings belong to all threads, too
         warnings.filterwarnings("ignore", "symmetry.find: found none")  # in a linear network
         found = symmetry.find(task.model, *task.data)
     inner = NUTS(task.model, max_tree_depth=8)
@@ -166,8 +166,9 @@ def nuts(task: Task) -> Draws:
 def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int) -> Draws:
     """Run a kernel by one compiled program whose inputs are the data; leave out chains at fault, with a warning."""
     count, args = task.num_chains or num_chains, task.data
-    state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
-    one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
+    with TRACING:
+        state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
+        one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
     draws = jax.tree.map(lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype), one)
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
 
@@ -291,3 +292,6 @@ HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
 # learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}
 NOISE_FLOORS, ACTIVATIONS = {"laplace": 1e-3}, {"laplace": "tanh"}
+# Rows below which a regression warns, by default 5. After fits to two or three random rows, 90 % intervals held 57 to
+# 95 % of new targets, from five rows on 84 to 99 %; of "laplace" 70 % with six, 81 % with eight and ten.
+ENOUGH_FOR_INTERVALS = {"laplace": 10}

@@ -4,6 +4,7 @@ import ast
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from copy import copy
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -16,14 +17,16 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
 from numpyro_bnn._checks import argument_error, outside
-from numpyro_bnn._options import Choice, Count, Kind, Positive, PositiveInt, Switch, check_option, checked, options_of
+from numpyro_bnn._options import Choice, Count, Kind, PositiveInt, check_option, checked, options_of
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
+from numpyro_bnn.estimators.tables import check_numbers
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import extrapolated
 from numpyro_bnn.metrics.health import FAR
 from numpyro_bnn.priors.base import as_prior
+from numpyro_bnn.program.compiled import refuse_forks
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import Fit
@@ -70,23 +73,16 @@ Callback: TypeAlias = Annotated[Callable[[int, int], Any], Kind(callable, "Pass 
 class Network(BaseEstimator):
     """What both estimators share."""
 
-    def __init__(
-        self,
-        method: Method = "ensemble",
-        *,
-        widths: Sequence[int] | None = None,
-        activation: Any = None,
-        prior: Any = None,
-        num_chains: PositiveInt | None = None,
-        num_samples: PositiveInt | None = None,
-        effort: Positive = 1.0,
-        callback: Callback | None = None,
-        progress_bar: Switch = False,
-        random_state: Any = None,
-    ) -> None:
-        self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
-        self.num_chains, self.num_samples, self.effort = num_chains, num_samples, effort
-        self.callback, self.progress_bar, self.random_state = callback, progress_bar, random_state
+    method: str
+    widths: Sequence[int] | None
+    activation: Any
+    prior: Any
+    num_chains: int | None
+    num_samples: int | None
+    effort: float
+    callback: Callable | None
+    progress_bar: bool
+    random_state: Any
 
     @property
     def _call(self) -> str:
@@ -113,7 +109,19 @@ class Network(BaseEstimator):
         nn.MLP([1, 1], self._activation)
         as_prior(self.prior or {}, call)
 
-    def _fit(
+    def _fitted(self, X: Any, y: Any) -> Any:
+        """Fit a copy and take over all of it at once: a refused or interrupted fit leaves the earlier one."""
+        refuse_forks(f"{self._call}.fit")
+        fitted = copy(self)
+        fitted._learn(X, y)
+        self.__dict__ = fitted.__dict__
+        return self
+
+    def _learn(self, X: Any, y: Any) -> None:
+        """Check the data, run the method, and set all attributes of a fit."""
+        raise NotImplementedError
+
+    def _run(
         self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any, widths: Sequence[int]
     ) -> None:
         """Standardize the inputs, run the method, and keep its draws; ``widths`` are for users who give none."""
@@ -123,7 +131,7 @@ class Network(BaseEstimator):
                 " not observations of their own, leave them out: copies count as evidence, noise would be taken to be"
                 " too small, and a row that has a copy in the fit gets too good a score."
             )
-            warnings.warn(message, HealthWarning, stacklevel=3)
+            warnings.warn(message, HealthWarning, stacklevel=outside())
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
         net = nn.MLP([*(widths if self.widths is None else self.widths), outputs], self._activation)
@@ -158,7 +166,7 @@ class Network(BaseEstimator):
                 f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row worse than by a constant."
                 ' Do not use it: take another `method`, such as "ensemble", more `effort`, or more rows.'
             )
-            warnings.warn(message, HealthWarning, stacklevel=3)
+            warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
@@ -168,13 +176,38 @@ class Network(BaseEstimator):
 
         :param warn: whether to warn of rows that lie far outside those of the fit.
         """
-        check_is_fitted(self)
-        rows = self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
+        rows = self._rows(X)
+        answers = self._answers(name, rows, *by_row, **options)
         if warn:
             far, limit, words = extrapolated(self._data[0], rows)
             if far > limit:
                 warnings.warn(f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside())
-        return self._predictive(name, rows, *by_row, **options)
+        return answers
+
+    def _rows(self, X: Any, argument: str = "X") -> np.ndarray:
+        """New rows, checked and standardized."""
+        check_is_fitted(self)
+        refuse_forks(self._call)
+        check_numbers(self._call, argument, X)
+        return self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _answers(self, name: str, rows: np.ndarray, *by_row: np.ndarray, **options: Any) -> tuple:
+        """A summary at standardized rows."""
+        with np.errstate(over="ignore"):  # of float32
+            found = self._predictive(name, rows, *by_row, **options)
+        if any(np.isnan(values).any() for values in found):
+            got = "rows so far from those of the fit that the network overflows"
+            raise argument_error(self._call, "X", got, "Check the units of these rows, or leave them out.")
+        return found
+
+    def _alike(self, name: str, X_held_out: Any, X: Any) -> list[np.ndarray]:
+        """A summary at held-out and new rows: equal rows have equal values, to the last bit.
+
+        A program may round a row differently in another place of its chunk, so each row is computed once.
+        """
+        tables = self._rows(X_held_out, "X_held_out"), self._rows(X)
+        rows, place = np.unique(np.concatenate(tables), axis=0, return_inverse=True)
+        return [values[place.reshape(-1)] for values in self._answers(name, rows)]
 
     def uncertainty(self, X: Any) -> Uncertainty:
         """How much of the uncertainty about new observations is noise, and how much more data would remove."""
@@ -212,27 +245,33 @@ class Network(BaseEstimator):
         if len(X) < LEAST_HELD_OUT:
             got = f"{len(X)} rows"
             raise argument_error(f"{self._call}.calibrate", "X", got, f"Hold out at least {LEAST_HELD_OUT} rows.")
-        density = self._density_by_factor(X, y)
+        density = self._density_by_factor(X, y, "calibrate")
 
         def loss(log: float) -> float:
             return 0.5 * (log / CALIBRATION_SD) ** 2 - density(np.exp(log)).sum()
 
+        if not np.isfinite(loss(0.0)):
+            got = "targets so far from the predictions that their densities vanish"
+            raise argument_error(f"{self._call}.calibrate", "y", got, "Check their units.")
         found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
         self.calibration_ = float(np.exp(found.x))
         return self
 
-    def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
-        """Log densities (N,) of rows as a function of the factor of :meth:`calibrate`."""
+    def _density_by_factor(self, X: Any, y: Any, method: str) -> Callable[[float], np.ndarray]:
+        """Log densities (N,) of rows as a function of the factor of :meth:`calibrate`.
+
+        :param method: what the user called.
+        """
         raise NotImplementedError
 
-    def _conformal(self, method: str, scores: Callable[[], np.ndarray], num_rows: int, level: float) -> np.ndarray:
-        """The score below which that of a new row lies with probability ``level``, by scores of held-out rows."""
+    def _conformal_rank(self, method: str, num_rows: int, level: float) -> int:
+        """The rank of a held-out score that the score of a new row exceeds with probability 1 - ``level``."""
         rank = int(np.ceil((num_rows + 1) * level - 1e-9))
         if rank > num_rows:
             least = int(np.ceil(level / (1 - level) - 1e-9))
             got, instead = f"{num_rows} rows", f"Hold out at least {least} rows for this level."
             raise argument_error(f"{self._call}.{method}", "X_held_out", got, instead)
-        return np.sort(scores(), axis=0)[rank - 1]
+        return rank
 
     def _components(self, X: Any, count: int, random_state: Any) -> tuple[tuple, np.random.Generator]:
         """What some draws say of new rows, each draw used as often as the others or once less; and a generator."""

@@ -10,15 +10,17 @@ from scipy.stats import norm
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import CHECKED_ROWS, Callback, Method, Network, Uncertainty
+from numpyro_bnn.estimators.tables import check_numbers
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
 
 EXACT_SD, MOST_EXACT = 1e-3, 0.1  # of the noise, in standard deviations of the targets, and share of such rows
+ROUNDING = 4 * np.finfo(float).eps
 
 
 class Regressor(RegressorMixin, Network):
@@ -92,13 +94,29 @@ class Regressor(RegressorMixin, Network):
 
     def fit(self, X: Any, y: Any) -> "Regressor":
         """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
+        return self._fitted(X, y)
+
+    def _learn(self, X: Any, y: Any) -> None:
         self._check_settings()
         hetero, tails = self.heteroscedastic, self.heavy_tails
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
             raise argument_error(self._call, "heavy_tails", tails, instead)
+        check_numbers(f"{self._call}.fit", "X", X)
+        check_numbers(f"{self._call}.fit", "y", y)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
         usual, y = methods.Regression.usual(self.method, len(X)), np.asarray(y, np.float64)
+        widths = usual.widths if self.widths is None else self.widths
+        if self.method == "laplace" and len(X) < (fewest := 2 * len(widths) + 4):
+            instead = f'Pass at least {fewest} rows, fewer `widths`, or another `method`, such as "ensemble".'
+            got = f"{len(X)} rows, whose evidence chooses {fewest - 2} prior precisions and the noise"
+            raise argument_error(f"{self._call}.fit", "X", got, instead)
+        if len(X) < (enough := methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)):
+            message = (
+                f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets and of their noise: intervals"
+                f" are too narrow. Pass at least {enough}."
+            )
+            warnings.warn(message, HealthWarning, stacklevel=outside())
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
@@ -113,10 +131,10 @@ class Regressor(RegressorMixin, Network):
         y_scaler = Scaler.fit(y)
         least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
-        self._fit(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler, usual.widths)
+        self._run(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler, usual.widths)
         rows, targets = (part[:CHECKED_ROWS] for part in self._data)
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
-        found = self._predictive("log_density", rows, targets)[0]
+        found = self._answers("log_density", rows, targets)[0]
         self._warn_if_worse(found, constant)
         exact = np.mean(found > norm.logpdf(0, scale=EXACT_SD) * targets[0].size)
         if exact > MOST_EXACT:
@@ -125,8 +143,7 @@ class Regressor(RegressorMixin, Network):
                 " standard deviations of the targets. Unless these are exact, the network reproduces them: trust"
                 " densities and intervals only as far as rows that were not in the fit confirm them."
             )
-            warnings.warn(message, HealthWarning, stacklevel=2)
-        return self
+            warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
         """Standardized values (..., N) or (..., N, K) in the units of the data, shaped like the targets."""
@@ -175,16 +192,16 @@ class Regressor(RegressorMixin, Network):
 
         Reference: Lei, G'Sell, Rinaldo, Tibshirani & Wasserman (2018), algorithm 2 and section 5.2.
         """
-
-        def scores() -> np.ndarray:
-            mean, noise, spread = self._summary("moments", X_held_out)
-            return np.abs(self._y_scaler.transform(y) - mean) / np.sqrt(noise + spread)
-
-        y = self._targets(X_held_out, y_held_out, "conformal_interval")
-        factor = self._conformal("conformal_interval", scores, len(y), level)
-        mean, noise, spread = self._summary("moments", X)
-        half = factor * np.sqrt(noise + spread)
-        return self._in_units(mean - half), self._in_units(mean + half)
+        y = self._targets(X_held_out, y_held_out, "conformal_interval", "_held_out")
+        rank = self._conformal_rank("conformal_interval", len(y), level)
+        mean, noise, spread = self._alike("moments", X_held_out, X)
+        mean, sd = self._in_units(mean), self._in_units(np.sqrt(noise + spread), shift=False)
+        away = np.abs(y.reshape(-1, *mean.shape[1:]) - mean[: len(y)])
+        factor = np.sort(away / sd[: len(y)], axis=0)[rank - 1]
+        # Rounding made the factor smaller by at most three halves of an ulp, and makes the product smaller by two
+        # halves: with these ulps a target as far away as the one of this rank is never outside.
+        half = factor * sd[len(y) :] * (1 + ROUNDING)
+        return mean[len(y) :] - half, mean[len(y) :] + half
 
     def uncertainty(self, X: Any) -> Uncertainty:
         """How much of the predictive variance is noise, and how much more data would remove; shaped like y."""
@@ -212,19 +229,22 @@ class Regressor(RegressorMixin, Network):
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is better."""
-        return self._density_by_factor(X, y)(self.calibration_)
+        return self._density_by_factor(X, y, "log_predictive_density")(self.calibration_)
 
-    def _targets(self, X: Any, y: Any, method: str) -> np.ndarray:
-        """Targets of rows, checked, (N,) or (N, K)."""
+    def _targets(self, X: Any, y: Any, method: str, suffix: str = "") -> np.ndarray:
+        """Targets of rows, checked, (N,) or (N, K); arguments of the method may have a suffix."""
         check_is_fitted(self)
+        call = f"{self._call}.{method}"
+        check_numbers(call, f"X{suffix}", X)
+        check_numbers(call, f"y{suffix}", y)
         _, y = validate_data(self, X, y, reset=False, y_numeric=True, multi_output=True)
         if y.shape[1:] != self._columns:
             instead = f"Pass targets shaped {('N', *self._columns)}, as in the fit."
-            raise argument_error(f"{self._call}.{method}", "y", y, instead)
+            raise argument_error(call, f"y{suffix}", y, instead)
         return np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
 
-    def _density_by_factor(self, X: Any, y: Any) -> Callable[[float], np.ndarray]:
-        y = self._targets(X, y, "log_predictive_density")
+    def _density_by_factor(self, X: Any, y: Any, method: str) -> Callable[[float], np.ndarray]:
+        y = self._targets(X, y, method)
         y = self._y_scaler.transform(y)
         mean = self._summary("moments", X)[0]
 

@@ -22,7 +22,7 @@ from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro_bnn._checks import argument_error, check_finite, outside
 from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.program.arguments import Arguments, as_arrays
-from numpyro_bnn.program.compiled import CACHE_SIZE, evaluate, refuse_tracers, shared
+from numpyro_bnn.program.compiled import CACHE_SIZE, TRACING, evaluate, refuse_tracers, shared
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.row_lengths import check_row_lengths
@@ -99,7 +99,8 @@ def fit(
     refuse_tracers(CALL, instead, rng_key, args, kwargs, init_state, init_params)
     args, kwargs = as_arrays(args, kwargs, CALL)
     fixed, arrays = Arguments.of(args, kwargs).split()
-    state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
+    with TRACING:
+        state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
     losses = np.zeros(0, jnp.result_type(float))
     if keeper is not None and (found := keeper.load(state)) is not None:
         state, losses = found[0], found[1]["losses"]

@@ -12,7 +12,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import KEY
 from numpyro_bnn.program.arguments import as_arrays, fingerprints, is_table, plain_values, with_plain_values
-from numpyro_bnn.program.compiled import NEEDS_VALUES
+from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
 
 METHODS = ("init", "sample", "refresh", "postprocess_fn", "get_constrain_fn", "members")
 
@@ -92,7 +92,8 @@ def _with_arrays(method: Callable) -> Callable:
         def run(args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
             converted = self._arguments(name, args, kwargs)
             bound.arguments["model_args"], bound.arguments["model_kwargs"] = converted
-            return method(*bound.args, **bound.kwargs)
+            with TRACING:
+                return method(*bound.args, **bound.kwargs)
 
         if name == "init":
             KEY.check(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])

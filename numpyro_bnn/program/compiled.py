@@ -1,9 +1,11 @@
 """Programs compiled once: kept by what they compute, or by the call of a model, whose arrays are inputs."""
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from threading import RLock
 from typing import Any
 
 import jax
@@ -33,7 +35,13 @@ NEEDS_VALUES = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 
+# NumPyro keeps its handlers in one list for all threads: whoever runs or traces a model holds this lock. Compiled
+# programs run without it, so that predictions in one thread do not wait for the fit of another.
+TRACING = RLock()
+
 _KEPT: dict[Any, Callable] = {}
+# The process that ran the first program; one that is forked from it inherits the entry, and not the threads of JAX.
+_STARTED: list[int] = []
 
 
 def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
@@ -82,19 +90,26 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     """
     known: dict[Any, tuple[Callable, Any, bool]] = {}
 
+    def read(leaves: list, tree: Any, inside: bool) -> tuple[Callable, Any, bool]:
+        flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
+        closed, shapes = flat(*leaves)
+        closed = closed if closed.effects else needed_part(closed)
+        traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
+        return _kept(closed, traced, once), jax.tree.structure(shapes), traced
+
     def call(*given: Any) -> Any:
+        refuse_forks("numpyro_bnn")
+        if not _STARTED:
+            _STARTED.append(os.getpid())
         leaves, tree = jax.tree.flatten(given)
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         settings = inside, jnp.result_type(float), getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         key = tree, settings, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves)
         found = known.get(key)
         if found is None:
-            flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
-            closed, shapes = flat(*leaves)
-            closed = closed if closed.effects else needed_part(closed)
-            traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
-            found = _kept(closed, traced, once), jax.tree.structure(shapes), traced
-            if traced == inside:
+            with TRACING:
+                found = read(leaves, tree, inside)
+            if found[2] == inside:
                 known[key] = found
         program, out, traced = found
         # Parallel chains start inside a compiled program, whose tracers no caller may keep.
@@ -149,6 +164,14 @@ def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
                 yield inner
 
 
+def refuse_forks(call: str) -> None:
+    """Refuse to work in a process that was forked from one with programs: it would wait for JAX's threads forever."""
+    if _STARTED and _STARTED[0] != os.getpid():
+        got = "a process that was forked after JAX had started"
+        instead = 'Use threads, the backend "loky" of joblib, or `multiprocessing.get_context("spawn")`.'
+        raise argument_error(call, "process", got, instead, RuntimeError)
+
+
 def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
     """Refuse values that JAX is tracing: the call runs on the host."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
@@ -157,7 +180,8 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
     """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed."""
-    equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
+    with TRACING:
+        equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
     needed = sum(var.aval.size * var.aval.dtype.itemsize for equation in equations for var in equation.outvars)
     return max(1, CHUNK_BYTES // max(1, needed))
 

@@ -35,7 +35,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import TRACED, argument_error
 from numpyro_bnn._jaxprs import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.compiled import NEEDS_VALUES, evaluate, shared
+from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
 from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
@@ -114,6 +114,10 @@ class Reading:
         self._programs: dict[Any, Callable] = {}
         arguments = Arguments.of(args, kwargs or {})
         fixed, arrays = arguments.split()
+        with TRACING:
+            self._trace_on(arguments, fixed, arrays)
+
+    def _trace_on(self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]) -> None:
         try:
             self._trace(fixed, arrays)
         except NEEDS_VALUES:  # data that shape the model are a part of it

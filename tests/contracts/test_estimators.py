@@ -4,6 +4,7 @@ Most tests look at one regressor and one classifier. Their mixtures are made her
 """
 
 import json
+import math
 import pickle
 from functools import cache, partial
 
@@ -218,6 +219,36 @@ def test_conformal_intervals_reach_to_the_rank_that_theory_asks_for():
     np.testing.assert_allclose((low, high), (mean - score * sd, mean + score * sd), rtol=1e-6)
     with pytest.raises(ValueError, match="at least 19 rows"):
         model.conformal_interval(rows, ROWS[:18], TARGETS[:18], level=0.95)
+
+
+def coverage_of_two_kinds(covered, rng):
+    """Exact coverage of a new row by nine held-out ones, all ten drawn from two kinds of rows that repeat.
+
+    :param covered: whether new rows of both kinds are covered, by the kinds of the held-out rows.
+    """
+    kinds = [rng.permutation(np.arange(9) < of_second).astype(int) for of_second in range(10)]
+    return sum(math.comb(9, k) * np.mean(covered(kinds[k])) for k in range(10)) / 2**9
+
+
+def test_conformal_answers_keep_ties():
+    """Rows that repeat have one score, in whatever chunk and unit: only a larger score than all nine is outside.
+
+    That has the probability 2^-10. Without ties coverage is at most 0.9 + 1 / 10; here rounding alone decides.
+    """
+    rng, many = np.random.default_rng(0), np.arange(70) % 2
+    for pair in ROWS[rng.permutation(24).reshape(12, 2)]:
+        targets = np.exp(rng.normal(6, 0.3, 2))
+
+        def interval_covers(kinds, pair=pair, targets=targets):
+            low, high = regressor().conformal_interval(pair[many], pair[kinds], targets[kinds])
+            return (low <= targets[many]) & (targets[many] <= high)
+
+        def set_covers(kinds, pair=pair):
+            sets = classifier().conformal_set(pair[many], pair[kinds], np.array(["low", "high"])[kinds])
+            return sets[np.arange(70), np.array([1, 0])[many]]
+
+        assert coverage_of_two_kinds(interval_covers, rng) == 1 - 2**-10
+        assert coverage_of_two_kinds(set_covers, rng) == 1 - 2**-10
 
 
 def test_conformal_sets_reach_to_the_rank_that_theory_asks_for():

@@ -7,7 +7,7 @@ longer exists fails `tests/use/test_repository.py`.
 # Where a wrong sign or factor gives wrong numbers without a word: at most 60.
 IMPORTANT: dict[tuple[str, str, int], str] = {
     ("estimators.classifier.Classifier.uncertainty", "dropped term", 0): "epistemic entropy is the total",
-    ("estimators.network.Network._conformal", "off by one", 0): "conformal ranks forget the new row",
+    ("estimators.network.Network._conformal_rank", "off by one", 0): "conformal ranks forget the new row",
     (
         "estimators.network.copied_rows",
         "dropped term",

@@ -71,7 +71,16 @@ def test_scale_factor_carries_densities_and_errors_back():
     assert isinstance(scaler.scale_factor, float)
 
 
-@pytest.mark.parametrize("train", [1.0, np.zeros((0, 3)), [1.0, np.nan], [np.inf, 1.0]])
+@pytest.mark.parametrize("exponent", [-1000, -565, 0, 532, 1000])
+def test_units_do_not_matter(exponent):
+    """Powers of two from 1e-301 to 1e301: standardized values are the same to the last bit."""
+    values = np.random.default_rng(5).normal(3, 2, (20, 3))
+    expected = Scaler.fit(values).transform(values)
+    scaled = np.ldexp(values, exponent)
+    np.testing.assert_array_equal(Scaler.fit(scaled).transform(scaled), expected)
+
+
+@pytest.mark.parametrize("train", [1.0, np.zeros((0, 3)), [1.0, np.nan], [np.inf, 1.0], [1.7e308, -1.7e308]])
 def test_scaler_refuses_what_has_no_statistics(train):
     with pytest.raises(ValueError, match=r"^Scaler\.fit: argument `train`"):
         Scaler.fit(train)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.core
 
 LINE = ZOO["line"].model
 NAN, HALVES, TABLE = np.full(N, np.nan), np.full((N, 2), 0.5), X.astype(object)
+DAYS = np.arange("2020-01-01", "2020-01-25", dtype="M8[D]")
 KERNEL, STREAM = {"kernel": np.ones((2, 1))}, sgmcmc.WithReplacement(10, 2)
 
 
@@ -102,6 +103,16 @@ def regressor():
 
 
 @cache
+def classifier():
+    labels = np.where(LABELS > 0, "yes", "no")
+    return bnn.estimators.Classifier("adf", widths=(2,), effort=0.05, random_state=0).fit(X, labels)
+
+
+def named(name, column):
+    return pytest.importorskip("pandas").DataFrame({"a": X[:, 0], name: column})
+
+
+@cache
 def idata():
     xr = pytest.importorskip("xarray")
     draws, axes = np.random.default_rng(0).normal(size=(1, 5, N)), ("chain", "draw", "data")
@@ -123,6 +134,36 @@ ROWS = {
         (lambda: bnn.estimators.Classifier().fit(X, 0 * LABELS), "y", "Pass rows of at least two classes."),
         (lambda: regressor().conformal_interval(X, X[:3], Y[:3]), "X_held_out", "Hold out at least 9 rows"),
         (lambda: regressor().calibrate(X[:9], Y[:9]), "X", "Hold out at least 10 rows."),
+        *[
+            (lambda X=X, y=y: bnn.estimators.Regressor("adf").fit(X, y), argument, fragment)
+            for X, y, argument, fragment in [
+                (named("b", ["x", "y"] * 12), Y, "X", "the text 'x' in column 'b'. Pass numbers: a column"),
+                (named("b", DAYS), Y, "X", "dates or durations in column 'b', such as 2020-01-01"),
+                (named("b", [None, *Y[1:]]), Y, "X", "1 values in column 'b' that are NaN, None, infinite"),
+                (X.astype("m8[s]"), Y, "X", "dates or durations in column 0"),
+                ([["x", 1.0]] * N, Y, "X", "the text 'x' in column 0"),
+                (X, DAYS, "y", "dates or durations, such as 2020-01-01"),
+                (X, list(DAYS.astype(object)), "y", "dates or durations, such as 2020-01-01"),
+                (X, ["a", *Y[1:]], "y", "the text 'a'. Pass numbers, or use `Classifier` for classes."),
+                (X, [None, *Y[1:]], "y", "1 values that are NaN, None, infinite or above 1e+300, first in row 0"),
+                (X, np.array([1.7e308, -1.7e308] * 12), "y", "24 values that are NaN, None, infinite or above"),
+            ]
+        ],
+        *[
+            (lambda y=y: bnn.estimators.Classifier("adf").fit(X, y), "y", fragment)
+            for y, fragment in [
+                ([None, *"ab" * 11, "a"], "1 missing labels (NaN, None), the first in row 0"),
+                ([*"ab" * 11, "a", NAN[0]], "1 missing labels (NaN, None), the first in row 23"),
+                ([3, *"ab" * 11, "a"], "text beside other labels, such as 'a' and 3"),
+            ]
+        ],
+        (lambda: bnn.estimators.Regressor("laplace").fit(X[:5], Y[:5]), "X", "Pass at least 6 rows, fewer `widths`"),
+        (lambda: classifier().conformal_set(X, X, ["none"] * N), "y_held_out", "the label 'none', which the fit"),
+        (lambda: classifier().calibrate(X, ["none"] * N), "y", "Classifier.calibrate"),
+        (lambda: regressor().conformal_interval(X, X, ["a"] * N), "y_held_out", "the text 'a'"),
+        (lambda: regressor().calibrate(X, Y * 1e30), "y", "so far from the predictions that their densities vanish"),
+        (lambda: regressor().calibrate(X, np.stack([Y, Y], 1)), "y", "Regressor.calibrate"),
+        (lambda: regressor().predict(X.astype(np.float64) * 1e200), "X", "Check the units of these rows"),
         (lambda: regressor().most_uncertain(X, 1000), "num_rows", "Ask for fewer rows."),
     ],
     "nn": [

@@ -15,6 +15,7 @@ from numpyro_bnn._checks import argument_error, check_finite, check_same_length
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
 from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
+from numpyro_bnn.program.compiled import TRACING
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Site, Sites
 from numpyro_bnn.program.rows import refuse_rows
@@ -29,7 +30,7 @@ def refuse(site: str, why: str, instead: str) -> Exception:
 
 def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
     """What a model is; the guide that reads it may itself run inside NumPyro's handlers."""
-    with handlers.block():
+    with TRACING, handlers.block():
         return Reading(model, args, kwargs)
 
 

@@ -22,7 +22,7 @@ from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density
 from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
 from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
 from numpyro_bnn.program.arguments import Arguments, as_arrays
-from numpyro_bnn.program.compiled import refuse_tracers, run
+from numpyro_bnn.program.compiled import TRACING, refuse_tracers, run
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import refuse_rows
 
@@ -204,9 +204,10 @@ class AutoLaplace(AutoBlocks):
         args, kwargs = as_arrays(args, kwargs, call)
         _check_finite(call, args, kwargs)
         check_row_lengths(call, self.model, args, kwargs)
-        with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
-            self._setup_prototype(*args, **kwargs)
-        problem = read(self, self._chosen, (args, kwargs))
+        with TRACING:
+            with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
+                self._setup_prototype(*args, **kwargs)
+            problem = read(self, self._chosen, (args, kwargs))
         start = self._started(problem, (args, kwargs), dict(init_params or {}))
         options = Fit(num_epochs, optimizer, patience, progress_bar)
         search = fit_mode(problem, (args, kwargs), options)
