@@ -16,7 +16,7 @@ from numpyro.contrib.module import random_eqx_module, random_flax_module, random
 from numpyro.infer import NUTS
 from numpyro.infer.util import log_density
 
-from numpyro_bnn import infer, priors, to_inference_data
+from numpyro_bnn import infer, priors, symmetry, to_inference_data
 
 pytestmark = pytest.mark.core
 
@@ -364,6 +364,159 @@ def test_weights_of_unknown_use_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         traced_sites(make)
 
+
+# -- sequences -------------------------------------------------------------------------------------------
+
+SEQUENCES = np.random.default_rng(1).normal(size=(6, 5, 2)).astype(np.float32)
+
+
+class Readout(nnx.Module):
+    """A dense layer of the last step of a recurrent or attention layer with four outputs."""
+
+    def __init__(self, layer):
+        self.layer, self.out = layer, nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.out(self.layer(x)[:, -1])[..., 0]
+
+
+class LinenReadout(linen.Module):
+    layer: linen.Module
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1)(self.layer(x)[:, -1])[..., 0]
+
+
+class EquinoxRecurrent(eqx.Module):
+    cell: eqx.Module
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        def step(state, row):
+            return self.cell(row, state), None
+
+        zeros = jnp.zeros(4)
+        start = zeros if isinstance(self.cell, eqx.nn.GRUCell) else (zeros, zeros)
+        last = jax.lax.scan(step, start, x)[0]
+        return self.out(last if isinstance(last, jax.Array) else last[0])[0]
+
+
+class EquinoxAttention(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.out(self.attention(x, x, x)[-1])[0]
+
+
+def equinox_readout(cell):
+    return EquinoxRecurrent(cell, eqx.nn.Linear(4, 1, key=jax.random.key(1)))
+
+
+def both_ways(kind, cell, **options):
+    return kind.Bidirectional(*(kind.RNN(cell()) for _ in range(2)), merge_fn=lambda a, b: a + b, **options)
+
+
+def nnx_cell(kind):
+    return kind(2, 4, rngs=nnx.Rngs(0))
+
+
+SEQUENCE_MODULES = {
+    ("nnx", "RNN of LSTMCell"): lambda: Readout(nnx.RNN(nnx_cell(nnx.LSTMCell))),
+    ("nnx", "RNN of OptimizedLSTMCell"): lambda: Readout(nnx.RNN(nnx_cell(nnx.OptimizedLSTMCell))),
+    ("nnx", "RNN of GRUCell"): lambda: Readout(nnx.RNN(nnx_cell(nnx.GRUCell))),
+    ("nnx", "RNN of SimpleCell"): lambda: Readout(nnx.RNN(nnx_cell(nnx.SimpleCell))),
+    ("nnx", "Bidirectional"): lambda: Readout(both_ways(nnx, lambda: nnx_cell(nnx.GRUCell))),
+    ("nnx", "MultiHeadAttention"): lambda: Readout(
+        nnx.MultiHeadAttention(2, 2, 4, 4, decode=False, rngs=nnx.Rngs(0))
+    ),
+    ("linen", "RNN of LSTMCell"): lambda: LinenReadout(linen.RNN(linen.LSTMCell(4))),
+    ("linen", "RNN of OptimizedLSTMCell"): lambda: LinenReadout(linen.RNN(linen.OptimizedLSTMCell(4))),
+    ("linen", "RNN of GRUCell"): lambda: LinenReadout(linen.RNN(linen.GRUCell(4))),
+    ("linen", "RNN of MGUCell"): lambda: LinenReadout(linen.RNN(linen.MGUCell(4))),
+    ("linen", "RNN of SimpleCell"): lambda: LinenReadout(linen.RNN(linen.SimpleCell(4))),
+    ("linen", "Bidirectional"): lambda: LinenReadout(both_ways(linen, lambda: linen.GRUCell(4))),
+    ("linen", "MultiHeadDotProductAttention"): lambda: LinenReadout(
+        linen.MultiHeadDotProductAttention(2, out_features=4)
+    ),
+    ("equinox", "GRUCell"): lambda: equinox_readout(eqx.nn.GRUCell(2, 4, key=jax.random.key(0))),
+    ("equinox", "LSTMCell"): lambda: equinox_readout(eqx.nn.LSTMCell(2, 4, key=jax.random.key(0))),
+    ("equinox", "MultiheadAttention"): lambda: EquinoxAttention(
+        eqx.nn.MultiheadAttention(2, 2, output_size=4, key=jax.random.key(0)),
+        eqx.nn.Linear(4, 1, key=jax.random.key(1)),
+    ),
+}
+QUICK = ("nnx", "RNN of GRUCell")  # the others are slow: a minute together
+
+
+@pytest.mark.parametrize(
+    ("library", "row"),
+    [pytest.param(*row, marks=() if row == QUICK else pytest.mark.slow) for row in SEQUENCE_MODULES],
+)
+def test_modules_of_sequences_are_sampled_and_predict(library, row):
+    """The counter of keys of a recurrent module of NNX changes, and nothing depends on it."""
+    made = SEQUENCE_MODULES[library, row]()
+
+    @priors.noncenter
+    def model(x, y=None):
+        if library == "nnx":
+            net = random_nnx_module("net", made, priors.Normal())
+        elif library == "linen":
+            net = random_flax_module("net", made, priors.Normal(), input_shape=(1, 5, 2))
+        else:
+            net = jax.vmap(random_eqx_module("net", made, priors.Normal()))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
+
+    kernel = infer.SGLD(model, 1e-4, steps_per_draw=1, warm_start=0.0)
+    mcmc = run_chains(kernel, SEQUENCES, SEQUENCES[:, :, 0].sum(1), num_warmup=0, num_samples=1, num_chains=1)
+    idata = to_inference_data(mcmc, {"x": SEQUENCES[:2]}, log_likelihood=False, posterior_predictive=False)
+    draw = {name: value[0] for name, value in mcmc.get_samples().items()}
+    held = handlers.substitute(model, draw)
+    expected = handlers.trace(handlers.seed(held, 0)).get_trace(SEQUENCES)["y"]["fn"].loc
+    mean = group(idata, "predictions")["y_mean"].to_numpy()[0, 0]
+    np.testing.assert_allclose(mean, expected[:2], rtol=1e-4, atol=1e-5)
+
+
+def test_a_counter_that_something_uses_is_refused():
+    """Dropout after a recurrent layer: its keys come from the counter."""
+
+    class Dropped(Readout):
+        def __init__(self):
+            super().__init__(nnx.RNN(nnx_cell(nnx.GRUCell)))
+            self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.out(self.drop(self.layer(x)[:, -1]))[..., 0]
+
+    made = Dropped()
+
+    def model(x, y=None):
+        net = random_nnx_module("net", made, priors.Normal())
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
+
+    with pytest.raises(ValueError, match=r"state .*'drop'.*'count'.*which the model changes.*dropout"):
+        run_chains(infer.SGLD(model), SEQUENCES, SEQUENCES[:, 0, 0])
+
+
+def test_symmetries_of_a_module_of_one_precision_are_refused():
+    """Flax starts the state of a recurrent cell in the precision of its parameters, float32 unless told."""
+    made = Readout(nnx.RNN(nnx_cell(nnx.GRUCell)))
+
+    def model(x, y=None):
+        net = random_nnx_module("net", made, priors.Normal())
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"symmetry\.find: argument `model` got a model that does not run in float64"
+    ):
+        symmetry.find(model, SEQUENCES, SEQUENCES[:, 0, 0])
+
+
+# -- priors and kernels ----------------------------------------------------------------------------------
 
 LEARNED_SCALES = {  # library -> prior, and the shapes of its hyper-sites of the convolution
     "linen": (lambda: priors.Hierarchical(), {"scale": ()}),
