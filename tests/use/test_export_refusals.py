@@ -320,7 +320,7 @@ def test_state_that_the_model_changes_is_refused(step):
     def stateful(x, y=None):
         state = numpyro.primitives.mutable("net$state", {"key": jax.random.key(0), "count": jnp.zeros(())})
         state["count"] = state["count"] + step
-        line(x, y)
+        line(x + state["count"], y)
 
     run = sample(stateful, X, Y)
     if step:
