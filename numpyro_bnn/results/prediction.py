@@ -61,12 +61,14 @@ def predict(
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."
         raise argument_error("predict", "idata", f"no `constant_data` of {lacking}", instead)
     training = {name: value for name, value in constants.items() if name in arguments.values}
-    training |= dict.fromkeys(exporter.observed & arguments.optional)
+    training |= {name: default for name, default in arguments.optional.items() if name in exporter.observed}
     exporter.fit = replace(exporter.fit, arguments=arguments.with_values(training))
     fixed = set(exporter.observed_sites) - set(exporter.redrawn)
     exporter.redrawn = [name for name in exporter.sites if safe(name) in observed and name not in fixed]
     key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)[1]
-    return exporter.prediction_groups(key, arguments, set(arguments.values), {})["predictions"]
+    groups = exporter.prediction_groups(key, arguments, set(arguments.values), {})
+    exporter.warn_of_missing(groups)
+    return groups["predictions"]
 
 
 def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
