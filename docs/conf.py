@@ -3,8 +3,7 @@
 import inspect
 import sys
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import get_type_hints
 
 sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parent.parent)]
 
@@ -62,20 +61,11 @@ def add_contents(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
 
 
-def plain_type(annotation):
-    """The type of an option, without how it is checked."""
-    if get_origin(annotation) is Annotated:
-        return annotation.__origin__
-    if get_origin(annotation) in (Union, UnionType):
-        return Union[tuple(map(plain_type, get_args(annotation)))]  # noqa: UP007
-    return annotation
-
-
 def show_plain_types(app, obj, bound_method):
     """Signatures show the types of options; the text says which values they may have."""
     function = inspect.unwrap(obj)
     if inspect.isfunction(function):
-        function.__annotations__ |= {name: plain_type(of) for name, of in function.__annotations__.items()}
+        function.__annotations__ |= get_type_hints(function)
 
 
 def keep_errors_with_means(app, docname, source):

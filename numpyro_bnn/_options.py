@@ -137,17 +137,22 @@ Kwargs: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionar
 Model: TypeAlias = Annotated[Callable, Kind(callable, "Pass a NumPyro model (a function).")]
 
 
+def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
+    """The option that an annotation declares, if any, and the classes whose instances pass unchecked."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    classes = tuple(get_origin(member) or member for member in members if get_origin(member) is not Annotated)
+    for member in members:
+        for part in getattr(member, "__metadata__", ()):
+            if isinstance(part, Option):
+                return classes, part
+    return None
+
+
 @cache
 def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
-    """The options that annotations declare, by argument, each with the classes whose instances pass unchecked."""
-    found = {}
-    for argument, annotation in function.__annotations__.items():
-        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        classes = tuple(get_origin(member) or member for member in members if get_origin(member) is not Annotated)
-        for option in [part for member in members for part in getattr(member, "__metadata__", ())]:
-            if isinstance(option, Option):
-                found[argument] = classes, option
-    return found
+    """The declared options of a function, by argument."""
+    found = {name: declared_option(annotation) for name, annotation in function.__annotations__.items()}
+    return {name: option for name, option in found.items() if option is not None}
 
 
 def check_option(call: str, function: Callable, argument: str, value: Any) -> Any:

@@ -5,5 +5,6 @@ build with: ``sgmcmc``, ``moments`` and ``program``. `tests/use/test_repository.
 """
 
 PRIVATE: dict[str, str] = {
-    "numpyro_bnn.infer.target.bind": "the potential that all kernels share, against exact densities on every batch"
+    "numpyro_bnn.infer.target.bind": "the potential that all kernels share, against exact densities on every batch",
+    "numpyro_bnn._options.declared_option": "what a declaration says, from which wrong and right values are drawn",
 }

@@ -2,8 +2,9 @@
 
 import importlib
 import inspect
-from types import ModuleType, UnionType
-from typing import Annotated, Union, get_args, get_origin
+from types import ModuleType
+
+from numpyro_bnn._options import declared_option
 
 ROOMS = (
     "numpyro_bnn",
@@ -48,12 +49,5 @@ def parameters(call):
 
 def declared(call):
     """Argument -> (option, classes whose instances pass as well)."""
-    found = {}
-    for name, parameter in parameters(call).items():
-        of = parameter.annotation
-        members = get_args(of) if get_origin(of) in (Union, UnionType) else (of,)
-        classes = tuple(get_origin(m) or m for m in members if get_origin(m) is not Annotated)
-        options = [part for m in members for part in getattr(m, "__metadata__", ()) if hasattr(part, "check")]
-        if options:
-            found[name] = options[0], classes
-    return found
+    found = {name: declared_option(parameter.annotation) for name, parameter in parameters(call).items()}
+    return {name: option[::-1] for name, option in found.items() if option is not None}

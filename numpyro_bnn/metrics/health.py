@@ -194,6 +194,20 @@ class _Checks:
         return "network" in self.about or bool(leaves & {"kernel", "weight"})
 
     @cached_property
+    def targets(self) -> dict[str, np.ndarray]:
+        """Observed data, NaN where a mask leaves elements out: the log likelihood has an axis of the others."""
+        found = self.arrays("observed_data")
+        for name, y in found.items():
+            dim = f"{name}_observed"
+            if "log_likelihood" in self.groups and dim in self.groups["log_likelihood"].coords:
+                given = self.groups["observed_data"][name]
+                labeled = y.ndim == 1 and given.dims[0] in given.coords
+                places = given[given.dims[0]].to_numpy() if labeled else np.arange(y.size)
+                kept = np.isin(places, self.groups["log_likelihood"][dim].to_numpy())
+                found[name] = np.where(kept.reshape(y.shape), y, np.nan)
+        return found
+
+    @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         """Arguments of a network with a row per observation, as (N, D), or (N height width, channels) for images."""
         rows = {len(y) for y in self.arrays("observed_data").values() if np.ndim(y)}
@@ -282,7 +296,7 @@ class _Checks:
         """The share of what its member of the warm start, or the best chain, explains that a chain does not."""
         means = self.means("posterior_predictive") if self.draws >= LEAST_DRAWS else {}
         members, found = json.loads(self.about.get("explained_by_members", "{}")), []
-        for site, values in explained(means, self.arrays("observed_data")).items():
+        for site, values in explained(means, self.targets).items():
             start = np.array(members[site])[self.positions] if site in members else np.full(len(values), np.nan)
             good = np.fmax(start, np.fmax.reduce(values))
             lost = np.where(good > 0.2, 1 - np.maximum(values, 0.0) / good, 0.0)
@@ -330,10 +344,12 @@ class _Checks:
         return None if rise is None else self.worst(np.abs(rise), limit, words, rise=rise)
 
     def standardized(self) -> Measured:
-        targets = {name: y for name, y in self.arrays("observed_data").items() if y.dtype.kind == "f" and y.ndim}
+        held = self.arrays("observed_data")
+        targets = {name: y for name, y in self.targets.items() if held[name].dtype.kind == "f" and y.ndim}
         tables, found = {**self.inputs, **{name: table(y) for name, y in targets.items()}}, []
         for name, x in tables.items():
-            some = x[spread(len(x), INPUT_ROWS)].astype(np.float64)
+            known = x if name in self.inputs else x[np.isfinite(x).all(axis=1)]
+            some = known[spread(len(known), INPUT_ROWS)].astype(np.float64)
             if some.size and self.has_network:
                 mean, sd, size = some.mean(axis=0), some.std(axis=0), 1 / np.abs(some).max(axis=0)
                 off = np.nan_to_num(np.where(sd == 0, 0.0, np.maximum.reduce([np.abs(mean), sd, size])), nan=np.inf)
@@ -366,7 +382,10 @@ def explained(means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray
         y, classes = observed.get(site), suffix == "probs"
         if y is None or not y.ndim or draws.shape[2 : draws.ndim - classes] != y.shape:
             continue
-        rows = spread(len(y), ROWS)
+        known = np.flatnonzero(np.isfinite(y).reshape(len(y), -1).all(axis=1))
+        if not known.size:
+            continue
+        rows = known[spread(len(known), ROWS)]
         mean = draws[:, spread(draws.shape[1], DRAWS)[:, None], rows].mean(axis=1, dtype=np.float64)
         y, (labels, counts) = y[rows], np.unique(y[rows], return_counts=True)
         losses = mean.argmax(axis=-1) != y if classes else (mean - y) ** 2

@@ -202,10 +202,10 @@ def role(name: str, shape: Shape) -> Role:
     >>> role("Dense_0.kernel", (3, 8)), role("layers[0].weight", (8, 3)), role("BatchNorm_0.scale", (8,))
     ('kernel', 'kernel', 'scale')
     """
-    leaf = _leaf(name)
+    leaf = leaf_name(name)
     if leaf == "scale" or (leaf == "weight" and len(shape) < 2):
         return "scale"
-    return "bias" if leaf == "bias" or len(shape) < 2 else "kernel"
+    return "bias" if leaf.startswith("bias") or len(shape) < 2 else "kernel"
 
 
 def input_axis(name: str, shape: Shape) -> int:
@@ -222,19 +222,20 @@ def output_axis(name: str, shape: Shape) -> int:
 
 def inputs_first(name: str) -> bool:
     """Whether a kernel is laid out (..., in, out) as in Flax; Equinox's ``weight`` is (out, in, ...)."""
-    return not _leaf(name).startswith("weight")
+    return not leaf_name(name).startswith("weight")
 
 
 def fan_in(name: str, shape: Shape) -> int:
     """Number of terms summed into one pre-activation: D for a dense kernel, h*w*in for a convolution.
 
     An embedding looks up one row, so its fan-in is 1. Flax's attention kernels ``query``, ``key`` and ``value`` are
-    (in, heads, features). Of any other kernel the last axis is taken for the only one of outputs.
+    (in, heads, features). Of any other kernel the last axis is taken for the only one of outputs: inside NumPyro's
+    functions for modules the priors ask the layer instead.
 
     >>> fan_in("Dense_0.kernel", (3, 8)), fan_in("conv.weight", (16, 2, 5, 5)), fan_in("query.kernel", (6, 4, 3))
     (3, 50, 6)
     """
-    if len(shape) < 2 or _leaf(name) == "embedding":
+    if len(shape) < 2 or leaf_name(name) == "embedding":
         return 1
     if _makes_heads(name, shape):
         return shape[0]
@@ -247,5 +248,6 @@ def _makes_heads(name: str, shape: Shape) -> bool:
     return len(shape) == 3 and path[-1] == "kernel" and path[-2:-1] in (["query"], ["key"], ["value"])
 
 
-def _leaf(name: str) -> str:
+def leaf_name(name: str) -> str:
+    """The last part of the name of a parameter."""
     return name.replace("/", ".").rsplit(".", 1)[-1]

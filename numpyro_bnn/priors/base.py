@@ -18,7 +18,8 @@ from numpyro.primitives import _PYRO_STACK
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import Kind, Model, Number, Option, Positive, Switch, check_fields, checked
-from numpyro_bnn.nn.base import Shape, fan_in, input_axis, output_axis, role
+from numpyro_bnn.nn.base import Shape
+from numpyro_bnn.priors.layouts import layout
 
 PriorLike: TypeAlias = Callable[[str, Shape], dist.Distribution] | dist.Distribution
 
@@ -27,8 +28,9 @@ PriorLike: TypeAlias = Callable[[str, Shape], dist.Distribution] | dist.Distribu
 class Prior(ABC):
     """Base class of the prior families: a callable ``(name, shape) -> Distribution`` that may sample hyper-sites.
 
-    The role of a parameter is read from its name. A family defines the prior of *kernels*; biases are
-    N(0, bias_scale^2) and the gains of normalization layers N(1, gain_scale^2).
+    Role and fan-in of a parameter are those of its layer; where that cannot be seen they are read from the name and
+    the shape. A family defines the prior of *kernels*; biases are N(0, bias_scale^2) and the gains of normalization
+    layers N(1, gain_scale^2).
 
     :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior over functions has a limit
         as layers get wide.
@@ -50,7 +52,8 @@ class Prior(ABC):
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         shape = tuple(shape)
-        return {"kernel": self.kernel, "bias": self.bias, "scale": self.gain}[role(name, shape)](name, shape)
+        by_role = {"kernel": self.kernel, "bias": self.bias, "scale": self.gain}
+        return by_role[layout(name, shape).role](name, shape)
 
     @abstractmethod
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
@@ -66,7 +69,7 @@ class Prior(ABC):
 
     def fan_in_factor(self, name: str, shape: Shape) -> float:
         """1 / sqrt(fan_in), or 1 without ``fan_in_scaling``."""
-        return fan_in(name, shape) ** -0.5 if self.fan_in_scaling else 1.0
+        return layout(name, shape).fan_in ** -0.5 if self.fan_in_scaling else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +107,9 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     """Shape of one value per ``unit`` ("weight", "input", "output", "layer"), ready to broadcast."""
     if unit == "weight":
         return shape
-    ones = [1] * len(shape)
-    if unit != "layer":
-        axis = input_axis(name, shape) if unit == "input" else output_axis(name, shape)
-        ones[axis] = shape[axis]
-    return tuple(ones)
+    found = layout(name, shape)
+    axes = {"layer": (), "input": found.inputs, "output": found.outputs}[unit]
+    return tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
 
 
 def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Distribution:

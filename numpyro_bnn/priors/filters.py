@@ -12,9 +12,10 @@ from numpyro.distributions.transforms import Transform
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Kind, Positive, Switch
-from numpyro_bnn.nn.base import Shape, inputs_first
+from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import NonCentered, Prior, Scale
 from numpyro_bnn.priors.independent import Normal
+from numpyro_bnn.priors.layouts import layout
 
 # Stationary covariances as functions of distance over length scale: a new one is a new row.
 COVARIANCES = {
@@ -94,9 +95,11 @@ class GPFilters(Prior):
     centered: Switch = False
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        if len(shape) != 4:
+        found = layout(name, shape)
+        window = set(range(len(shape))) - {*found.inputs, *found.outputs}
+        if len(shape) != 4 or len(window) != 2:
             return self.bias(name, shape)
-        if not inputs_first(name):
+        if window != {0, 1}:
             instead = "It takes Flax kernels (h, w, in, out), not Equinox ones."
             raise argument_error("priors.GPFilters", "name", repr(name), instead)
         amplitude = _value(f"{name}_amplitude", self.amplitude)

@@ -1,6 +1,7 @@
 """Priors with learned scales: per layer, per input, per weight (horseshoe), or a Gamma precision per group."""
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Annotated, ClassVar
 
 import jax
@@ -25,7 +26,7 @@ class _LearnedScale(Prior):
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         units = unit_shape(name, shape, self.unit)
-        site_shape = () if self.unit == "layer" else (max(units),)
+        site_shape = () if self.unit == "layer" else (prod(units),)
         scale = numpyro.sample(f"{name}_scale", self.scale_prior.expand(site_shape).to_event())
         factor = self.fan_in_factor(name, shape)
         return gaussian(shape, jnp.reshape(scale, units if site_shape else ()) * factor, self.centered)
@@ -159,7 +160,7 @@ class Horseshoe(Prior):
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         units = unit_shape(name, shape, self.unit)
-        site_shape = shape if self.unit == "weight" else (max(units),)
+        site_shape = shape if self.unit == "weight" else (prod(units),)
         tau = numpyro.sample(f"{name}_global", dist.HalfCauchy(self.global_scale))
         local = numpyro.sample(f"{name}_local", dist.HalfCauchy(1.0).expand(site_shape).to_event())
         scale = self._shrink(name, tau, local) * self.fan_in_factor(name, shape)

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ class Arguments:
     @classmethod
     def of(cls, args: tuple, kwargs: Mapping[str, Any], model: Callable | None = None) -> "Arguments":
         """Those of a call; if its model is known, by the names of its parameters."""
-        signature = _ANY if model is None else inspect.signature(model)
+        signature = _ANY if model is None else _own_signature(model, kwargs)
         values = signature.bind(*args, **kwargs).arguments
         for name, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -73,9 +73,10 @@ class Arguments:
         return bound.args, bound.kwargs | values
 
     @property
-    def optional(self) -> set[str]:
-        """The arguments that may be left out as ``None``."""
-        return {name for name, parameter in self.signature.parameters.items() if parameter.default is None}
+    def optional(self) -> dict[str, Any]:
+        """The arguments that may be left out, and their defaults."""
+        parameters = self.signature.parameters.items()
+        return {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty}
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -99,6 +100,13 @@ class Arguments:
     def _key(self) -> Any:
         # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
         return self._tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in self.leaves.values())
+
+
+def _own_signature(model: Callable, given: Mapping[str, Any]) -> inspect.Signature:
+    """The signature of a model without what a ``functools.partial`` has set already."""
+    signature, inner = inspect.signature(model), inspect.unwrap(model)
+    settled = inner.keywords.keys() - given.keys() if isinstance(inner, partial) else ()
+    return signature.replace(parameters=[p for name, p in signature.parameters.items() if name not in settled])
 
 
 def _hashable(value: Any) -> bool:

@@ -4,6 +4,7 @@ A reader asks a :class:`Reading` instead of running the model itself:
 
 - ``sites``, ``latent``, ``observed``, ``learned``, ``plates``: kinds, families, supports, shapes, plates;
 - ``stochastic``, ``redrawn``: whether the model asks for random numbers, which plates redraw their indices;
+- ``idle_states``: which of its state nothing uses;
 - ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn, without running the model: it
   evaluates the equations that were read, of which those of some sites need few. It can stand in for the model in
   any function that JAX transforms;
@@ -63,6 +64,7 @@ class _marked(Messenger):
 
     def __init__(self) -> None:
         self.learned: dict[str, bool] = {}  # parameters, and whether they are to be learned and no handler gives them
+        self.states: dict[str, jax.ShapeDtypeStruct] = {}  # leaves of `numpyro.mutable` sites
         super().__init__(None)
 
     def process_message(self, msg: Site) -> None:
@@ -75,8 +77,17 @@ class _marked(Messenger):
 
     def postprocess_message(self, msg: Site) -> None:
         self.starts &= msg["type"] != "param"
-        if msg["type"] == "mutable":  # before the model changes it
-            msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)
+        if msg["type"] == "mutable":
+
+            def named(path: Any, leaf: Any) -> Any:
+                if not isinstance(leaf, jax.Array | np.ndarray):
+                    return leaf
+                name = msg["name"] + jax.tree_util.keystr(path)
+                self.states[name] = jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
+                return checkpoint_name(leaf, MARK + name)
+
+            msg["value"] = jax.tree_util.tree_map_with_path(named, msg["value"])
+            msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)  # before the model changes it
         array = isinstance(msg["value"], jax.Array | np.ndarray)
         if msg["type"] == "sample" or (msg["type"] in ("deterministic", "plate") and array):
             msg["value"] = checkpoint_name(jnp.asarray(msg["value"]), MARK + msg["name"])
@@ -172,6 +183,7 @@ class Reading:
         self.stochastic = seen.asks_keys
         #: Parameters of ``priors.Learned`` that no handler gives a value.
         self.learned = tuple(name for name, waits in seen.learned.items() if waits)
+        self._states = seen.states
         return [arrays_in([site.get(part) for part in _numbers(site)]) for site in found.values()]
 
     # -- what there is -----------------------------------------------------------------------------------
@@ -221,7 +233,8 @@ class Reading:
         :param rng_key: a key or seed for the sites that are drawn.
         :param only: names of the sites that are wanted, by default all.
         """
-        given = {name: value for name, value in (values or {}).items() if name in self.sites}
+        known = self.sites.keys() | self._states.keys()
+        given = {name: value for name, value in (values or {}).items() if name in known}
         wanted = tuple(self.sites if only is None else only)
         key = frozenset(given), wanted
         if key not in self._programs:
@@ -264,6 +277,28 @@ class Reading:
 
         found = dependence(program, {**self._arrays, "": self.shapes()})
         return {part: used - {""} for part, used in found.items()}
+
+    def idle_states(self) -> set[str]:
+        """The places in ``numpyro.mutable`` state that no site is computed from, and that follow from state alone.
+
+        Such is a counter of random keys that nobody uses, and not a running mean.
+        """
+
+        def parts(given: Mapping[str, Any]) -> dict[str, Any]:
+            states = {place: given[place] for place in self._states}
+            sites = self._on(given["data"]).at({**states, **given["values"]})
+            found: dict[str, Any] = {"used": []}
+            for name, site in sites.items():
+                if site["type"] == "mutable":
+                    for path, leaf in jax.tree_util.tree_leaves_with_path(site["value"]):
+                        found[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
+                else:
+                    found["used"] += arrays_in([site.get(part) for part in _numbers(site)])
+            return found
+
+        sources = dependence(parts, {"data": self._arrays, "values": self.shapes(), **self._states})
+        outside = sources.pop("used") | {"data", "values"}
+        return {place for place, used in sources.items() if place not in outside and not used & outside}
 
     def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
         """``fn(reading, *given)`` by a compiled program, which equal ones share, also with other data.

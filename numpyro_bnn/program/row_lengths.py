@@ -47,19 +47,25 @@ def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[s
 
 
 def check_state(call: str, argument: str, reading: Reading) -> None:
-    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization does: MCMC would hold it."""
+    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization does: MCMC would hold it.
+
+    A state that nothing uses may change, such as the counter of keys for the start of a recurrent module.
+    """
     names = [name for name, site in reading.sites.items() if site["type"] == "mutable"]
 
     def states(reading: Reading) -> dict[str, tuple]:
         return {name: (site["args"], (site["value"],)) for name, site in reading.at(only=names).items()}
 
+    changed = []
     for name, (before, after) in (reading.run(states) if names else {}).items():
         pairs = zip(jax.tree.leaves(before), jax.tree_util.tree_leaves_with_path(after), strict=True)
         for old, (path, new) in pairs:
             if not (isinstance(new, jax.core.Tracer) or np.array_equal(key_numbers(old), key_numbers(new))):
-                got = f"the state {name + jax.tree_util.keystr(path[1:])!r}, which the model changes"
-                instead = (
-                    "MCMC would hold it: leave out batch normalization and dropout, or make their state constant"
-                )
-                instead += " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has none."
-                raise argument_error(call, argument, got, instead)
+                changed.append(name + jax.tree_util.keystr(path[1:]))
+    idle = reading.idle_states() if changed else set()
+    for place in changed:
+        if place not in idle:
+            instead = "MCMC would hold it: leave out batch normalization and dropout, or make their state constant"
+            instead += " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has none."
+            got = f"the state {place!r}, which the model changes"
+            raise argument_error(call, argument, got, instead)

@@ -87,7 +87,8 @@ def to_inference_data(
     :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, a :class:`~numpyro_bnn.runs.Run` or the folder of one
         (posterior and sample_stats only, read from disk when they are used), the result of ``SVI.run`` or
         ``AutoADF.run``, or a :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
-    :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``.
+    :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``. Optional
+        arguments that only weight or mask the likelihood have their default; others keep their values.
     :param members: for an MCMC whose kernel has a ``warm_start``: instead of the draws, export the point where the
         warm start of each chain ended, a deep ensemble with one draw per chain.
     :param guide: the guide of an SVI or ADF result.
@@ -149,7 +150,9 @@ def to_inference_data(
         fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
     train_key, new_key = jax.random.split(rng_key)
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk, progress_bar)
-    new = None if predictions is None else replay.for_prediction(fit.arguments, predictions, exporter.observed)
+    new = None
+    if predictions is not None:
+        new = replay.for_prediction(fit.arguments, predictions, exporter.observed, exporter.affecting)
     chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
     given = set(predictions or {})
     _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
@@ -159,6 +162,7 @@ def to_inference_data(
         del groups[group]
     if new is not None:
         groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
+    exporter.warn_of_missing(groups)
     return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
 
 

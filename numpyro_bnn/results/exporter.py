@@ -13,11 +13,11 @@ from numpyro import handlers
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
-from numpyro_bnn._distributions import in_support
+from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
@@ -42,6 +42,7 @@ class Exporter:
         self.coords = {**dict(fit.stat_coords.values()), **coords}
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
+        self.without_rows: list[str] = []  # factors of the data that are no log likelihood of single rows
         self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
         reading = self._read()
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
@@ -50,9 +51,11 @@ class Exporter:
         self._check_names()
         sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
         self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
-        sources = reading.sources(_values)
+        self.reading, sources = reading, reading.sources(_values)
         self._find_observations(reading, sources)
         self.dependent = [n for n, s in self.sites.items() if s["type"] == "deterministic" and sources[n]]
+        #: Factors of single rows, such as those of censored ones, which are likelihood as well.
+        self.factors = self._factors_of_data(reading)
 
     # -- the model at the first draw -------------------------------------------------------------------
 
@@ -78,6 +81,25 @@ class Exporter:
         self.observed_sites = [name for name in given if sources[name] or name not in inner]
         self.observed = set().union(*(sources[name] for name in given if name not in inner))
         self.redrawn = [n for n in self.observed_sites if n not in inner or sources[n] & self.observed]
+
+    def _factors_of_data(self, reading: Reading) -> list[str]:
+        """Names of the factors that are computed from data, in a plate whose rows they have."""
+        factors = [name for name, site in self.sites.items() if site["type"] == "sample" and is_factor(site["fn"])]
+
+        def parts(sites: Sites) -> dict[str, Any]:
+            return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in factors}
+
+        sources, found = reading.sources(parts) if factors else {}, []
+        for name in factors:
+            site = self.sites[name]
+            shape = site["fn"].batch_shape
+            frames = site["cond_indep_stack"]
+            by_row = frames and all(len(shape) >= -f.dim and shape[f.dim] == f.size for f in frames)
+            if sources[name] and by_row:
+                found.append(name)
+            elif sources[name]:
+                self.without_rows.append(name)
+        return found
 
     def _check_parameters(self, reading: Reading) -> None:
         """Parameter sites must not depend on the key, because their values in the run are not stored."""
@@ -112,6 +134,36 @@ class Exporter:
                 instead = f"The export has a variable of this name, computed from {name!r}: rename the site."
                 raise argument_error(CALL, "result", f"a model with a site {other!r}", instead)
         return found
+
+    def affecting(self) -> set[str]:
+        """Names of the arguments that change what is predicted, and not only a mask or a scale of the likelihood."""
+
+        def parts(sites: Sites) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for name, site in sites.items():
+                if site["type"] == "deterministic":
+                    found[name] = site["value"]
+                elif site["type"] == "sample" and not is_factor(site["fn"]):
+                    found[name] = arrays_in(unwrapped(site["fn"], masked=True))
+            return found
+
+        return set().union(*self.reading.sources(parts).values())
+
+    def warn_of_missing(self, groups: Mapping[str, Any]) -> None:
+        """Say what a reader of these groups would look for in vain."""
+        if "log_likelihood" in groups and self.without_rows:
+            listed = ", ".join(map(repr, self.without_rows))
+            instead = "Give it a log density for each row, inside the plate of the data"
+            warnings.warn(f"{CALL}: `log_likelihood` lacks the factor {listed}. {instead}.", stacklevel=outside())
+        for data in (groups[name] for name in ("predictions", "posterior_predictive") if name in groups):
+            for name in self.redrawn:
+                known = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(map(str, data.data_vars))
+                if safe(name) in data and not known:
+                    kind = type(unwrapped(self.sites[name]["fn"], masked=True)).__name__
+                    instead = f"Average the draws of {safe(name)!r}"
+                    text = f"no `{safe(name)}_mean`, as NumPyro has no mean of a {kind}. {instead}"
+                    warnings.warn(f"{CALL}: {text}.", stacklevel=outside())
+                    return
 
     def predicts_training_rows(self, asked: bool | None) -> bool:
         """Whether to predict the training rows: as asked, else with a warning only if there are few."""
@@ -148,7 +200,7 @@ class Exporter:
                 values |= {f"log_likelihood/{safe(name)}": v for name, v in self._log_likelihood(given).items()}
             return values
 
-        wanted = self.observed_sites if log_likelihood else []
+        wanted = [*self.observed_sites, *self.factors] if log_likelihood else []
         if wanted or (predictive and (self.redrawn or self.dependent)):
             shared = fit.params, fit.arguments.call()
             values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
@@ -190,7 +242,7 @@ class Exporter:
         others = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
         exporter = copy(self)
         exporter.coords = {**others, **new_coords}
-        densities = [f"{safe(name)}_log_likelihood" for name in self.observed_sites]
+        densities = [f"{safe(name)}_log_likelihood" for name in (*self.observed_sites, *self.factors)]
         return {
             "predictions": exporter._sampled(values, sites, densities),
             "predictions_constant_data": exporter._constants(arrays, set(), sites),
@@ -219,7 +271,7 @@ class Exporter:
         return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
 
     def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        found = {}
+        found = {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in self.factors}
         for name in self.observed_sites:
             fn, value = sites[name]["fn"], sites[name]["value"]
             found[name] = jnp.where(in_support(fn, value), fn.log_prob(value), -jnp.inf)
@@ -238,7 +290,8 @@ class Exporter:
 
         :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
         """
-        by_name = {safe(name): sites[name] for name in (*self.observed_sites, *self.redrawn, *self.dependent)}
+        names = (*self.observed_sites, *self.factors, *self.redrawn, *self.dependent)
+        by_name = {safe(name): sites[name] for name in names}
         variables = {}
         for name, value in values.items():
             # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.

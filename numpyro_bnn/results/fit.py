@@ -64,7 +64,8 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     :raises ValueError: if it has not run, or has no model (only a potential function).
     """
     if mcmc.last_state is None:
-        raise argument_error(CALL, "result", "an MCMC that has not run", "Call `mcmc.run(...)` first.")
+        instead = "Call `mcmc.run(...)` first; kernels of NumPyro take rows as JAX arrays only, `jnp.asarray(x)`."
+        raise argument_error(CALL, "result", "an MCMC that has not run", instead)
     if mcmc.sampler.model is None:
         instead = "Pass a kernel made from a model, or use `arviz.from_dict`."
         raise argument_error(CALL, "result", "an MCMC of a potential function", instead)

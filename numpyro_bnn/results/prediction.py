@@ -11,12 +11,17 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn.networks import placeholder_statistics
+from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, unobserved
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
+
+# By how much a log likelihood or a mean may differ from that of the run, of one plus itself: rounding, other devices.
+TOLERANCE = 0.01
 
 
 @checked("predict")
@@ -35,8 +40,10 @@ def predict(
     :param rng_key: key of the draws of observations; ``jax.random.key(0)`` by default.
     :param progress_bar: show a bar over draws if the predictions take more than a few seconds.
     :param kwargs: new keyword arguments of the model.
-    :return: ``xarray.Dataset``.
-    :raises ValueError: if the sites of ``model`` and the variables of the posterior do not match.
+    :return: ``xarray.Dataset``, whose attribute ``model_compared`` says by which group the model was compared with
+        that of the run, at its training rows: ``log_likelihood``, ``posterior_predictive``, or ``no``.
+    :raises ValueError: if the sites of ``model`` and the variables of the posterior do not match, or if stored draws
+        have another log likelihood or another mean under ``model`` than in the run.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
@@ -59,17 +66,84 @@ def predict(
         _check_redrawn(reading, observed)
         draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
         exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
+    compared = "no" if reading.stochastic else _compared(exporter, held, observed, constants)
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     if lacking and any(recorded.calls):
         instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."
         raise argument_error("predict", "idata", f"no `constant_data` of {lacking}", instead)
     training = {name: value for name, value in constants.items() if name in arguments.values}
-    training |= dict.fromkeys(exporter.observed & arguments.optional)
+    training |= {name: default for name, default in arguments.optional.items() if name in exporter.observed}
     exporter.fit = replace(exporter.fit, arguments=arguments.with_values(training))
     fixed = set(exporter.observed_sites) - set(exporter.redrawn)
     exporter.redrawn = [name for name in exporter.sites if safe(name) in observed and name not in fixed]
     key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)[1]
-    return exporter.prediction_groups(key, arguments, set(arguments.values), {})["predictions"]
+    groups = exporter.prediction_groups(key, arguments, set(arguments.values), {})
+    exporter.warn_of_missing(groups)
+    return groups["predictions"].assign_attrs(model_compared=compared)
+
+
+def _compared(
+    exporter: Exporter, idata: Any, observed: Mapping[str, np.ndarray], constants: Mapping[str, Any]
+) -> str:
+    """Refuse a model under which stored draws have another log likelihood, or mean, at the training rows.
+
+    :return: the group that was compared, or ``no`` if the result holds too little to call the model as in the run.
+    """
+    fit, call = exporter.fit, _training_call(exporter, observed, constants)
+    stored = {name: _values(idata, name) for name in ("log_likelihood", "posterior_predictive")}
+    if call is None or not any(stored.values()):
+        return "no"
+
+    def at_draw(draw: Mapping[str, Any], call: tuple, observed: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
+        sites = replay.sites_at(fit.model, draw, jax.random.key(0), call)
+        found: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
+        for name, site in sites.items():
+            if site["type"] != "sample" or safe(name) not in observed:
+                continue
+            fn, y = site["fn"], observed[safe(name)]
+            if fn.shape() != y.shape:
+                continue
+            found["log_likelihood"][safe(name)] = fn.log_prob(y)
+            mean = replay.observation_mean(fn)
+            if mean is not None:
+                found["posterior_predictive"][f"{safe(name)}_{mean[0]}"] = mean[1]
+        return found
+
+    program = compiled.prepare(lambda draw, shared, _: at_draw(draw, *shared), (call, observed), {}, once=True)
+    shape = next(iter(fit.posterior.values())).shape[:2]
+    compared = "no"
+    for place in {(0, 0), (shape[0] - 1, shape[1] - 1)}:
+        found = jax.device_get(program({name: value[place] for name, value in fit.posterior.items()}))
+        for group, held in stored.items():
+            for name, value in found[group].items():
+                then = held[name][place] if name in held else np.full((), np.nan)
+                if then.shape != value.shape or not np.isfinite(then).all():
+                    continue  # masked rows, or a draw of a chain that diverged
+                compared = group if compared == "no" else compared
+                apart = np.abs(value - then)
+                if not (apart <= TOLERANCE * (1 + np.abs(then))).all():
+                    got = f"a model with another `{group}` of {name!r} than in the run, by up to {apart.max():.2g}"
+                    instead = (
+                        "Pass the model of the run: its networks, activations and constants belong to the draws."
+                    )
+                    raise argument_error("predict", "model", got, instead)
+    return compared
+
+
+def _training_call(exporter: Exporter, observed: Mapping[str, Any], constants: Mapping[str, Any]) -> Any:
+    """The call of the run, as far as a result holds it; ``None`` if an argument is not in it."""
+    arguments = exporter.fit.arguments
+    defaults, new = arguments.optional, {}
+    for name, value in arguments.values.items():
+        if name in exporter.observed:
+            source = defaults if name in defaults else observed
+        else:
+            source = {name: None} if value is None else constants
+        if name not in source:
+            return None  # also settings, such as a width: a result has arrays only
+        new[name] = source[name]
+    more = {name: value for name, value in constants.items() if name in defaults}
+    return arguments.with_values({**more, **new}).call()
 
 
 def _values(idata: Any, group: str) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import tqdm
 
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
-from numpyro_bnn._distributions import unmasked_elements, unwrapped
+from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, Call, as_numpy
@@ -23,6 +23,9 @@ CALL = "to_inference_data"
 QUICK = 4
 # Seconds after which a progress bar appears.
 QUIET = 3
+
+# Observations that are censored: values are those of the distribution inside.
+CENSORED = (dist.LeftCensoredDistribution, dist.RightCensoredDistribution, dist.IntervalCensoredDistribution)
 
 Draws = Mapping[str, Any]
 
@@ -36,20 +39,26 @@ def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CA
         raise argument_error(call, "args", f"other arguments than the model takes ({error})", instead) from error
 
 
-def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[str]) -> Arguments:
+def for_prediction(
+    arguments: Arguments, new: Mapping[str, Any], observed: set[str], affecting: Callable[[], Collection[str]] = tuple
+) -> Arguments:
     """Arguments of a prediction: new values replace the old, and observations without a new value are dropped.
+
+    So are optional arguments with one row per training point that only weight or mask the likelihood.
 
     :param arguments: those of the run.
     :param new: values by argument name, e.g. ``{"x": x_test, "y": y_test}``.
     :param observed: names of the arguments that carry observations.
+    :param affecting: finds the arguments that change what is predicted.
     :raises ValueError: for an unknown name, NaN, an array of another shape than in the run, mismatched lengths, or an
-        argument with one row per training point and no new value.
+        argument with one row per training point and no new value that changes what is predicted.
     """
     new = as_numpy((), new)[1]
     arrays, before = Arguments(new).arrays, arguments.arrays
+    accepted = {**arguments.values, **arguments.optional}
     for name in new:
-        if name not in arguments.values:
-            raise unknown_name(CALL, "predictions", name, arguments.values)
+        if name not in accepted:
+            raise unknown_name(CALL, "predictions", name, accepted)
     for name, value in arrays.items():
         if np.issubdtype(np.asarray(value).dtype, np.floating):
             check_finite(CALL, f"predictions[{name!r}]", value)
@@ -61,12 +70,20 @@ def for_prediction(arguments: Arguments, new: Mapping[str, Any], observed: set[s
     for length in set(known.values()):
         # Arguments with one length in the run are columns of one table, so their new lengths must agree.
         check_same_length(CALL, **{name: value for name, value in arrays.items() if known.get(name) == length})
-    for name, length in known.items():
-        if name not in arrays and name not in observed and length in {known.get(new) for new in arrays}:
+    lengths = {known.get(name) for name in arrays}
+    lacking = [name for name in known.keys() - new.keys() - observed if known[name] in lengths]
+    affected = affecting() if lacking else ()
+    for name in sorted(lacking):
+        if name not in arguments.optional or name in affected:
             got = f"no value for {name!r}, which has one row per training point"
-            instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`."
+            instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`"
+            if name in arguments.optional:
+                instead += f", or its default, `{name!r}: {arguments.optional[name]!r}`"
+            instead += "."
             raise argument_error(CALL, "predictions", got, instead)
-    return arguments.with_values({**new, **dict.fromkeys(observed & arguments.optional - set(new))})
+    left_out = {name for name, default in arguments.optional.items() if name in observed and default is None}
+    defaults = {name: arguments.optional[name] for name in (*lacking, *left_out)}
+    return arguments.with_values({**defaults, **new})
 
 
 def sites_at(
@@ -134,6 +151,8 @@ def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
     """``"mean"`` and the mean of an observation, or ``"probs"`` and class probabilities (..., K), if it has one."""
     base = unwrapped(fn, masked=True)
     shape = fn.batch_shape + fn.event_shape
+    if isinstance(base, CENSORED):  # draws of these are not censored either
+        fn = base.base_dist
     if isinstance(base, dist.CategoricalProbs | dist.CategoricalLogits):
         classes = jnp.arange(base.probs.shape[-1]).reshape((-1,) + (1,) * len(shape))
         return "probs", jnp.moveaxis(jnp.exp(base.log_prob(classes)), 0, -1)
@@ -146,6 +165,8 @@ def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
 
 def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np.ndarray:
     """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out by a mask in every draw."""
+    if is_factor(site["fn"]):
+        return (log_likelihood != 0).any(axis=(0, 1))
     events = tuple(range(-site["fn"].event_dim, 0))
     return site["unmasked"].any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
 

@@ -333,7 +333,16 @@ def _invariance(
     """
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, kwargs))
-        reading = Reading(handlers.substitute(model, substitute_fn=_unlearned), args, kwargs)
+        try:
+            reading = Reading(handlers.substitute(model, substitute_fn=_unlearned), args, kwargs)
+        except TypeError as error:
+            if "float64" not in str(error):
+                raise
+            first = str(error).split("\n")[0]
+            instead = (
+                "Symmetries are tested in float64: let its layers follow, e.g. `GRUCell(..., param_dtype=float)`."
+            )
+            raise argument_error(call, "model", f"a model that does not run in float64 ({first})", instead) from error
         info = model_info(reading, SEEDS)
 
     def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from disk import python
 from helpers import group, group_names
-from numpyro.infer import HMC, MCMC, SVI, BarkerMH, Trace_ELBO
+from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, GROUP, NET, N, X, Y, line
 
@@ -92,6 +92,12 @@ def test_tables_and_lists_are_data(name):
     else:
         assert np.isfinite(expected).all()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_of_numpyro_index_jax_arrays_only():
+    """Pages say `jnp.asarray` for this reason: once NumPyro takes NumPy arrays, they need not."""
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        run(NUTS(line), X, Y)
 
 
 def test_arguments_become_arrays_and_settings_stay_what_they_are():

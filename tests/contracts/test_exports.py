@@ -365,6 +365,126 @@ def test_masked_observations_are_no_data(observe, kept, data):
         assert found[f"{name}_observed"].to_numpy().tolist() == (100 + np.flatnonzero(mask)).tolist()
 
 
+CENSORED = np.arange(N) % 3 == 0
+
+
+def censored_by_factor(f, y):
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(f, 0.5).mask(~CENSORED), obs=y)
+        numpyro.factor("beyond", jnp.where(CENSORED, jax.scipy.stats.norm.logsf(y, f, 0.5), 0.0))
+
+
+def censored_by_distribution(f, y):
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.RightCensoredDistribution(dist.Normal(f, 0.5), CENSORED), obs=y)
+
+
+def penalized(f, y):
+    numpyro.factor("penalty", -(f[0] ** 2))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def export_of(observe, data):
+    def model(x, y):
+        observe(numpyro.sample("w", dist.Normal(0.0, 1.0)) * x[:, 0], y)
+
+    run = sample(model, data["x"], data["y"], draws=4, chains=1)
+    return bnn.to_inference_data(run), np.asarray(run.get_samples()["w"])[:, None] * np.asarray(data["x"])[:, 0]
+
+
+@pytest.mark.parametrize("observe", [censored_by_factor, censored_by_distribution])
+def test_censored_rows_have_a_log_likelihood_and_a_mean(observe, data):
+    """Also if the density of a row is a factor in the plate of the data; draws and means are of uncensored values."""
+    idata, f = export_of(observe, data)
+    y = np.asarray(data["y"])
+    norm = scipy.stats.norm(f, 0.5)
+    expected = np.where(CENSORED, norm.logsf(y), norm.logpdf(y))
+    found = group(idata, "log_likelihood")
+    if observe is censored_by_factor:
+        assert found["beyond"].shape == (1, 4, CENSORED.sum())
+        found = np.concatenate([found["y"].to_numpy(), found["beyond"].to_numpy()], axis=-1)[0]
+        expected = np.concatenate([expected[:, ~CENSORED], expected[:, CENSORED]], axis=-1)
+    else:
+        found = found["y"].to_numpy()[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(group(idata, "posterior_predictive")["y_mean"][0], f, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_log_likelihood_or_a_mean_lacks_is_said(data):
+    def all_rows(f, y):
+        numpyro.factor("total", jax.scipy.stats.norm.logpdf(y, f, 0.5).sum())
+        penalized(f, y)
+
+    def without_mean(f, y):
+        with numpyro.plate("data", N):
+            fn = dist.TransformedDistribution(dist.Normal(f, 0.5), dist.transforms.SoftplusTransform())
+            numpyro.sample("y", fn, obs=jnp.exp(y))
+
+    with pytest.warns(UserWarning, match=r"`log_likelihood` lacks the factor 'total'.*inside the plate of the data"):
+        export_of(all_rows, data)
+    with pytest.warns(UserWarning, match="no `y_mean`, as NumPyro has no mean of a TransformedDistribution"):
+        export_of(without_mean, data)
+
+
+def test_placeholders_behind_a_mask_are_no_targets(data):
+    """NaN or -999 for a missing target: the scale of the targets is that of the others."""
+
+    def model(x, y, known):
+        net = bnn.random_network("net", NET, x.shape[1:])
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], 1.0).mask(known), obs=y)
+
+    for placeholder in (jnp.nan, -999.0):
+        run = sample(model, data["x"], jnp.where(CENSORED, placeholder, data["y"]), jnp.asarray(~CENSORED), chains=1)
+        findings = {finding.name: finding for finding in bnn.metrics.health(bnn.to_inference_data(run)).findings}
+        assert findings["standardized"].verdict == "ok", findings["standardized"]
+        assert findings["standardized"].value == pytest.approx(np.abs(np.asarray(data["x"])).std(), abs=1.0)
+
+
+def optional_rows(kind):
+    """A line of x with an optional argument with one entry per row, of some effect, and targets of a series."""
+
+    def model(x, y=None, extra=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        given = extra is not None
+        fn = dist.Normal(w * x[:, 0] + (extra if given and kind == "offset" else 0.0), 0.5)
+        scale = extra if given and kind == "weights" else 1.0
+        mask = extra > 0 if given and kind == "mask" else True
+        with numpyro.plate("data", len(x)), handlers.scale(scale=scale):
+            numpyro.sample("y", fn.mask(mask), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("kind", ["weights", "mask", "offset"])
+def test_optional_arguments_have_their_default_at_new_rows(kind, data):
+    """What changes the prediction must be said; `None` is a value."""
+    extra = jnp.asarray(1.0 + np.arange(N) % 2)
+    run = sample(optional_rows(kind), data["x"], data["y"], extra=extra, draws=3, chains=1)
+    options = {"log_likelihood": False, "posterior_predictive": False}
+    new = {"x": data["x_test"]}
+    if kind == "offset":
+        with pytest.raises(ValueError, match=r"no value for 'extra'.*`'extra': None`"):
+            bnn.to_inference_data(run, new, **options)
+        new["extra"] = None
+    mean = group(bnn.to_inference_data(run, new, **options), "predictions")["y_mean"][0]
+    np.testing.assert_allclose(mean, run.get_samples()["w"][:, None] * data["x_test"][:, 0], rtol=1e-5)
+
+
+def test_arguments_that_the_run_left_out_can_be_given():
+    def series(start, y=None, length=None):
+        length = length if y is None else len(y)
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("time", length):
+            numpyro.sample("y", dist.Normal(w * start * jnp.arange(length), 1.0), obs=y)
+
+    run = sample(series, jnp.ones(()), jnp.ones(4), draws=3, chains=1)
+    assert group(bnn.to_inference_data(run, {"length": 6}), "predictions")["y"].shape == (1, 3, 6)
+    with pytest.raises(ValueError, match=r"Did you mean 'length'.*Known: start, y, length"):
+        bnn.to_inference_data(run, {"lenght": 6})
+
+
 def test_masked_new_observations_are_not_scored(data):
     def model(x, y, mask):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -441,7 +561,7 @@ def test_bad_predictions_are_refused(mcmc, new, message):
 
 
 def test_bad_results_are_refused(mcmc):
-    with pytest.raises(ValueError, match=r"has not run.*mcmc\.run"):
+    with pytest.raises(ValueError, match=r"has not run.*mcmc\.run.*jnp\.asarray"):
         bnn.to_inference_data(MCMC(NUTS(bnn_model), num_warmup=1, num_samples=1))
     with pytest.raises(TypeError, match="dict"):
         bnn.to_inference_data(mcmc.get_samples())

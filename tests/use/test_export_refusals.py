@@ -270,6 +270,32 @@ def test_predictions_with_fixed_weights_and_observed_inputs():
     assert bnn.predict(model, idata, X[:5]).equals(group(idata, "predictions"))
 
 
+def activated(activation, factor=1.0):
+    def model(x, y=None, known=None):
+        f = bnn.random_network("net", bnn.nn.MLP([3, 1], activation), (1,), bnn.priors.Normal(1.0))
+        with numpyro.plate("data", len(x)), handlers.mask(mask=True if known is None else known):
+            numpyro.sample("y", dist.Normal(factor * f(x)[:, 0], 0.5), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_another_model_of_the_same_sites_is_refused(masked):
+    """By what the result holds of some draws at the training rows, also of a part of the draws."""
+    known = {"known": jnp.arange(N) > 2} if masked else {}
+    idata = bnn.to_inference_data(sample(activated("tanh"), X[:, None], Y, **known), {"x": X[:5, None]})
+    part = idata.isel(draw=slice(1, None))
+    compared = "posterior_predictive" if masked else "log_likelihood"
+    assert bnn.predict(activated("tanh"), part, X[:5, None]).attrs["model_compared"] == compared
+    for other in (activated("relu"), activated("tanh", 1.1)):
+        with pytest.raises(
+            ValueError, match=rf"predict: argument `model` got a model with another `{compared}` of 'y"
+        ):
+            bnn.predict(other, part, X[:5, None])
+    groups = results({name: group(idata, name) for name in ("posterior", "observed_data", "constant_data")})
+    assert bnn.predict(activated("tanh"), groups, X[:5, None]).attrs["model_compared"] == "no"
+
+
 def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
     def learned(x, y=None):
         numpyro.param("s", 0.5)
@@ -318,7 +344,7 @@ def test_state_that_the_model_changes_is_refused(step):
     def stateful(x, y=None):
         state = numpyro.primitives.mutable("net$state", {"key": jax.random.key(0), "count": jnp.zeros(())})
         state["count"] = state["count"] + step
-        line(x, y)
+        line(x + state["count"], y)
 
     run = sample(stateful, X, Y)
     if step:

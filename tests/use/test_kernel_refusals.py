@@ -238,7 +238,7 @@ def test_wrappers_refuse_the_same_around_kernels_of_numpyro():
             state["calls"] = state["calls"] + 1
         net = bnn.random_network("net", bnn.nn.MLP([3, 1], "tanh"), (2,), bnn.priors.Normal())
         with numpyro.plate("data", N) as i:
-            observed("y", net(x[i])[..., 0] if counts else net(x[i]), y[i])
+            observed("y", net(x[i])[..., 0] + state["calls"] if counts else net(x[i]), y[i])
 
     kernel = infer.OrbitMoves(NUTS(model), bnn.symmetry.find(model, *LINE.args, True))
     doubled = f"({N}, 1) and data of shape ({N},)"

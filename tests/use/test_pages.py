@@ -37,6 +37,20 @@ def module_of(path):
     return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
 
+# -- what pages say ----------------------------------------------------------------------------------------
+
+
+def test_pages_say_which_calls_need_jax_arrays():
+    """A model that indexes rows fails on NumPy arrays in NumPyro's own kernels, guides and `Predictive`."""
+    silent = []
+    for path in (ROOT / "README.md", *PAGES):
+        text = path.read_text()
+        theirs = any(call in text for call in ("(NUTS(model", "Predictive(model", "SVI(model"))
+        if "net(x[i])" in text and theirs and "jnp.asarray(x)" not in text:
+            silent.append(label(path))
+    assert not silent
+
+
 # -- code that pages and docstrings show -------------------------------------------------------------------
 
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>```+|~~~+)\s*(?P<language>[\w.+-]*)")
