@@ -12,11 +12,13 @@ from jax import lax
 from numpyro_bnn._options import Level, NonNegative, Number, PositiveInt, checked
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Statistics
-from numpyro_bnn.sgmcmc.streams import FullData
+from numpyro_bnn.sgmcmc.streams import FullData, normal
 
 POWER_STEPS = 24
 NOISE_BATCHES = 128
 MOST_RELATIVE = 16.0
+BENDING_STEPS, LONGEST_STEP = 8, 0.1  # the second is about the largest that is chosen where curvature plus noise is 1
+BENT = 0.003  # bending at which the bound is whole; ReLU networks have 2e-2, tanh 1e-4
 
 
 # -- step sizes from curvature and noise -----------------------------------------------------------------
@@ -121,6 +123,31 @@ def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
     square = above @ above
     sixth = jnp.vdot(square @ square @ above, gram) / math.comb(number, 6)
     return jnp.maximum(jnp.maximum(sixth, 0.0) ** (1 / 6), second)
+
+
+def bending(sampler: Sampler, state: State) -> jax.Array:
+    r"""How much gradients bend along a step: the mean square of their change of second order, whitened.
+
+    Of steps d = sqrt(eps) L z, z ~ N(0, I), from the position of a chain, with one minibatch at both ends:
+
+    .. math:: \frac1P \left| L' \left(\tfrac12 (g(\theta + d) + g(\theta - d)) - g(\theta)\right) \right|^2
+
+    It is 0 for a quadratic potential, however different its curvatures are.
+    """
+    root, transpose = sampler.preconditioner.root, sampler.preconditioner.transpose
+    size, dtype = state.position.shape[0], state.position.dtype
+
+    def one(number: jax.Array) -> jax.Array:
+        counter = 2**29 + state.step * BENDING_STEPS + number
+        batch = sampler.gradient.stream.draw(state.seeds.probe, counter)
+        step = LONGEST_STEP**0.5 * root(state.adaptation, normal(state.seeds.probe, counter, size, dtype))
+        ahead, behind, here = (
+            sampler.gradient(state.estimator, state.position + sign * step, batch)[1] for sign in (1, -1, 0)
+        )
+        change = transpose(state.adaptation, 0.5 * (ahead + behind) - here)
+        return jnp.mean(jnp.square(change))
+
+    return jnp.mean(lax.map(one, lax.iota(jnp.int32, BENDING_STEPS)))
 
 
 @checked("infer.temperature_band")
