@@ -206,8 +206,8 @@ class SGMCMCKernel(ArgumentKernel):
 
     def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
         """A policy that learns its preconditioner from gradient noise: curvatures are then 1 / (1 + N / B)."""
-        ratios = [1 + plate.size / plate.batch_size for plate in policy.target.plates.values()]
-        ratio = max(ratios, default=0.0) if self._gradient == "minibatch" and self._step_size is None else 0.0
+        chosen = self._gradient == "minibatch" and self._step_size is None
+        ratio = 1 + noise.ratio if chosen and noise.ratio else 0.0
         return replace(policy, noise=noise, steps_to_forget=lambda *now: ratio * self.steps_to_forget(*now))
 
     def sampler(self, target: Target, z: Any, base: jax.Array, evaluate: Callable) -> sgmcmc.Sampler:
@@ -287,7 +287,8 @@ class SGMCMCKernel(ArgumentKernel):
         policy = self.make_policy(target, num_warmup)
         if learns_from_noise(self._call, self._preconditioner, noisy, self._step_size, self._gradient):
             size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
-            noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw)
+            ratio = max((plate.size / plate.batch_size for plate in target.plates.values()), default=0.0)
+            noise = NoisePreconditioner.plan(size, begin, num_warmup, self._steps_per_draw, ratio)
             policy = self.learning_noise(policy, noise)
         self._policy = policy
         self._sample_fn = self.sample

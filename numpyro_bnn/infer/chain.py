@@ -13,7 +13,17 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn import sgmcmc
 from numpyro_bnn.infer.preconditioning import NoisePreconditioner
 from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import NOISE_BATCHES, POWER_STEPS, Coverage, Noise, gradient_noise, largest_curvature
+from numpyro_bnn.infer.tuning import (
+    BENDING_STEPS,
+    BENT,
+    NOISE_BATCHES,
+    POWER_STEPS,
+    Coverage,
+    Noise,
+    bending,
+    gradient_noise,
+    largest_curvature,
+)
 from numpyro_bnn.infer.warm_start import Member, WarmStart, held_out_score, learning_gradient, optimize
 from numpyro_bnn.sgmcmc.streams import FullData
 
@@ -279,10 +289,10 @@ class Chain:
         policy, sampler = self.policy, self._sampler(state.z, state.base_step_size)
         warm = policy.warm_start_length
         # Control variates are centered at the end of the warm start and stay there.
-        if policy.noise is not None:
-            adaptation = policy.noise.adapted(state.moment)
-            adaptation = jnp.where(i <= policy.num_warmup, adaptation, state.engine.adaptation)
-            state = state._replace(engine=state.engine._replace(adaptation=adaptation))
+        learned = policy.noise
+        if learned is not None:
+            warming = i <= policy.num_warmup
+            state = lax.cond(warming, lambda s: self._precondition(s, learned), lambda s: s, state)
         engine = sampler.refresh(state.engine, recenter=i <= warm)
         noise = gradient_noise(sampler, engine)
         batches = 0 if isinstance(sampler.gradient.stream, FullData) else NOISE_BATCHES
@@ -293,6 +303,16 @@ class Chain:
             state = lax.cond(needed, lambda s: self._choose(s, noise, i), lambda s: s, state)
         first = state.origin._replace(position=state.engine.position, step_size=state.base_step_size)
         return state._replace(origin=sgmcmc.interfaces.select(i <= warm, first, state.origin))
+
+    def _precondition(self, state: SGMCMCState, noise: NoisePreconditioner) -> SGMCMCState:
+        """Take the preconditioner learned from gradient noise, bounded if gradients bend along its steps."""
+        sampler = self._sampler(state.z, state.base_step_size)
+        engine = state.engine._replace(adaptation=noise.adapted(state.moment))
+        share = bending(sampler, engine) / BENT
+        bound = noise.bound(state.moment, engine.position) * jnp.where(share < 1, share, 1.0)  # NaN is the worst
+        engine = state.engine._replace(adaptation=noise.adapted(state.moment, bound))
+        spent = state.num_gradients + 3 * BENDING_STEPS * sampler.gradient.evaluations
+        return state._replace(engine=engine, num_gradients=spent)
 
     def _choose(self, state: SGMCMCState, noise: Noise, i: jax.Array) -> SGMCMCState:
         """Choose the step size from curvature and noise."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.infer.tuning import Noise, gradients_on
+from numpyro_bnn.infer.tuning import LONGEST_STEP, Noise, gradients_on
 from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp, Sampler, State
 from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
@@ -46,9 +46,21 @@ class NoisePreconditioner:
     (P / n)^3 / 100, small as soon as n exceeds P: the relative error of the sample is then equal in all directions,
     however different they are, and much of the posterior may lie in directions with very little noise.
 
+    Some directions of a network have neither curvature nor noise where they are measured: along the orbits of a
+    rescaling the likelihood is constant, and units that are off have only their prior. The inverse would take long
+    steps there. But orbits are curved: a step of length d along one of radius r ends d^2 / (2 r) beside it, where the
+    potential is higher by H d^4 / (8 r^2). With steps d^2 = eps G this is at most 1 in the direction of the largest
+    curvature H if
+
+    .. math:: G \le \frac{r}{\epsilon} \sqrt{\frac{8}{H}}
+
+    so where gradients are found to bend (``tuning.bending``), eps sqrt(H / 8) / r is added to E[g g']. H is taken
+    from the noise, which is N / B times as large, and r is the root mean square of the position.
+
     :param dense: whether G is dense or diagonal.
     :param begin: first transition that collects gradients, ``end``: the first that does not.
     :param count: gradients collected after each of these, at new minibatches.
+    :param ratio: N / B, the noise of a likelihood that fits, in units of its curvature.
 
     Reference: Ahn, Korattikara & Welling (2012), for gradient noise as a preconditioner.
     """
@@ -57,13 +69,14 @@ class NoisePreconditioner:
     begin: int
     end: int
     count: int
+    ratio: float
 
     @classmethod
-    def plan(cls, size: int, begin: int, end: int, most: int) -> "NoisePreconditioner":
+    def plan(cls, size: int, begin: int, end: int, most: int, ratio: float) -> "NoisePreconditioner":
         """What to collect in some transitions, each of at most ``most`` gradients, for ``size`` parameters."""
         dense = size <= DENSE_LIMIT
         needed = PER_DIRECTION * size if dense else PER_COORDINATE
-        return cls(dense, begin, end, min(most, -(-needed // max(end - begin, 1))))
+        return cls(dense, begin, end, min(most, -(-needed // max(end - begin, 1))), ratio)
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -100,21 +113,30 @@ class NoisePreconditioner:
         largest = jnp.where(rest > 0.5, 1 / rest, jnp.inf).astype(here.largest.dtype)
         return here._replace(largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0))
 
-    def adapted(self, moment: SecondMoment) -> jax.Array:
+    def bound(self, moment: SecondMoment, position: jax.Array) -> jax.Array:
+        """What is added to E[g g'] where gradients bend, at a position (P,): an inverse bound of G."""
+        squares = jnp.diagonal(moment.mean) if self.dense else moment.mean
+        curvature = jnp.linalg.norm(moment.mean) / (1 + self.ratio)  # that of the largest direction, or above
+        radius = jnp.maximum(jnp.sqrt(jnp.mean(position**2)), jnp.finfo(position.dtype).tiny)
+        # At a position near 0 the inverse of the mean is enough.
+        return jnp.minimum(LONGEST_STEP * jnp.sqrt(curvature / 8) / radius, jnp.mean(squares))
+
+    def adapted(self, moment: SecondMoment, bound: Any = 0.0) -> jax.Array:
         """The state of the preconditioner: L lower triangular with G = L L', or the root of a diagonal G."""
         mean, worth = moment
         squares = jnp.diagonal(mean) if self.dense else mean
         floor = jnp.maximum(1e-10 * jnp.mean(squares), jnp.finfo(mean.dtype).tiny)
-        scale = jnp.where(worth > 0, jnp.sqrt(jnp.maximum(squares, floor)), 1.0)
+        scale = jnp.where(worth > 0, jnp.sqrt(jnp.maximum(squares + bound, floor)), 1.0)
         if not self.dense:
             return 1 / scale
-        size = scale.size
+        size, identity = scale.size, jnp.eye(scale.size, dtype=mean.dtype)
         weight = jnp.clip(0.01 * (size / jnp.maximum(worth, 1)) ** 3, LEAST, MOST)
-        correlation = (1 - weight) * mean / jnp.outer(scale, scale) + weight * jnp.eye(size, dtype=mean.dtype)
-        correlation = jnp.where(worth > 0, correlation, jnp.eye(size, dtype=mean.dtype))
+        bounded = mean + bound * identity
+        correlation = (1 - weight) * bounded / jnp.outer(scale, scale) + weight * identity
+        correlation = jnp.where(worth > 0, correlation, identity)
         # From the last coordinate to the first, so that the inverse of an upper triangle is, transposed, lower.
         root = jnp.linalg.cholesky(correlation[::-1, ::-1])
-        inverse = solve_triangular(root, jnp.eye(size, dtype=mean.dtype), lower=True)
+        inverse = solve_triangular(root, identity, lower=True)
         return inverse[::-1, ::-1].T / scale[:, None]
 
 

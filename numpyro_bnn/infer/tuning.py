@@ -12,12 +12,15 @@ from jax import lax
 from numpyro_bnn._options import Level, NonNegative, Number, PositiveInt, checked
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Statistics
-from numpyro_bnn.sgmcmc.streams import FullData
+from numpyro_bnn.sgmcmc.interfaces import Gradient
+from numpyro_bnn.sgmcmc.streams import FullData, normal
 
 POWER_STEPS = 24
 NOISE_BATCHES = 128
 MOST_RELATIVE = 16.0
 MOST_BYTES = 2**24  # of rows that are picked at once
+BENDING_STEPS, LONGEST_STEP = 8, 0.1  # the second is about the largest that is chosen where curvature plus noise is 1
+BENT = 0.003  # bending at which the bound is whole; ReLU networks have 2e-2, tanh 1e-4
 
 
 # -- step sizes from curvature and noise -----------------------------------------------------------------
@@ -75,16 +78,21 @@ class Noise(NamedTuple):
         return jnp.minimum(tolerance / uneven, share / jnp.maximum(self.mean, 1e-30))
 
 
-def gradients_on(sampler: Sampler, state: State, counters: jax.Array) -> jax.Array:
-    """Gradients (K, P) at a position on K minibatches, whose rows are picked at once unless they are many."""
+def minibatches_of(sampler: Sampler, state: State, counters: jax.Array) -> tuple[Any, Gradient]:
+    """K minibatches, whose rows are picked at once unless they are many, and the gradient that takes one of them."""
     estimator, draw = sampler.gradient, sampler.gradient.stream.draw
     example = jax.eval_shape(draw, state.seeds.probe, counters[0])
     prepare, finish = estimator.separate(state.position, example)
     rows = jax.tree.leaves(jax.eval_shape(prepare, example))
     if len(counters) * sum(leaf.size * leaf.dtype.itemsize for leaf in rows) > MOST_BYTES:
         prepare, finish = (lambda batch: batch), estimator
-    prepared = jax.vmap(lambda counter: prepare(draw(state.seeds.probe, counter)))(counters)
-    return lax.map(lambda batch: finish(state.estimator, state.position, batch)[1], prepared)
+    return jax.vmap(lambda counter: prepare(draw(state.seeds.probe, counter)))(counters), finish
+
+
+def gradients_on(sampler: Sampler, state: State, counters: jax.Array) -> jax.Array:
+    """Gradients (K, P) at a position on K minibatches."""
+    batches, gradient = minibatches_of(sampler, state, counters)
+    return lax.map(lambda batch: gradient(state.estimator, state.position, batch)[1], batches)
 
 
 def gradient_noise(sampler: Sampler, state: State) -> Noise:
@@ -130,6 +138,32 @@ def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
     square = above @ above
     sixth = jnp.vdot(square @ square @ above, gram) / math.comb(number, 6)
     return jnp.maximum(jnp.maximum(sixth, 0.0) ** (1 / 6), second)
+
+
+def bending(sampler: Sampler, state: State) -> jax.Array:
+    r"""How much gradients bend along a step: the mean square of their change of second order, whitened.
+
+    Of steps d = sqrt(eps) L z, z ~ N(0, I), from the position of a chain, with one minibatch at both ends:
+
+    .. math:: \frac1P \left| L' \left(\tfrac12 (g(\theta + d) + g(\theta - d)) - g(\theta)\right) \right|^2
+
+    It is 0 for a quadratic potential, however different its curvatures are.
+    """
+    root, transpose = sampler.preconditioner.root, sampler.preconditioner.transpose
+    size, dtype = state.position.shape[0], state.position.dtype
+    counters = 2**29 + state.step * BENDING_STEPS + lax.iota(jnp.int32, BENDING_STEPS)
+    batches, gradient = minibatches_of(sampler, state, counters)
+
+    def one(counter_and_batch: tuple[jax.Array, Any]) -> jax.Array:
+        counter, batch = counter_and_batch
+        step = LONGEST_STEP**0.5 * root(state.adaptation, normal(state.seeds.probe, counter, size, dtype))
+        ahead, behind, here = (
+            gradient(state.estimator, state.position + sign * step, batch)[1] for sign in (1, -1, 0)
+        )
+        change = transpose(state.adaptation, 0.5 * (ahead + behind) - here)
+        return jnp.mean(jnp.square(change))
+
+    return jnp.mean(lax.map(one, (counters, batches)))
 
 
 @checked("infer.temperature_band")
