@@ -132,7 +132,7 @@ Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]
 RandomKey: TypeAlias = Annotated[jax.Array, KEY]
 NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
 Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
-Args: TypeAlias = Annotated[tuple, Kind(tuple, "Pass the arguments of the model, e.g. `(x, y)`.")]
+Args: TypeAlias = Annotated[tuple, Kind(tuple | list, "Pass the arguments of the model, e.g. `(x, y)`.")]
 Kwargs: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionary.")]
 Model: TypeAlias = Annotated[Callable, Kind(callable, "Pass a NumPyro model (a function).")]
 

@@ -99,7 +99,7 @@ class _bounds(Messenger):
         super().__init__(None)
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
-        self.known |= msg["name"] == OUTSIDE
+        self.known |= msg.get("name") == OUTSIDE  # a key has no name
         if msg["type"] != "sample" or not isinstance(msg["fn"], dist.Distribution):
             return
         inside = in_support(msg["fn"], msg["value"] if msg["is_observed"] else None)
