@@ -546,6 +546,8 @@ SLOW += [(seed, "laplace") for seed in (582, 604, 720, 743, 1183, 1357)]  # wher
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore:Missing a plate statement")  # NumPyro's, of axes that have none
+@pytest.mark.filterwarnings("ignore:AutoADF refused")  # few rows, few epochs: it says so
 @pytest.mark.parametrize(
     ("seed", "room"), [*sorted(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
 )
