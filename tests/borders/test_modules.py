@@ -268,7 +268,7 @@ EQUINOX_LAYERS = {
 }
 # Public classes that own no parameters, or are no layers.
 WITHOUT = {
-    "nnx": {"Module", "Dropout", "RNNCellBase", "Scan", "Vmap", "Pmap", "List", "Dict"},
+    "nnx": {"Module", "Dropout", "RNNCellBase", "Scan", "Vmap", "Pmap", "List", "Dict", "RoPE"},
     "linen": {
         *("Module", "ModuleBase", "Dropout", "RNNCellBase"),
         *("Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"),
