@@ -1,8 +1,9 @@
 """`guides.fit` beside NumPyro's SVI: the same steps, minibatches, resuming, interruption, failures; exported fits."""
 
 import _thread
+import threading
 import warnings
-from functools import cache
+from functools import cache, partial
 
 import arviz as az
 import jax
@@ -199,8 +200,11 @@ def optimizer(at, how=None, call=None):
 
 def test_ctrl_c_returns_the_steps_that_are_done():
     whole = fit(20_000, make(optimizer(-1)))
+    # A little later: inside of the call itself the interrupt would be an error of the program.
+    later = partial(threading.Timer, 0.02, _thread.interrupt_main)
+    svi = make(optimizer(300, call=lambda: later().start()))
     with pytest.warns(UserWarning, match=r"interrupted: the result is that of \d+ of 20000 steps") as caught:
-        result = fit(20_000, make(optimizer(300, call=_thread.interrupt_main)))
+        result = fit(20_000, svi)
     assert 0 < len(result.losses) < 20_000
     np.testing.assert_array_equal(result.losses, whole.losses[: len(result.losses)])
     assert caught[0].filename == __file__
