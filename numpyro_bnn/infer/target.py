@@ -29,7 +29,7 @@ from numpyro_bnn.infer.model_checks import (
     weight_jacobians,
     within_support,
 )
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
 from numpyro_bnn.program.reading import Plate, Reading, initial_values
 from numpyro_bnn.program.row_lengths import check_row_lengths, check_state
@@ -242,7 +242,7 @@ def check_start(
     call: str, argument: str, target: Target, z: Any, single: bool, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> None:
     """Refuse to start where the density, of the first minibatch if there are any, is 0 or has no value."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(z)):
+    if is_traced(z):
         return
 
     def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:

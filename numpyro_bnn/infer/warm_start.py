@@ -15,7 +15,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import FractionBelow1, Kind, Positive, PositiveInt, check_fields
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.target import Target, bind, stream_of
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.sgmcmc.interfaces import select
@@ -140,8 +140,7 @@ def optimize(
         return new, squares + jnp.where(more & jnp.isfinite(gradient), gradient**2 / num_steps, 0.0)
 
     begin = (Descent.start(state.position, memory), jnp.zeros_like(state.position))
-    descent, squares = lax.fori_loop(0, num_steps + 1, descend, begin)
-    return descent, squares
+    return lax.fori_loop(0, num_steps + 1, descend, begin)
 
 
 @jax.core.eval_context()  # parallel chains start inside a compiled program; a kernel must not keep its tracers
@@ -168,8 +167,9 @@ def learned_parameters(
         return {}
     optimizer, num_steps = warm_start.transformation, length * warm_start.steps_of(length, usual)
     instead = "Learn it first by SVI, and pass `handlers.substitute(model, result.params)`."
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-    if traced or any(name.startswith("_") for name in kwargs):  # the values of other blocks, a temperature
+    if is_traced((args, kwargs)) or any(
+        name.startswith("_") for name in kwargs
+    ):  # the values of other blocks, a temperature
         came = f"the learned parameter {reading.learned[0]!r} inside another kernel, or `jit`"
         raise argument_error(call, "model", came, instead)
     target, z = bind(call, model, random.key(0), init_strategy, args, kwargs)

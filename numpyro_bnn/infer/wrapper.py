@@ -19,6 +19,7 @@ from numpyro_bnn._keys import split
 from numpyro_bnn.infer.model_arguments import ArgumentKernel
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
+from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
@@ -109,7 +110,7 @@ class Wrapper(OuterKernel):
         model_kwargs = dict(model_kwargs or {})
         held = dict(model_kwargs.get(GIBBS_SITES_KWARG, {}))
         own = {name: value for name, value in model_kwargs.items() if name != GIBBS_SITES_KWARG}
-        if _traced((model_args, own)):
+        if is_traced((model_args, own)):
             came = "arrays that are traced by a transformation"
             instead = "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
             raise argument_error(self._call, "model_args", came, instead)
@@ -117,7 +118,7 @@ class Wrapper(OuterKernel):
         with jax.core.eval_context():
             self.learn(num_warmup, model_args, model_kwargs)  # the moves read the model that the kernel samples
             planned = model_kwargs
-            if _traced(held):  # as a block of a vectorized `Gibbs`: the plan is the same for all values
+            if is_traced(held):  # as a block of a vectorized `Gibbs`: the plan is the same for all values
                 drawn = Reading(self.model, model_args, own).draw([0])[0]
                 planned = {**own, GIBBS_SITES_KWARG: {name: drawn[name] for name in held}}
             reading = Reading(self.model, model_args, planned)
@@ -200,10 +201,6 @@ class Wrapper(OuterKernel):
             instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
             raise argument_error("to_inference_data", "members", came, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
-
-
-def _traced(values: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:

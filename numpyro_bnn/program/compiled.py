@@ -172,9 +172,14 @@ def refuse_forks(call: str) -> None:
         raise argument_error(call, "process", got, instead, RuntimeError)
 
 
+def is_traced(values: Any) -> bool:
+    """Whether a transformation of JAX traces a leaf of these values."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
 def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
     """Refuse values that JAX is tracing: the call runs on the host."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+    if is_traced(trees):
         raise argument_error(call, "args", "values traced by `jit`, `vmap` or `grad`", instead, TypeError)
 
 

@@ -16,6 +16,7 @@ from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, ru
 from numpyro_bnn.guides.adf.reading import CALL, Data
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
 
@@ -141,7 +142,7 @@ class AutoADF(ADFPosterior):
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((data, rng_key))):
+            if is_traced((data, rng_key)):
                 state, record = program.whole(state, *data, keys, orders, 1.0)
                 records = record if not batched else jax.tree.map(jnp.transpose, record)
             else:

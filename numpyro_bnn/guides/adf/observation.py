@@ -22,7 +22,7 @@ from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import ELEMENTWISE, dependence, needed_equations, reached
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, refuse
 from numpyro_bnn.moments import Equation, Gaussian
-from numpyro_bnn.program.compiled import shared
+from numpyro_bnn.program.compiled import is_traced, shared
 
 Context = dict[str, Any]
 
@@ -194,7 +194,7 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
         return found
 
     rows = data.rows
-    if data.num_rows < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in rows.values()):
+    if data.num_rows < 2 or is_traced(rows):
         return
     for together, alone in shared(both, once=True)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
