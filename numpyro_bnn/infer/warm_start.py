@@ -167,9 +167,8 @@ def learned_parameters(
         return {}
     optimizer, num_steps = warm_start.transformation, length * warm_start.steps_of(length, usual)
     instead = "Learn it first by SVI, and pass `handlers.substitute(model, result.params)`."
-    if is_traced((args, kwargs)) or any(
-        name.startswith("_") for name in kwargs
-    ):  # the values of other blocks, a temperature
+    inside = any(name.startswith("_") for name in kwargs)  # the values of other blocks, a temperature
+    if inside or is_traced((args, kwargs)):
         came = f"the learned parameter {reading.learned[0]!r} inside another kernel, or `jit`"
         raise argument_error(call, "model", came, instead)
     target, z = bind(call, model, random.key(0), init_strategy, args, kwargs)
