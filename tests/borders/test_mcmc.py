@@ -38,21 +38,19 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
     return {"mu": SAMPLE.sum() / (SAMPLE.size + 1) + sd * jax.random.normal(rng_key)}
 
 
+BLOCKS = {
+    "MALA": lambda: infer.MALA(normal_gamma, steps_per_draw=3),
+    "GGMC": lambda: infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2),
+    "SGHMC": lambda: infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15),
+}
+
+
+@pytest.mark.slow  # `test_refresh_goes_on_from_the_values_and_data_it_is_given` is the fast one
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: infer.MALA(normal_gamma, steps_per_draw=3),
-        pytest.param(lambda: infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2), marks=pytest.mark.slow),
-        pytest.param(
-            lambda: infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["MALA", "GGMC", "SGHMC"],
-)
-def test_block_of_gibbs_has_the_right_posterior(make):
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_of_gibbs_has_the_right_posterior(name):
     """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed shifts its posterior."""
-    kernel = make()
+    kernel = BLOCKS[name]()
     gibbs = Gibbs([(kernel, ["tau"]), (CustomGibbs(draw_mean), ["mu"])])
     mcmc = MCMC(gibbs, num_warmup=60, num_samples=100, num_chains=100, chain_method=jax.vmap, progress_bar=False)
     mcmc.run(jax.random.key(0), SAMPLE)

@@ -94,16 +94,6 @@ def base_of(fn):
     return fn
 
 
-@pytest.mark.parametrize("library", NAMES)
-def test_modules_tell_fan_in_and_roles(library):
-    """One fan-in per layout: 3 * 3 * 2 for the convolution, 120 for the dense layer; gains are around 1."""
-    sites = traced_sites(priors.noncenter(classifier(library, priors.Normal(bias_scale=0.3))), IMAGES, LABELS)
-    sampled = {name: base_of(s["fn"]) for name, s in sites.items() if s["type"] == "sample" and name != "y"}
-    expected = [(0.0, 120**-0.5), (0.0, 18**-0.5), (0.0, 0.3), (1.0, 0.5)]
-    assert [(sampled[f"net/{name}"].loc, sampled[f"net/{name}"].scale) for name in NAMES[library]] == expected
-    assert len(sampled) == 6
-
-
 class Spectral(linen.Module):
     @linen.compact
     def __call__(self, x):
