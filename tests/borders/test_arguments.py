@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from disk import python
 from helpers import group, group_names
-from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Trace_ELBO
+from numpyro.infer import HMC, MCMC, SVI, BarkerMH, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, ZOO, N, X, Y, line
 
@@ -67,9 +67,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("predictions", "fit") else pytest.mark.slow) for n in CALLS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "fit" else pytest.mark.slow) for n in CALLS])
 def test_tables_and_lists_are_data(name):
     """Also where a model indexes them by traced indices; NumPy's integers are counts."""
     found, expected = CALLS[name](pd.DataFrame(X), Y.tolist()), CALLS[name](jnp.asarray(X), jnp.asarray(Y))
@@ -79,12 +77,6 @@ def test_tables_and_lists_are_data(name):
     else:
         assert np.isfinite(expected).all()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_kernels_of_numpyro_index_jax_arrays_only():
-    """Pages say `jnp.asarray` for this reason: once NumPyro takes NumPy arrays, they need not."""
-    with pytest.raises(jax.errors.TracerArrayConversionError):
-        run(NUTS(line), X, Y)
 
 
 def test_arguments_become_arrays_and_settings_stay_what_they_are():
@@ -211,7 +203,7 @@ def print_peak(rows):
 
 @pytest.mark.slow
 def test_data_are_arguments_of_programs():
-    """Peak memory beyond that of a small fit, in units of the data; of kernels, `test_programs.py` reads the program."""
+    """Peak memory beyond that of a small fit, in units of the data; `test_programs.py` reads programs of kernels."""
     peaks = []
     for rows in (1000, 1_200_000):
         given = python(f"import test_arguments; test_arguments.print_peak({rows})")

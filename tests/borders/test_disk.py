@@ -402,6 +402,7 @@ def test_a_run_is_pickled_with_the_place_of_its_draws(small, tmp_path):
     assert same(result(pickle.loads(pickle.dumps(run))), result(run))
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_pickled_before_and_after_its_run():
     ensemble = infer.ensemble(line, 100, num_samples=2, num_chains=1, progress_bar=False)
     mcmc = pickle.loads(pickle.dumps(ensemble))

@@ -108,9 +108,8 @@ def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
         call = (x, y), BATCHES
         return kernel.refresh(state._replace(z={"w": jnp.array([90.0, -90.0]), "sigma": state.z["sigma"]}), *call)
 
-    state = kernel.init(jax.random.key(0), 0, None, (x, y), BATCHES)
     step = jax.jit(lambda state: kernel.sample(state, (x, y), BATCHES))
-    state = step(state)
+    state = step(kernel.init(jax.random.key(0), 0, None, (x, y), BATCHES))
     there = moved(state, y)
     assert int(there.num_gradients - state.num_gradients) == cost
     np.testing.assert_allclose(step(there).z["w"], [90, -90], atol=30)
@@ -120,7 +119,7 @@ def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
     differ = jax.tree.map(lambda a, b: bool(np.any(a != b)), other.engine, there.engine)
     assert any(jax.tree.leaves(differ))
     if name in ("MALA", "GGMC"):
-        exact = numpyro.infer.util.potential_energy(SPREAD.model, (x, y + 1.0), {}, there.z)
+        exact = jax.jit(lambda z: numpyro.infer.util.potential_energy(SPREAD.model, (x, y + 1.0), {}, z))(there.z)
         np.testing.assert_allclose(other.engine.memory.potential, exact, rtol=1e-5)
 
 
