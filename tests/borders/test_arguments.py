@@ -115,9 +115,12 @@ ROWS = {
     "adf": adf,
     "export": lambda x, y: to_inference_data(run(BarkerMH(line), jnp.asarray(x), jnp.asarray(y))),
 }
+FAST_ROWS = ("minibatches", "fit of minibatches", "adf")
 
 
-@pytest.mark.parametrize("call", ROWS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[] if call in FAST_ROWS else pytest.mark.slow) for call in ROWS]
+)
 def test_targets_with_more_or_fewer_rows_than_inputs_are_refused(call):
     """Surplus rows were ignored; for missing ones JAX repeats the last."""
     for rows in (N - 5, N + 5):

@@ -494,7 +494,7 @@ LEARNED_SCALES = {  # library -> prior, and the shapes of its hyper-sites of the
 }
 
 
-@pytest.mark.parametrize("library", NAMES)
+@pytest.mark.parametrize("library", [pytest.param(n, marks=[] if n == "nnx" else pytest.mark.slow) for n in NAMES])
 def test_modules_with_learned_scales(library):
     """Sites as documented, named once, non-centered; and a finite log density and gradient."""
     make, hyper = LEARNED_SCALES[library]
