@@ -412,8 +412,8 @@ def likelihood(name: str, distribution: Callable, log_density: Callable, values:
 
 def two_sites(x, y, flags):
     a, b = weights()
-    observe(dist.Normal(a + b * x, SD), y)
     with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
         numpyro.sample("flag", dist.Bernoulli(logits=a + b * x), obs=flags)
 
 
@@ -534,13 +534,13 @@ def precision_of_weight(mean: Callable, inside: Callable = lambda tau: None) -> 
     return model
 
 
-def precision_of_noise(factor: Callable) -> Callable:
-    """y ~ N(w x, factor^2 / tau), tau ~ Gamma(2, 1)."""
+def precision_of_noise(sd: Callable) -> Callable:
+    """y ~ N(w x, sd(tau)^2), tau ~ Gamma(2, 1)."""
 
     def model(x, y):
         tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-        observe(dist.Normal(w * x, factor(tau) * tau**-0.5), y)
+        observe(dist.Normal(w * x, sd(tau)), y)
 
     return model
 
@@ -589,7 +589,7 @@ OF_WEIGHT = of_slope(
     w=SLOPE,
 )
 OF_NOISE = of_slope(
-    "precision of the noise", precision_of_noise(lambda tau: 1.0), noise_density, tau=TAU, w=line(-2, 3.5, 300)
+    "precision of the noise", precision_of_noise(lambda tau: tau**-0.5), noise_density, tau=TAU, w=line(-2, 3.5, 300)
 )
 SCALES = [
     CENTERED,
@@ -615,7 +615,7 @@ SCALES = [
     ),
     of_slope(
         "precision of the noise, in pieces",
-        precision_of_noise(lambda tau: jnp.where(tau < 1.0, 1.0, 0.5)),
+        precision_of_noise(lambda tau: jnp.where(tau < 1.0, 1.0, 0.5) * tau**-0.5),
         lambda c: noise_density(c, np.where(c["tau"] < 1.0, 1.0, 0.5)),
         **CUT,
     ),
