@@ -38,21 +38,19 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
     return {"mu": SAMPLE.sum() / (SAMPLE.size + 1) + sd * jax.random.normal(rng_key)}
 
 
+BLOCKS = {
+    "MALA": lambda: infer.MALA(normal_gamma, steps_per_draw=3),
+    "GGMC": lambda: infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2),
+    "SGHMC": lambda: infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15),
+}
+
+
+@pytest.mark.slow  # `test_refresh_goes_on_from_the_values_and_data_it_is_given` is the fast one
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: infer.MALA(normal_gamma, steps_per_draw=3),
-        pytest.param(lambda: infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2), marks=pytest.mark.slow),
-        pytest.param(
-            lambda: infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["MALA", "GGMC", "SGHMC"],
-)
-def test_block_of_gibbs_has_the_right_posterior(make):
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_of_gibbs_has_the_right_posterior(name):
     """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed shifts its posterior."""
-    kernel = make()
+    kernel = BLOCKS[name]()
     gibbs = Gibbs([(kernel, ["tau"]), (CustomGibbs(draw_mean), ["mu"])])
     mcmc = MCMC(gibbs, num_warmup=60, num_samples=100, num_chains=100, chain_method=jax.vmap, progress_bar=False)
     mcmc.run(jax.random.key(0), SAMPLE)
@@ -110,9 +108,8 @@ def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
         call = (x, y), BATCHES
         return kernel.refresh(state._replace(z={"w": jnp.array([90.0, -90.0]), "sigma": state.z["sigma"]}), *call)
 
-    state = kernel.init(jax.random.key(0), 0, None, (x, y), BATCHES)
     step = jax.jit(lambda state: kernel.sample(state, (x, y), BATCHES))
-    state = step(state)
+    state = step(kernel.init(jax.random.key(0), 0, None, (x, y), BATCHES))
     there = moved(state, y)
     assert int(there.num_gradients - state.num_gradients) == cost
     np.testing.assert_allclose(step(there).z["w"], [90, -90], atol=30)
@@ -122,7 +119,7 @@ def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
     differ = jax.tree.map(lambda a, b: bool(np.any(a != b)), other.engine, there.engine)
     assert any(jax.tree.leaves(differ))
     if name in ("MALA", "GGMC"):
-        exact = numpyro.infer.util.potential_energy(SPREAD.model, (x, y + 1.0), {}, there.z)
+        exact = jax.jit(lambda z: numpyro.infer.util.potential_energy(SPREAD.model, (x, y + 1.0), {}, z))(there.z)
         np.testing.assert_allclose(other.engine.memory.potential, exact, rtol=1e-5)
 
 

@@ -5,27 +5,24 @@ No list quotes source text: a fault is a function, a transformation and a number
 
 import ast
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "numpyro_bnn"
+Change = Callable[[ast.AST], ast.AST | None]  # what stands in a node's place, or None where it does not apply
 
 
 class Fault(NamedTuple):
-    """One changed expression.
+    """One changed expression: before and after, the file, and its whole new source.
 
-    :param room: folder or file of the package, e.g. ``"infer"``.
     :param function: full name, e.g. ``"infer.sgld.SGLD.parts"``.
     :param kind: name of the transformation, a key of ``KINDS``.
     :param number: among the places of this kind in this function, from 0.
-    :param line: of the file.
-    :param before: source of the expression; for people only.
-    :param after: what stands there instead.
     """
 
-    room: str
     function: str
     kind: str
     number: int
@@ -36,12 +33,17 @@ class Fault(NamedTuple):
     source: str
 
     @property
+    def room(self) -> str:
+        """Folder or file of the package."""
+        return self.function.split(".")[0] or "__init__"
+
+    @property
     def key(self) -> tuple[str, str, int]:
         """What names this fault in lists."""
         return self.function, self.kind, self.number
 
 
-# -- transformations: each gives what stands in a node's place, or None where it does not apply ------------
+# -- transformations -------------------------------------------------------------------------------------
 
 
 def is_text(node: ast.AST) -> bool:
@@ -49,33 +51,20 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def is_sum(node: ast.AST) -> bool:
-    """Whether a node adds or subtracts numbers or arrays, as far as one can see."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Sub):
+def binary(node: ast.AST, *operators: type[ast.operator]) -> bool:
+    """Whether a node computes with numbers or arrays, as far as one can see."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, operators):
         return False
-    sides = (node.left, node.right)
-    return not any(is_text(side) or isinstance(side, ast.List | ast.Tuple | ast.ListComp) for side in sides)
+    no_number = ast.List | ast.Tuple | ast.ListComp
+    return not any(is_text(side) or isinstance(side, no_number) for side in (node.left, node.right))
 
 
 def other_sign(node: ast.AST) -> ast.AST | None:
     """a + b for a - b and the other way round; x for -x."""
-    if is_sum(node):
+    if binary(node, ast.Add, ast.Sub):
         return ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
-        return node.operand
-    return None
-
-
-def dropped_term(node: ast.AST) -> ast.AST | None:
-    """a for a + b and a - b."""
-    return node.left if is_sum(node) else None
-
-
-def lost_factor(node: ast.AST) -> ast.AST | None:
-    """a for a * b."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
-        return None
-    return None if isinstance(node.left, ast.List | ast.Tuple) or is_text(node.left) else node.left
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    return node.operand if negative and not isinstance(node.operand, ast.Constant) else None
 
 
 def other_factor(node: ast.AST) -> ast.AST | None:
@@ -84,13 +73,9 @@ def other_factor(node: ast.AST) -> ast.AST | None:
     return ast.Constant(2 * node.value) if number and 1e-4 < abs(node.value) < 1e4 else None
 
 
-def inverted_ratio(node: ast.AST) -> ast.AST | None:
-    """b / a for a / b: N / B inverted."""
-    division = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-    return ast.BinOp(node.right, ast.Div(), node.left) if division and not is_text(node.right) else None
-
-
 TURNED = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+# The order of their arguments means nothing, or another one raises an error at once.
+COMMUTATIVE = {"maximum", "minimum", "max", "min", "add", "multiply", "isinstance", "logaddexp", "equal"}
 
 
 def turned_comparison(node: ast.AST) -> ast.AST | None:
@@ -100,24 +85,18 @@ def turned_comparison(node: ast.AST) -> ast.AST | None:
     return ast.Compare(node.left, [TURNED[type(node.ops[0])](), *node.ops[1:]], node.comparators)
 
 
-def swapped_arguments(node: ast.AST) -> ast.AST | None:
-    """f(b, a) for f(a, b), where both are plain values."""
-    if not isinstance(node, ast.Call) or len(node.args) != 2 or node.keywords:
-        return None
-    first, second = node.args
-    plain = (ast.Name, ast.Attribute, ast.Subscript, ast.BinOp)
-    # The order means nothing for these, or both orders raise an error at once.
-    name = ast.unparse(node.func).split(".")[-1]
-    commutative = name in ("maximum", "minimum", "max", "min", "add", "multiply", "isinstance", "logaddexp", "equal")
-    if commutative or not isinstance(first, plain) or not isinstance(second, plain):
-        return None
-    return ast.Call(node.func, [second, first], [])
-
-
 def called(node: ast.AST) -> str:
     """Last name of the function that a node calls with positional arguments, or an empty text."""
     plain = isinstance(node, ast.Call) and node.args and not any(isinstance(a, ast.Starred) for a in node.args)
     return ast.unparse(node.func).split(".")[-1] if plain else ""
+
+
+def swapped_arguments(node: ast.AST) -> ast.AST | None:
+    """f(b, a) for f(a, b), where both are plain values."""
+    if called(node) in {"", *COMMUTATIVE} or len(node.args) != 2 or node.keywords:
+        return None
+    plain = all(isinstance(a, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp) for a in node.args)
+    return ast.Call(node.func, node.args[::-1], []) if plain else None
 
 
 def same_key_again(node: ast.AST) -> ast.AST | None:
@@ -125,51 +104,56 @@ def same_key_again(node: ast.AST) -> ast.AST | None:
     if called(node) == "fold_in":
         return node.args[0]
     if isinstance(node, ast.Assign) and called(node.value) == "split" and isinstance(node.targets[0], ast.Tuple):
-        names = node.targets[0].elts
-        if "key" in ast.unparse(node.value.args[0]) and not any(isinstance(name, ast.Starred) for name in names):
-            return ast.Assign(node.targets, ast.Tuple([node.value.args[0]] * len(names)), lineno=node.lineno)
+        names, key = node.targets[0].elts, node.value.args[0]
+        if "key" in ast.unparse(key) and not any(isinstance(name, ast.Starred) for name in names):
+            return ast.Assign(node.targets, ast.Tuple([key] * len(names)), lineno=node.lineno)
     return None
 
 
 def other_axis(node: ast.AST) -> ast.AST | None:
     """The first axis for the last and the other way round, in ``axis=``."""
-    if not isinstance(node, ast.Call):
-        return None
-    for place, keyword in enumerate(node.keywords):
-        value = keyword.value
-        negative = isinstance(value, ast.UnaryOp) and isinstance(value.operand, ast.Constant)
-        number = -value.operand.value if negative else getattr(value, "value", None)
-        if keyword.arg == "axis" and isinstance(number, int) and not isinstance(number, bool):
-            changed = ast.keyword("axis", ast.Constant(-1 if number == 0 else 0))
+    for place, keyword in enumerate(node.keywords if isinstance(node, ast.Call) else []):
+        axis = ast.unparse(keyword.value)
+        if keyword.arg == "axis" and axis.lstrip("-").isdigit():
+            changed = ast.keyword("axis", ast.Constant(-1 if axis == "0" else 0))
             return ast.Call(node.func, node.args, [*node.keywords[:place], changed, *node.keywords[place + 1 :]])
     return None
 
 
 def off_by_one(node: ast.AST) -> ast.AST | None:
     """n for n + 1 and n - 1."""
-    one = is_sum(node) and isinstance(node.right, ast.Constant) and node.right.value == 1
+    one = binary(node, ast.Add, ast.Sub) and isinstance(node.right, ast.Constant) and node.right.value == 1
     return node.left if one else None
 
 
-def other_branch(node: ast.AST) -> ast.AST | None:
-    """b if c else a for a if c else b."""
-    return ast.IfExp(node.test, node.orelse, node.body) if isinstance(node, ast.IfExp) else None
-
-
-KINDS: dict[str, Callable[[ast.AST], ast.AST | None]] = {
+KINDS: dict[str, Change] = {
     "sign": other_sign,
-    "dropped term": dropped_term,
-    "lost factor": lost_factor,
+    "dropped term": lambda node: node.left if binary(node, ast.Add, ast.Sub) else None,
+    "lost factor": lambda node: node.left if binary(node, ast.Mult) else None,
     "factor": other_factor,
-    "inverted ratio": inverted_ratio,
+    "inverted ratio": lambda node: ast.BinOp(node.right, ast.Div(), node.left) if binary(node, ast.Div) else None,
     "comparison": turned_comparison,
     "swapped arguments": swapped_arguments,
     "key used twice": same_key_again,
     "axis": other_axis,
     "off by one": off_by_one,
-    "branch": other_branch,
+    "branch": lambda n: ast.IfExp(n.test, n.orelse, n.body) if isinstance(n, ast.IfExp) else None,
 }
 INPUT = "input returned"  # `return x` for `return f(x)`: not a change of one expression
+
+
+def input_of(function: ast.FunctionDef) -> Change:
+    """The first parameter for what a function returns, unless it returns it anyway."""
+    names = [argument.arg for argument in function.args.posonlyargs + function.args.args]
+    names = [name for name in names if name not in ("self", "cls")]
+
+    def change(node: ast.AST) -> ast.AST | None:
+        value = node.value if isinstance(node, ast.Return) else None
+        if not names or value is None or isinstance(value, ast.Constant) or ast.unparse(value) == names[0]:
+            return None
+        return ast.Return(ast.Name(names[0]))
+
+    return change
 
 
 # -- places --------------------------------------------------------------------------------------------
@@ -209,21 +193,11 @@ def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef
 
 def spliced(source: str, node: ast.AST, text: str) -> str:
     """The source with other text in the place of a node; its other lines stay where they are."""
-    lines = source.encode().splitlines(keepends=True)
+    whole = source.encode()
+    lines = whole.splitlines(keepends=True)
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    filler = "\n" * (node.end_lineno - node.lineno)
-    whole = source.encode()
-    return (whole[:start] + text.encode() + filler.encode() + whole[end:]).decode()
-
-
-def input_of(function: ast.FunctionDef, node: ast.AST) -> ast.AST | None:
-    """The first parameter for what a function returns, unless it returns it anyway."""
-    names = [argument.arg for argument in function.args.posonlyargs + function.args.args]
-    names = [name for name in names if name not in ("self", "cls")]
-    if not isinstance(node, ast.Return) or not names or node.value is None or isinstance(node.value, ast.Constant):
-        return None
-    return None if ast.unparse(node.value) == names[0] else ast.Return(ast.Name(names[0]))
+    return (whole[:start] + text.encode() + b"\n" * (node.end_lineno - node.lineno) + whole[end:]).decode()
 
 
 def faults_of(path: Path, root: Path = PACKAGE) -> Iterator[Fault]:
@@ -232,26 +206,25 @@ def faults_of(path: Path, root: Path = PACKAGE) -> Iterator[Fault]:
     parts = path.relative_to(root).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     for name, function in functions(ast.parse(source), module):
-        if function.name in ("__repr__", "__str__"):
-            continue
-        counts: dict[str, int] = {}
-        for node in walk(function):
-            changes = [(kind, change(node)) for kind, change in KINDS.items()]
-            for kind, other in [*changes, (INPUT, input_of(function, node))]:
-                if other is None:
-                    continue
-                text = ast.unparse(ast.fix_missing_locations(other))
-                text = text if isinstance(other, ast.stmt) else f"({text})"
-                number = counts[kind] = counts.get(kind, -1) + 1
-                changed = spliced(source, node, text)
-                yield Fault(parts[0], name, kind, number, path, node.lineno, ast.unparse(node), text, changed)
+        numbers = Counter[str]()
+        for node in walk(function) if function.name not in ("__repr__", "__str__") else ():
+            for kind, change in (*KINDS.items(), (INPUT, input_of(function))):
+                if other := change(node):
+                    after = ast.unparse(ast.fix_missing_locations(other))
+                    after = after if isinstance(other, ast.stmt) else f"({after})"
+                    changed = spliced(source, node, after)
+                    yield Fault(name, kind, numbers[kind], path, node.lineno, ast.unparse(node), after, changed)
+                    numbers[kind] += 1
 
 
 def all_faults(rooms: Sequence[str] = (), root: Path = PACKAGE) -> list[Fault]:
     """Every fault of these rooms (all by default), by file and line."""
-    paths = sorted(root.rglob("*.py"))
-    chosen = [p for p in paths if not rooms or p.relative_to(root).with_suffix("").parts[0] in rooms]
-    return [fault for path in chosen for fault in faults_of(path, root)]
+    return [
+        fault
+        for path in sorted(root.rglob("*.py"))
+        if not rooms or path.relative_to(root).with_suffix("").parts[0] in rooms
+        for fault in faults_of(path, root)
+    ]
 
 
 def drawn(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:

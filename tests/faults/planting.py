@@ -9,7 +9,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +18,8 @@ TESTS = Path(__file__).resolve().parent.parent
 VARIABLE = "NUMPYRO_BNN_FAULT"  # "original file=changed file", also for processes that tests start
 PRELOADED = (
     *("arviz", "equinox", "flax.linen", "flax.nnx", "flowjax", "hypothesis", "jax", "matplotlib.pyplot", "numpyro"),
-    *(
-        "numpyro.contrib.module",
-        "numpyro.infer.autoguide",
-        "optax",
-        "pandas",
-        "pytest",
-        "scipy.stats",
-        "sklearn",
-        "zarr",
-    ),
+    *("numpyro.contrib.module", "numpyro.infer.autoguide", "optax", "pandas", "pytest", "scipy.stats", "sklearn"),
+    "zarr",
 )
 MARGIN_SECONDS = 120  # of a processor, beyond what the tests of a fault take without it
 OUTCOMES = {0: "survived", 1: "caught"}
@@ -36,8 +28,7 @@ OUTCOMES = {0: "survived", 1: "caught"}
 class Trial(NamedTuple):
     """A changed file, and the tests that are to notice.
 
-    :param file: the original, absolute.
-    :param source: what stands there instead.
+    :param file: the original, absolute; ``source`` stands there instead.
     :param files: test files, absolute; their fast tests run, `first` before the others, until one fails.
     :param first: names of tests as pytest shows them.
     :param seconds: of a processor that these tests take without the fault.
@@ -73,13 +64,12 @@ def install(original: str, changed: str) -> None:
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
 
-class FirstThenOthers:
+class FirstThenOthers(NamedTuple):
     """Plugin of pytest: fast tests only, the likeliest to notice first."""
 
-    def __init__(self, first: tuple[str, ...]) -> None:
-        self.first = first
+    first: tuple[str, ...]
 
-    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         fast = [item for item in items if item.get_closest_marker("slow") is None]
         items[:] = sorted(fast, key=lambda item: item.nodeid not in self.first)
 
@@ -94,16 +84,14 @@ def run_child(trial: Trial, log: Path, changed: Path) -> None:
         limit = int(trial.seconds * 3 + MARGIN_SECONDS)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         changed.write_text(trial.source)
-        os.environ[VARIABLE] = f"{trial.file}={changed}"
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent / "site", TESTS.parent, TESTS)))
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        folders = (Path(__file__).parent / "site", TESTS.parent, TESTS)
+        os.environ |= {VARIABLE: f"{trial.file}={changed}", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         install(str(trial.file), str(changed))
         import pytest
 
         options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
-        plugins = [FirstThenOthers(trial.first)]
-        code = int(pytest.main([*options, *map(str, trial.files)], plugins=plugins))
+        code = int(pytest.main([*options, *map(str, trial.files)], plugins=[FirstThenOthers(trial.first)]))
     except BaseException as error:  # the parent reads it in the log
         print(repr(error), flush=True)
     finally:
@@ -115,48 +103,28 @@ def last_line(log: Path) -> str:
     """What pytest says of the failed test, or its last line."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     notable = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "E  "))]
-    return (notable or lines or ["no output"])[0 if notable else -1][:300]
+    return (notable or lines[-1:] or ["no output"])[0][:300]
 
 
-def outcomes(trials: Iterable[Trial], workers: int = 2) -> Iterator[Outcome]:
+def outcomes(trials: Iterable[Trial], workers: int) -> Iterator[Outcome]:
     """Run the trials, so many at a time, and give each outcome as it comes."""
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
     os.chdir(TESTS.parent)
     os.environ.setdefault("MPLBACKEND", "Agg")
     for name in PRELOADED:
         __import__(name)
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
-    waiting, running = enumerate(trials), {}
-    exhausted = False
-    while running or not exhausted:
-        while len(running) < workers and not exhausted:
-            number, trial = next(waiting, (None, None))
-            if trial is None:
-                exhausted = True
-                break
+    folder, waiting, running = Path(tempfile.mkdtemp(prefix="faults_")), list(enumerate(trials))[::-1], {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            number, trial = waiting.pop()
             log, changed = folder / f"{number}.log", folder / f"{number}.py"
             child = os.fork()
             if child == 0:
                 run_child(trial, log, changed)
             running[child] = (trial, log, time.monotonic())
-        if running:
-            child, status, _ = os.wait4(-1, 0)
-            trial, log, start = running.pop(child)
-            code = os.waitstatus_to_exitcode(status)
-            # A process that used up its seconds, or crashed, has noticed; so has a test file that cannot be imported.
-            word = OUTCOMES.get(code, "caught" if code < 0 or code == 2 else "no test ran")
-            yield Outcome(trial, word, time.monotonic() - start, last_line(log))
-
-
-def report(results: Iterator[Outcome], total: int, describe: Callable[[Trial], str]) -> list[Outcome]:
-    """Print every outcome as it comes; returns all."""
-    finished = []
-    for number, outcome in enumerate(results, 1):
-        finished.append(outcome)
-        print(
-            f"{number:4d}/{total} {outcome.status:11s} {outcome.seconds:6.1f} s  {describe(outcome.trial)}",
-            flush=True,
-        )
-        if outcome.status != "caught":
-            print(f"          {outcome.line}", flush=True)
-    return finished
+        child, status, _ = os.wait4(-1, 0)
+        trial, log, start = running.pop(child)
+        code = os.waitstatus_to_exitcode(status)
+        # A process that used up its seconds, or crashed, has noticed; so has a test file that cannot be imported.
+        word = OUTCOMES.get(code, "caught" if code < 0 or code == 2 else "no test ran")
+        yield Outcome(trial, word, time.monotonic() - start, last_line(log))

@@ -11,19 +11,10 @@ import os
 import sys
 import time
 
-FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # a process has one core
-os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")  # a process has one core
 
-from truth.cells import OUTCOMES, Cell, cells, key_of, prepare, timed  # noqa: E402
-from truth.page import write_page  # noqa: E402
-
-
-def save(every: list[Cell], found: dict[str, dict]) -> dict[str, dict]:
-    """Write the outcomes in the order of the table."""
-    ordered = {key_of(cell): found[key_of(cell)] for cell in every if key_of(cell) in found}
-    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(row)}" for key, row in ordered.items())
-    OUTCOMES.write_text(f'{{"cells": {{\n{rows}\n}}}}\n')
-    return ordered
+from truth.cells import OUTCOMES, cells, prepare, timed
+from truth.page import write_page
 
 
 def main() -> int:
@@ -33,21 +24,27 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     every = list(cells())
-    chosen = [c for c in every if not options.only or any(o in c.way or o in c.problem for o in options.only)]
-    known = json.loads(OUTCOMES.read_text())["cells"] if OUTCOMES.exists() else {}
-    found = {key_of(cell): known[key_of(cell)] for cell in every if key_of(cell) in known}
+    chosen = [cell for cell in every if not options.only or any(part in cell.key for part in options.only)]
+    found = json.loads(OUTCOMES.read_text())["cells"] if OUTCOMES.exists() else {}
     started, wrong = time.perf_counter(), 0
+
+    def save() -> dict[str, dict]:
+        """Write the outcomes in the order of the table."""
+        ordered = {cell.key: found[cell.key] for cell in every if cell.key in found}
+        rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(row)}" for key, row in ordered.items())
+        OUTCOMES.write_text(f'{{"cells": {{\n{rows}\n}}}}\n')
+        return ordered
+
     with multiprocessing.get_context("spawn").Pool(options.workers, prepare, maxtasksperchild=60) as pool:
         for done, (cell, row) in enumerate(pool.imap(timed, chosen, chunksize=1), 1):
-            found[key_of(cell)] = row
+            found[cell.key] = row
             wrong += row["outcome"] in ("wrong", "crash")
-            shown = f"{cell.way} | {cell.problem}: {row['outcome']}, {row['text'][:100]}"
-            print(f"{done:5d} of {len(chosen)}  {row['seconds']:5.1f} s  {shown}", flush=True)
+            shown = f"{row['seconds']:5.1f} s  {cell.key}: {row['outcome']}, {row['text'][:100]}"
+            print(f"{done:5d} of {len(chosen)}  {shown}", flush=True)
             if done % 20 == 0:  # an interrupted run keeps what it has
-                save(every, found)
-    minutes = (time.perf_counter() - started) / 60
-    write_page(save(every, found))
-    print(f"{len(chosen)} cells in {minutes:.1f} minutes, {wrong} wrong")
+                save()
+    write_page(save())
+    print(f"{len(chosen)} cells in {(time.perf_counter() - started) / 60:.1f} minutes, {wrong} wrong")
     return min(wrong, 100)
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from truth.cells import FAMILIES_OF, GROUPS, KNOWN_FAILURES, ROOT, Cell, cells, key_of
+from truth.cells import FAMILIES_OF, GROUPS, KNOWN_FAILURES, ROOT, cells
 from truth.problems import FAMILIES
 
 PAGE = ROOT / "docs" / "what_works.md"
@@ -26,28 +26,17 @@ model) is crossed with a way to sample, approximate or export it:
 """
 
 
-def mark(cell: Cell, found: Mapping[str, Mapping]) -> str:
-    """The mark of a cell."""
-    if (cell.way, cell.problem) in KNOWN_FAILURES:
-        return MARKS["known failure"]
-    row = found.get(key_of(cell))
-    return MARKS.get(row["outcome"], "?") if row else ""
-
-
-def table(family: str, found: Mapping[str, Mapping]) -> list[str]:
+def tables(family: str, kinds: Mapping[str, str]) -> list[str]:
     """The tables of one family of problems, one per group of ways."""
     lines = []
-    names = {problem.name for problem in FAMILIES[family]}
+    names = [problem.name for problem in FAMILIES[family]]
     for group, ways in GROUPS.items():
-        columns = [way for way in ways if family in FAMILIES_OF[way]]
-        marks = {(c.way, c.problem): mark(c, found) for c in cells(group) if c.problem in names}
-        columns = [way for way in columns if any(w == way for w, _ in marks)]
+        marks = {(c.way, c.problem): MARKS.get(kinds.get(c.key, ""), "?") for c in cells(group) if c.problem in names}
+        columns = [way for way in ways if family in FAMILIES_OF[way] and any(w == way for w, _ in marks)]
         if columns:
             lines += [f"### {family.capitalize()}: {group}", "", f"| | {' | '.join(columns)} |"]
             lines += [f"| --- |{' :-: |' * len(columns)}"]
-            for problem in FAMILIES[family]:
-                shown = [marks.get((way, problem.name), "") for way in columns]
-                lines.append(f"| {problem.name} | {' | '.join(shown)} |")
+            lines += [f"| {n} | {' | '.join(marks.get((way, n), '') for way in columns)} |" for n in names]
             lines.append("")
     return lines
 
@@ -56,8 +45,8 @@ def refusals(found: Mapping[str, Mapping]) -> list[str]:
     """The messages of the refused cells, with the models they are about."""
     about: dict[tuple[str, str], list[str]] = {}
     for cell in cells():
-        row = found.get(key_of(cell))
-        if row and row["outcome"] == "refused":
+        row = found.get(cell.key, {})
+        if row.get("outcome") == "refused":
             about.setdefault((cell.way, row["text"]), []).append(cell.problem)
     lines = ["## What is refused, and why", "", "| way | models | message |", "| --- | --- | --- |"]
     for (way, text), problems in about.items():
@@ -68,18 +57,12 @@ def refusals(found: Mapping[str, Mapping]) -> list[str]:
 
 def write_page(found: Mapping[str, Mapping]) -> None:
     """Write the page from the outcomes."""
-    known = {f"{way} | {problem}" for way, problem in KNOWN_FAILURES}
-    kinds = Counter(
-        "known failure" if key_of(c) in known else found[key_of(c)]["outcome"] for c in cells() if key_of(c) in found
-    )
-    minutes = sum(row["seconds"] for row in found.values()) / 60
-    counts = f"{kinds['right']} right, {kinds['refused']} refused, {kinds['known failure']} known failures"
-    lines = [INTRODUCTION, f"{sum(kinds.values())} cells: {counts}; {minutes:.0f} minutes of one core.", ""]
+    kinds = {key: "known failure" if key in KNOWN_FAILURES else row["outcome"] for key, row in found.items()}
+    minutes, counts = sum(row["seconds"] for row in found.values()) / 60, Counter(kinds.values())
+    shown = ", ".join(f"{counts[kind]} {kind}{'s' * (kind == 'known failure')}" for kind in MARKS)
+    lines = [INTRODUCTION, f"{len(found)} cells: {shown}; {minutes:.0f} minutes of one core.", ""]
     for family in FAMILIES:
-        lines += [f"## {family.capitalize()}", "", *table(family, found)]
-    lines += refusals(found)
-    if KNOWN_FAILURES:
-        lines += ["## Known failures", ""]
-        lines += [f"- {way}, {problem}: {cause}" for (way, problem), cause in KNOWN_FAILURES.items()]
-        lines.append("")
-    PAGE.write_text("\n".join(lines))
+        lines += [f"## {family.capitalize()}", "", *tables(family, kinds)]
+    lines += [*refusals(found), "## Known failures", ""]
+    lines += [f"- {key.replace(' | ', ', ')}: {cause}" for key, cause in KNOWN_FAILURES.items()]
+    PAGE.write_text("\n".join([*lines, ""]))

@@ -3,7 +3,10 @@
 Every row holds a NumPyro model and, beside it, the log joint density in NumPy, written by hand.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,46 +18,70 @@ from numpyro.infer.reparam import LocScaleReparam
 from scipy.special import gammaln, log_ndtr
 
 from numpyro_bnn import nn, priors, random_network
-from truth.quadrature import Axis, Problem, cut_line, line, normal, positive
+from truth.quadrature import Axis, Problem, joined, line, normal, positive
 
 X = np.array([-1.4, -0.6, 0.1, 0.7, 1.2, 1.9])
 Y = np.array([-1.1, -0.2, 0.6, 0.5, 1.4, 1.2])
 ARGS = (X.astype(np.float32), Y.astype(np.float32))
 SD = 0.5
-A_LINE, B_LINE = line(-6, 6, 200), line(-5.5, 6.5, 200)
+LINE = {"a": line(-6, 6, 200), "b": line(-5.5, 6.5, 200)}
 
 
-def rows(coordinates: Mapping[str, np.ndarray]) -> np.ndarray:
+# -- parts of models, and of their densities at coordinates c ------------------------------------------
+
+
+def observe(distribution, y, inside=None, **options):
+    """Observe a row for each element of y."""
+    with numpyro.plate("data", len(y)), inside or nullcontext():
+        numpyro.sample("y", distribution, obs=y, **options)
+
+
+def weights():
+    """Priors of the line a + b x."""
+    return numpyro.sample("a", dist.Normal(0.0, 1.0)), numpyro.sample("b", dist.Normal(0.5, 1.0))
+
+
+def observed(likelihood: Callable) -> Callable:
+    """The line as predictor f of a likelihood."""
+
+    def model(x, y):
+        a, b = weights()
+        observe(likelihood(a + b * x), y)
+
+    return model
+
+
+real = observed(lambda f: dist.Normal(f, SD))
+
+
+def means(c):
     """Means a + b x of all rows at all nodes, (G, N)."""
-    return coordinates["a"][:, None] + coordinates["b"][:, None] * X
+    return c["a"][:, None] + c["b"][:, None] * X
 
 
-def prior_of_line(coordinates: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Log density of a ~ N(0, 1), b ~ N(.5, 1)."""
-    return normal(coordinates["a"], 0, 1) + normal(coordinates["b"], 0.5, 1)
+def line_rows(c):
+    """Log likelihood of each row of the line, (G, N)."""
+    return normal(Y, means(c), SD)
 
 
-# -- supports ---------------------------------------------------------------------------------------
+def line_density(prior_power: float = 1.0, power: Any = 1.0) -> Callable:
+    """Log joint of the line, with powers of the prior of b and of each row."""
+
+    def log_joint(c):
+        prior = normal(c["a"], 0, 1) + prior_power * normal(c["b"], 0.5, 1)
+        return prior + (power * line_rows(c)).sum(-1)
+
+    return log_joint
 
 
-def real(x, y):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
+real_density = line_density()
 
 
-def real_density(c):
-    return prior_of_line(c) + normal(Y, rows(c), SD).sum(-1)
-
-
-def positive_scale(y):
-    s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
-    with numpyro.plate("data", len(y)):
-        numpyro.sample("y", dist.Normal(0.0, s), obs=y)
-
-
-TWO = np.array([2.0, -1.5])
+def of_line(
+    name: str, model: Callable, log_joint: Callable, *data: np.ndarray, axes: Any = None, **others
+) -> Problem:
+    """A problem with coordinates a and b, and maybe with a third argument."""
+    return Problem(name, model, (*ARGS, *data), axes or LINE, log_joint, **others)
 
 
 def gamma(x, shape, rate):
@@ -62,18 +89,32 @@ def gamma(x, shape, rate):
     return shape * np.log(rate) - gammaln(shape) + (shape - 1) * np.log(x) - rate * x
 
 
-def interval(x, y):
-    w = numpyro.sample("w", dist.Uniform(-1.0, 1.0).expand([2]).to_event(1))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w[0] + w[1] * x, SD), obs=y)
+def half_normal(s):
+    return np.log(2) + normal(s, 0, 1)
 
 
-def pair(names: tuple[str, str]) -> Callable:
-    """Values of one site w of two elements."""
-    return lambda c: {"w": np.stack([c[names[0]], c[names[1]]], -1)}
+# -- supports ---------------------------------------------------------------------------------------
 
-
+TWO = np.array([2.0, -1.5])
 COUNTS = np.array([1, 4, 2])
+
+
+def positive_scale(y):
+    observe(dist.Normal(0.0, numpyro.sample("s", dist.Gamma(0.5, 1.0))), y)
+
+
+def two(fn: dist.Distribution) -> dist.Distribution:
+    return fn.expand([2]).to_event(1)
+
+
+def of_two(prior: Callable) -> Callable:
+    """The line whose weights are one site of two elements."""
+
+    def model(x, y):
+        w = numpyro.sample("w", prior())
+        observe(dist.Normal(w[0] + w[1] * x, SD), y)
+
+    return model
 
 
 def simplex(counts):
@@ -87,66 +128,47 @@ def simplex_sites(c):
 
 
 def simplex_density(c):
-    p = simplex_sites(c)["p"]
     constant = gammaln(6.0) - gammaln([2.0, 1.0, 3.0]).sum() + gammaln(8) - gammaln(COUNTS + 1).sum()
-    return constant + (np.log(p) * (np.array([1.0, 0.0, 2.0]) + COUNTS)).sum(-1) + np.log1p(-c["u"])
-
-
-def ordered(x, y):
-    base = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
-    w = numpyro.sample("w", dist.TransformedDistribution(base, dist.transforms.OrderedTransform()))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w[0] + w[1] * x, SD), obs=y)
+    powers = np.array([1.0, 0.0, 2.0]) + COUNTS
+    return constant + (np.log(simplex_sites(c)["p"]) * powers).sum(-1) + np.log1p(-c["u"])
 
 
 def ordered_density(c):
     # w = (first, first + exp(u)): first and u are standard normal.
-    gap = c["gap"]
-    prior = normal(c["first"], 0, 1) + normal(np.log(gap), 0, 1) - np.log(gap)
-    mean = c["first"][:, None] + (c["first"] + gap)[:, None] * X
-    return prior + normal(Y, mean, SD).sum(-1)
+    prior = normal(c["first"], 0, 1) + normal(np.log(c["gap"]), 0, 1) - np.log(c["gap"])
+    return prior + line_rows({"a": c["first"], "b": c["first"] + c["gap"]}).sum(-1)
 
 
-def bounded_below(x, y):
-    w = numpyro.sample("w", dist.TruncatedNormal(0.0, 1.0, low=-0.5).expand([2]).to_event(1))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w[0] + w[1] * x, SD), obs=y)
+def of_interval(name: str, prior: Callable, axis: Axis, log_prior: Callable) -> Problem:
+    """Two weights between bounds."""
 
+    def log_joint(c):
+        return log_prior(c["u"]) + log_prior(c["v"]) + line_rows({"a": c["u"], "b": c["v"]}).sum(-1)
 
-def line_of(first: str, second: str) -> Callable:
-    """Log likelihood of the line with these coordinates."""
-    return lambda c: normal(Y, c[first][:, None] + c[second][:, None] * X, SD).sum(-1)
+    sites = lambda c: {"w": np.stack([c["u"], c["v"]], -1)}  # noqa: E731
+    return Problem(name, of_two(prior), ARGS, {"u": axis, "v": axis}, log_joint, sites)
 
 
 SUPPORTS = [
-    Problem("real", real, ARGS, {"a": A_LINE, "b": B_LINE}, real_density),
+    of_line("real", real, real_density),
     Problem(
         "positive",
         positive_scale,
-        (np.asarray(TWO, np.float32),),
+        (TWO.astype(np.float32),),
         {"s": positive(1e-3, 60, 400)},
         lambda c: gamma(c["s"], 0.5, 1.0) + normal(TWO, 0, c["s"][:, None]).sum(-1),
     ),
-    Problem(
-        "interval",
-        interval,
-        ARGS,
-        {"u": line(-1, 1), "v": line(-1, 1)},
-        lambda c: 2 * np.log(0.5) + line_of("u", "v")(c),
-        pair(("u", "v")),
-    ),
-    Problem(
+    of_interval("interval", lambda: two(dist.Uniform(-1.0, 1.0)), line(-1, 1), lambda u: np.log(0.5)),
+    of_interval(
         "half-line",
-        bounded_below,
-        ARGS,
-        {"u": line(-0.5, 4), "v": line(-0.5, 4)},
-        lambda c: normal(c["u"], 0, 1) + normal(c["v"], 0, 1) - 2 * log_ndtr(0.5) + line_of("u", "v")(c),
-        pair(("u", "v")),
+        lambda: two(dist.TruncatedNormal(0.0, 1.0, low=-0.5)),
+        line(-0.5, 4),
+        lambda u: normal(u, 0, 1) - log_ndtr(0.5),
     ),
     Problem(
         "simplex",
         simplex,
-        (np.asarray(COUNTS),),
+        (COUNTS,),
         {"u": line(0, 1), "v": line(0, 1)},
         simplex_density,
         simplex_sites,
@@ -154,7 +176,7 @@ SUPPORTS = [
     ),
     Problem(
         "ordered",
-        ordered,
+        of_two(lambda: dist.TransformedDistribution(two(dist.Normal(0.0, 1.0)), dist.transforms.OrderedTransform())),
         ARGS,
         {"first": line(-4, 3), "gap": positive(1e-3, 30)},
         ordered_density,
@@ -163,190 +185,54 @@ SUPPORTS = [
 ]
 
 
-# -- hidden units -----------------------------------------------------------------------------------
-
-PINNED = np.array([-1.5, 0.0, 1.5])
-NET_Y = np.array([0.9, 0.6, -0.2, -0.4, -0.9, -1.0])
-NET_ARGS = (ARGS[0], np.asarray(NET_Y, np.float32))
-
-
-def units(count: int, locations: np.ndarray) -> Callable:
-    """The sum of tanh units whose input weights are unknown."""
-
-    def model(x, y):
-        loc = jnp.asarray(locations[:count], jnp.float32)
-        w = numpyro.sample("w", dist.Normal(loc, 1.0).to_event(1))
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * w).sum(-1), SD), obs=y)
-
-    return model
-
-
-def units_problem(count: int, locations: np.ndarray, kind: str) -> Problem:
-    """Exact posterior of that sum."""
-    names = [f"w{i}" for i in range(count)]
-
-    def log_joint(c):
-        mean = sum(np.tanh(c[name][:, None] * X) for name in names)
-        prior = sum(normal(c[name], loc, 1) for name, loc in zip(names, locations, strict=False))
-        return prior + normal(NET_Y, mean, SD).sum(-1)
-
-    axes = {name: line(-5.5, 5.5, 400 if count == 1 else 160 if count == 2 else 80) for name in names}
-    return Problem(
-        f"{count} tanh {'unit' if count == 1 else 'units'}, {kind}",
-        units(count, locations),
-        NET_ARGS,
-        axes,
-        log_joint,
-        lambda c: {"w": np.stack([c[name] for name in names], -1)},
-    )
-
-
-def relu_net(prior: Any) -> Callable:
-    """One ReLU unit: w and v are known up to a factor that the prior decides."""
-    unit = nn.Dense(1, use_bias=False)
-
-    def model(x, y):
-        net = random_network("net", nn.Sequential([unit, "relu", unit]), input_shape=(1,), prior=prior)
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(net(x[:, None])[..., 0], SD), obs=y)
-
-    return model
-
-
-def relu_sites(c):
-    return {"net/Dense_0.kernel": c["w"][:, None, None], "net/Dense_1.kernel": c["v"][:, None, None]}
-
-
-def relu_likelihood(c):
-    mean = np.maximum(c["w"][:, None] * X, 0) * c["v"][:, None]
-    return normal(Y, mean, SD).sum(-1)
-
-
-UNITS = [
-    *(units_problem(count, np.zeros(3), "exchangeable") for count in (1, 2, 3)),
-    *(units_problem(count, PINNED, "pinned") for count in (1, 2, 3)),
-    Problem(
-        "one ReLU unit",
-        relu_net(priors.Normal()),
-        ARGS,
-        {"w": cut_line(-6, 6, 300), "v": line(-6, 6, 300)},
-        lambda c: normal(c["w"], 0, 1) + normal(c["v"], 0, 1) + relu_likelihood(c),
-        relu_sites,
-    ),
-    Problem(
-        "one ReLU unit, uniform weights",
-        relu_net(lambda name, shape: dist.Uniform(-1.5, 2.0).expand(shape).to_event(len(shape))),
-        ARGS,
-        {"w": cut_line(-1.5, 2.0, 300), "v": line(-1.5, 2.0, 300)},
-        lambda c: 2 * np.log(1 / 3.5) + relu_likelihood(c),
-        relu_sites,
-    ),
-]
-
-
 # -- handlers ---------------------------------------------------------------------------------------
 
-LINE = {"a": A_LINE, "b": B_LINE}
 SOME = np.array([True, False, True, True, False, True])
-NONE, ALL = np.zeros(6, bool), np.ones(6, bool)
+MASKS = {"some": SOME, "none": np.ones(6, bool), "all": np.zeros(6, bool)}
 
 
-def line_model(wrap_prior: Any = None, wrap_rows: Any = None) -> Callable:
+def around(prior=nullcontext, rows=nullcontext) -> Callable:
     """The line with a handler around the prior of b or around the rows."""
-    nothing = handlers.scale(scale=1.0)
 
     def model(x, y):
         a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-        with wrap_prior() if wrap_prior else nothing:
+        with prior():
             b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-        with wrap_rows() if wrap_rows else nothing, numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
+        with rows():
+            observe(dist.Normal(a + b * x, SD), y)
 
     return model
 
 
 def masked_rows(x, y, keep):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-    with numpyro.plate("data", len(x)), handlers.mask(mask=keep):
-        numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
+    a, b = weights()
+    observe(dist.Normal(a + b * x, SD), y, handlers.mask(mask=keep))
 
 
 def masked_likelihood(x, y, keep):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(a + b * x, SD).mask(keep), obs=y)
-
-
-def line_density(prior_power: float = 1.0, power: Any = 1.0) -> Callable:
-    """Its log joint: powers of the prior of b and of each row."""
-
-    def log_joint(c):
-        prior = normal(c["a"], 0, 1) + prior_power * normal(c["b"], 0.5, 1)
-        return prior + (power * line_rows(c)).sum(-1)
-
-    return log_joint
-
-
-def line_rows(c):
-    """Log likelihood of each row, (G, N)."""
-    return normal(Y, rows(c), SD)
-
-
-def of_line(name: str, model: Callable, log_joint: Callable, **others: Any) -> Problem:
-    """A problem with coordinates a and b."""
-    return Problem(name, model, others.pop("args", ARGS), others.pop("axes", LINE), log_joint, **others)
-
-
-def fixed(b: float = 0.8) -> Callable:
-    """Log joint of a alone, where b is known; its prior density at that value belongs to the model."""
-
-    def log_joint(c):
-        return real_density({"a": c["a"], "b": np.full_like(c["a"], b)})
-
-    return log_joint
-
-
-def factored(x, y):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-    numpyro.factor("close", -2.0 * (a - b) ** 2)
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
+    a, b = weights()
+    observe(dist.Normal(a + b * x, SD).mask(keep), y)
 
 
 def partly_observed(x, y, seen):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y, obs_mask=seen)
+    a, b = weights()
+    observe(dist.Normal(a + b * x, SD), y, obs_mask=seen)
 
 
-def imputed(draws, rng):
-    mean = draws["a"][:, None] + draws["b"][:, None] * X
-    return {**draws, "y_unobserved": rng.normal(mean, SD)}
+def factored(x, y):
+    a, b = weights()
+    numpyro.factor("close", -2.0 * (a - b) ** 2)
+    observe(dist.Normal(a + b * x, SD), y)
 
 
-def intervened(draws, rng):
-    return {**draws, "b": rng.normal(0.5, 1.0, len(draws["a"]))}
+def with_rows_masked(keep):
+    """Log likelihoods of the rows that are kept."""
+    return lambda c: np.where(keep, line_rows(c), np.nan)
 
 
-def scoped(c):
-    return {"part/a": c["a"], "part/b": c["b"]}
-
-
-def decentered(c):
-    return {"a": c["a"], "b_decentered": c["b"] - 0.5}
-
-
-def hidden_site(x, y):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    with handlers.block():
-        b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
+def fixed(c):
+    """Log joint of a alone, where b is known; its prior density at that value belongs to the model."""
+    return real_density({"a": c["a"], "b": np.full_like(c["a"], 0.8)})
 
 
 def mean_of_hidden(c):
@@ -355,49 +241,48 @@ def mean_of_hidden(c):
     return normal(c["a"], 0, 1) + mean.sum(-1)
 
 
-RANDOM_INSIDE = [of_line("block", hidden_site, mean_of_hidden, axes={"a": A_LINE})]
+A = {"a": LINE["a"]}
+RANDOM_INSIDE = [of_line("block", around(prior=handlers.block), mean_of_hidden, axes=A)]
+POWER = partial(handlers.scale, scale=2.5)
 HANDLERS = [
     of_line("no handler", real, real_density, rows=line_rows),
     of_line("scale of the model", handlers.scale(real, 2.5), lambda c: 2.5 * real_density(c)),
-    of_line("scale of the rows", line_model(wrap_rows=lambda: handlers.scale(scale=2.5)), line_density(power=2.5)),
-    of_line(
-        "scale of a prior", line_model(wrap_prior=lambda: handlers.scale(scale=2.5)), line_density(prior_power=2.5)
-    ),
+    of_line("scale of the rows", around(rows=POWER), line_density(power=2.5)),
+    of_line("scale of a prior", around(prior=POWER), line_density(prior_power=2.5)),
     *(
         of_line(
-            f"mask of {name} of the rows",
-            masked_rows,
-            line_density(power=keep),
-            args=(*ARGS, np.asarray(keep)),
-            rows=lambda c, keep=keep: np.where(keep, line_rows(c), np.nan),
+            f"mask of {name} of the rows", masked_rows, line_density(power=keep), keep, rows=with_rows_masked(keep)
         )
-        for name, keep in {"some": SOME, "none": ALL, "all": NONE}.items()
+        for name, keep in MASKS.items()
     ),
+    of_line("mask of the likelihood", masked_likelihood, line_density(power=SOME), SOME, rows=with_rows_masked(SOME)),
+    of_line("mask of a prior", around(prior=partial(handlers.mask, mask=False)), line_density(prior_power=0.0)),
     of_line(
-        "mask of the likelihood",
-        masked_likelihood,
+        "obs_mask",
+        partly_observed,
         line_density(power=SOME),
-        args=(*ARGS, np.asarray(SOME)),
-        rows=lambda c: np.where(SOME, line_rows(c), np.nan),
+        SOME,
+        completed=lambda draws, rng: {**draws, "y_unobserved": rng.normal(means(draws), SD)},
     ),
-    of_line(
-        "mask of a prior", line_model(wrap_prior=lambda: handlers.mask(mask=False)), line_density(prior_power=0.0)
-    ),
-    of_line("obs_mask", partly_observed, line_density(power=SOME), completed=imputed, args=(*ARGS, np.asarray(SOME))),
-    of_line("condition", handlers.condition(real, {"b": 0.8}), fixed(), axes={"a": A_LINE}),
+    of_line("condition", handlers.condition(real, {"b": 0.8}), fixed, axes=A),
     # A substituted value is replaced by the sampler's, here as with NumPyro's own kernels.
     of_line("substitute", handlers.substitute(real, {"b": 0.8}), real_density),
     of_line(
         "do",
         handlers.do(real, {"b": 0.8}),
-        lambda c: fixed()(c) - normal(0.8, 0.5, 1),
-        axes={"a": A_LINE},
-        completed=intervened,
+        lambda c: fixed(c) - normal(0.8, 0.5, 1),
+        axes=A,
+        completed=lambda draws, rng: {**draws, "b": rng.normal(0.5, 1.0, len(draws["a"]))},
     ),
     of_line(
-        "reparam", handlers.reparam(real, {"b": LocScaleReparam(0.0)}), lambda c: real_density(c), sites=decentered
+        "reparam",
+        handlers.reparam(real, {"b": LocScaleReparam(0.0)}),
+        real_density,
+        sites=lambda c: {"a": c["a"], "b_decentered": c["b"] - 0.5},
     ),
-    of_line("scope", handlers.scope(real, "part"), real_density, sites=scoped),
+    of_line(
+        "scope", handlers.scope(real, "part"), real_density, sites=lambda c: {"part/a": c["a"], "part/b": c["b"]}
+    ),
     of_line("factor", factored, lambda c: real_density(c) - 2.0 * (c["a"] - c["b"]) ** 2),
 ]
 
@@ -409,23 +294,20 @@ GRID = np.array([[0.3, -0.2, 0.5], [1.1, 0.9, 1.6]])
 
 
 def subsampled(x, y, batch_size=None):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
+    a, b = weights()
     with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Normal(a + b * x[i], SD), obs=y[i])
 
 
 def subsampled_by_name(x, y, batch_size=None):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
+    a, b = weights()
     with numpyro.plate("data", len(x), subsample_size=batch_size):
         few_x, few_y = numpyro.subsample(x, event_dim=0), numpyro.subsample(y, event_dim=0)
         numpyro.sample("y", dist.Normal(a + b * few_x, SD), obs=few_y)
 
 
 def entered_twice(x, y, batch_size=None):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
+    a, b = weights()
     data = numpyro.plate("data", len(x), subsample_size=batch_size)
     with data as i:
         numpyro.sample("y", dist.Normal(a + b * x[i], SD), obs=y[i])
@@ -434,16 +316,14 @@ def entered_twice(x, y, batch_size=None):
 
 
 def outside_of_plate(x, y, batch_size=None):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
+    a, b = weights()
     with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
         mean = a + b * x[i]
     numpyro.sample("y", dist.Normal(mean, SD).to_event(1), obs=y[i])
 
 
 def one_not_indexed(x, y, batch_size=None):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
+    a, b = weights()
     with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Normal(a + b * x[i], SD), obs=y[i])
         numpyro.sample("z", dist.Normal(a, 2 * SD), obs=0.5)
@@ -458,9 +338,8 @@ def nested(x, y, batch_size=None):
 
 
 def nested_density(c):
-    levels = np.stack([c["a0"], c["a1"]], -1)
-    mean = levels[:, GROUP] + c["b"][:, None] * X
-    return normal(levels, 0, 1).sum(-1) + normal(c["b"], 0.5, 1) + normal(Y, mean, SD).sum(-1)
+    mean = levels(c)[:, GROUP] + c["b"][:, None] * X
+    return normal(levels(c), 0, 1).sum(-1) + normal(c["b"], 0.5, 1) + normal(Y, mean, SD).sum(-1)
 
 
 def parallel(grid, batch_size=None):
@@ -474,14 +353,15 @@ def parallel(grid, batch_size=None):
 
 
 def parallel_density(c):
-    levels = np.stack([c["a0"], c["a1"]], -1)
-    mean = levels[:, :, None] + c["b"][:, None, None] * np.arange(3)
-    prior = normal(levels, 0, 1).sum(-1) + normal(c["b"], 0, 1)
-    return prior + normal(GRID, mean, SD).sum((-2, -1))
+    mean = levels(c)[:, :, None] + c["b"][:, None, None] * np.arange(3)
+    return normal(levels(c), 0, 1).sum(-1) + normal(c["b"], 0, 1) + normal(GRID, mean, SD).sum((-2, -1))
 
 
-LEVELS = {"a0": line(-4, 4, 60), "a1": line(-4, 4, 60), "b": line(-4, 4, 60)}
+def levels(c):
+    return np.stack([c["a0"], c["a1"]], -1)
 
+
+LEVELS = {name: line(-4, 4, 60) for name in ("a0", "a1", "b")}
 PLATES = [
     of_line("subsampled plate", subsampled, real_density, batch=3, rows=line_rows),
     of_line("numpyro.subsample", subsampled_by_name, real_density, batch=3, rows=line_rows),
@@ -498,22 +378,14 @@ PLATES = [
         lambda c: real_density(c) + 6 * normal(0.5, c["a"], 2 * SD),
         batch=3,
     ),
-    Problem(
-        "nested plates",
-        nested,
-        ARGS,
-        LEVELS,
-        nested_density,
-        lambda c: {"a": np.stack([c["a0"], c["a1"]], -1), "b": c["b"]},
-        batch=2,
-    ),
+    Problem("nested plates", nested, ARGS, LEVELS, nested_density, lambda c: {"a": levels(c), "b": c["b"]}, batch=2),
     Problem(
         "parallel plates",
         parallel,
-        (np.asarray(GRID, np.float32),),
+        (GRID.astype(np.float32),),
         LEVELS,
         parallel_density,
-        lambda c: {"a": np.stack([c["a0"], c["a1"]], -1)[..., None], "b": c["b"]},
+        lambda c: {"a": levels(c)[..., None], "b": c["b"]},
         batch=2,
     ),
 ]
@@ -525,41 +397,28 @@ SMALL_COUNTS = np.array([0, 1, 1, 2, 4, 9])
 FLAGS = np.array([0, 0, 1, 1, 0, 1])
 OF_TEN = np.array([1, 3, 4, 7, 8, 9])
 CLASSES = np.array([0, 1, 2, 2, 1, 2])
+PAIRS = np.stack([Y, Y**2], -1).astype(np.float32)
 
 
-def observed(distribution: Callable) -> Callable:
-    """The line as predictor f of a likelihood."""
-
-    def model(x, y):
-        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-        b = numpyro.sample("b", dist.Normal(0.5, 1.0))
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", distribution(a + b * x), obs=y)
-
-    return model
-
-
-def likelihood(name: str, distribution: Callable, log_density: Callable, values: Any = None) -> Problem:
+def likelihood(name: str, distribution: Callable, log_density: Callable, values: np.ndarray = ARGS[1]) -> Problem:
     """A problem from the density of a row given its predictor, (G, N)."""
-    return of_line(
-        name,
-        observed(distribution),
-        lambda c: prior_of_line(c) + log_density(rows(c)).sum(-1),
-        args=ARGS if values is None else (ARGS[0], np.asarray(values)),
-        rows=lambda c: log_density(rows(c)),
-    )
+
+    def log_joint(c):
+        return line_density(power=0.0)(c) + log_density(means(c)).sum(-1)
+
+    rows = lambda c: log_density(means(c))  # noqa: E731
+    return Problem(name, observed(distribution), (ARGS[0], values), LINE, log_joint, rows=rows)
 
 
 def two_sites(x, y, flags):
-    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    b = numpyro.sample("b", dist.Normal(0.5, 1.0))
+    a, b = weights()
     with numpyro.plate("data", len(x)):
         numpyro.sample("y", dist.Normal(a + b * x, SD), obs=y)
         numpyro.sample("flag", dist.Bernoulli(logits=a + b * x), obs=flags)
 
 
-def log_sigmoid(f):
-    return -np.logaddexp(0, -f)
+def log_bernoulli(f):
+    return -np.logaddexp(0, np.where(FLAGS, -f, f))
 
 
 def student(f):
@@ -573,14 +432,15 @@ def negative_binomial(f):
     return constant + 3 * np.log(3 / (3 + mean)) + y * np.log(mean / (3 + mean))
 
 
+def binomial(f):
+    constant = gammaln(11) - gammaln(OF_TEN + 1) - gammaln(11 - OF_TEN)
+    return constant - OF_TEN * np.logaddexp(0, -f) - (10 - OF_TEN) * np.logaddexp(0, f)
+
+
 def categorical(f):
     logits = np.stack([np.zeros_like(f), f, -0.5 * f], -1)
     chosen = np.take_along_axis(logits, np.broadcast_to(CLASSES, f.shape)[..., None], -1)[..., 0]
     return chosen - np.logaddexp.reduce(logits, -1)
-
-
-def vector(f):
-    return normal(Y, f, SD) + normal(Y**2, 2 * f, 2 * SD)
 
 
 LIKELIHOODS = [
@@ -595,24 +455,8 @@ LIKELIHOODS = [
     likelihood(
         "negative binomial", lambda f: dist.NegativeBinomial2(jnp.exp(f), 3.0), negative_binomial, SMALL_COUNTS
     ),
-    likelihood(
-        "Bernoulli",
-        lambda f: dist.Bernoulli(logits=f),
-        lambda f: np.where(FLAGS, log_sigmoid(f), log_sigmoid(-f)),
-        FLAGS,
-    ),
-    likelihood(
-        "binomial",
-        lambda f: dist.Binomial(10, logits=f),
-        lambda f: (
-            gammaln(11)
-            - gammaln(OF_TEN + 1)
-            - gammaln(11 - OF_TEN)
-            + OF_TEN * log_sigmoid(f)
-            + (10 - OF_TEN) * log_sigmoid(-f)
-        ),
-        OF_TEN,
-    ),
+    likelihood("Bernoulli", lambda f: dist.Bernoulli(logits=f), log_bernoulli, FLAGS),
+    likelihood("binomial", lambda f: dist.Binomial(10, logits=f), binomial, OF_TEN),
     likelihood(
         "categorical", lambda f: dist.Categorical(logits=jnp.stack([0 * f, f, -0.5 * f], -1)), categorical, CLASSES
     ),
@@ -624,345 +468,324 @@ LIKELIHOODS = [
     likelihood(
         "vector events",
         lambda f: dist.Normal(jnp.stack([f, 2 * f], -1), jnp.array([SD, 2 * SD])).to_event(1),
-        vector,
-        np.stack([Y, Y**2], -1).astype(np.float32),
+        lambda f: normal(Y, f, SD) + normal(Y**2, 2 * f, 2 * SD),
+        PAIRS,
     ),
-    of_line(
-        "two observed sites",
-        two_sites,
-        lambda c: real_density(c) + np.where(FLAGS, log_sigmoid(rows(c)), log_sigmoid(-rows(c))).sum(-1),
-        args=(*ARGS, np.asarray(FLAGS)),
-    ),
+    of_line("two observed sites", two_sites, lambda c: real_density(c) + log_bernoulli(means(c)).sum(-1), FLAGS),
 ]
+
+
+# -- the same problem under other handlers -----------------------------------------------------------
+
+
+def power(problem: Problem) -> Problem:
+    """The problem under `handlers.scale` of the whole model."""
+    return replace(
+        problem,
+        name=f"{problem.name}, scaled",
+        model=handlers.scale(problem.model, 2.5),
+        log_joint=lambda c: 2.5 * problem.log_joint(c),
+    )
+
+
+class RowsMasked(handlers.Messenger):
+    """Leaves some of the rows out."""
+
+    def process_message(self, msg):
+        if msg["type"] == "sample" and msg["name"] == "y":
+            msg["fn"] = msg["fn"].mask(SOME)
+
+
+def few_rows(problem: Problem, rows: Callable) -> Problem:
+    """The problem with a mask on its rows, of which the log likelihoods are given here."""
+    return replace(
+        problem,
+        name=f"{problem.name}, rows masked",
+        model=RowsMasked(problem.model),
+        log_joint=lambda c: problem.log_joint(c) - rows(c)[:, ~SOME].sum(-1),
+    )
 
 
 # -- scales that are learned ------------------------------------------------------------------------
 
 
-def centered(x, y):
-    s = numpyro.sample("s", dist.HalfNormal(1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, s))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x, SD), obs=y)
-
-
-def by_hand(x, y):
-    s = numpyro.sample("s", dist.HalfNormal(1.0))
-    z = numpyro.sample("z", dist.Normal(0.0, 1.0))
-    w = numpyro.deterministic("w", s * z)
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x, SD), obs=y)
-
-
-def by_precision(x, y):
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x, SD), obs=y)
-
-
-def noise_precision(x, y):
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x, tau**-0.5), obs=y)
-
-
-def slope_rows(c, sd=SD):
-    return normal(Y, c["w"][:, None] * X, sd)
-
-
-def half_normal(s):
-    return np.log(2) + normal(s, 0, 1)
-
-
-def mean_of_precision(x, y):
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x + 0.2 * tau, SD), obs=y)
-
-
-def density_with_mean(c):
-    mean = c["w"][:, None] * X + 0.2 * c["tau"][:, None]
-    return normal(c["w"], 0, c["tau"] ** -0.5) + normal(Y, mean, SD).sum(-1)
-
-
-def piecewise(x, y):
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x, jnp.where(tau < 1.0, 1.0, 0.5) * tau**-0.5), obs=y)
-
-
-def density_in_pieces(c):
-    sd = np.where(c["tau"] < 1.0, 1.0, 0.5) * c["tau"] ** -0.5
-    return normal(c["w"], 0, 1) + slope_rows(c, sd[:, None]).sum(-1)
-
-
-def scaled_by_precision(x, y):
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5))
-    with numpyro.plate("data", len(x)), handlers.scale(scale=tau):
-        numpyro.sample("y", dist.Normal(w * x, SD), obs=y)
-
-
-def density_scaled(c):
-    return normal(c["w"], 0, c["tau"] ** -0.5) + c["tau"] * slope_rows(c).sum(-1)
-
-
-TAU_CUT_AT_1 = Axis(*map(np.concatenate, zip(positive(1e-3, 1, 150), positive(1, 25, 150), strict=True)))
-SCALE, SLOPE, TAU = positive(1e-5, 7, 300), line(-1, 2.5, 300), positive(1e-3, 25, 300)
-SCALES = [
-    Problem(
-        "centered scale",
-        centered,
-        ARGS,
-        {"s": SCALE, "w": SLOPE},
-        lambda c: half_normal(c["s"]) + normal(c["w"], 0, c["s"]) + slope_rows(c).sum(-1),
-    ),
-    Problem(
-        "scale by hand",
-        by_hand,
-        ARGS,
-        {"s": SCALE, "z": line(-6, 6, 300)},
-        lambda c: half_normal(c["s"]) + normal(c["z"], 0, 1) + slope_rows({"w": c["s"] * c["z"]}).sum(-1),
-    ),
-    Problem(
-        "reparametrized scale",
-        handlers.reparam(centered, {"w": LocScaleReparam(0.0)}),
-        ARGS,
-        {"s": SCALE, "z": line(-6, 6, 300)},
-        lambda c: half_normal(c["s"]) + normal(c["z"], 0, 1) + slope_rows({"w": c["s"] * c["z"]}).sum(-1),
-        lambda c: {"s": c["s"], "w_decentered": c["z"]},
-    ),
-    Problem(
-        "precision of a weight",
-        by_precision,
-        ARGS,
-        {"tau": TAU, "w": SLOPE},
-        lambda c: gamma(c["tau"], 2.0, 1.0) + normal(c["w"], 0, c["tau"] ** -0.5) + slope_rows(c).sum(-1),
-    ),
-    Problem(
-        "precision of the noise",
-        noise_precision,
-        ARGS,
-        {"tau": TAU, "w": line(-2, 3.5, 300)},
-        lambda c: gamma(c["tau"], 2.0, 1.0) + normal(c["w"], 0, 1) + slope_rows(c, c["tau"][:, None] ** -0.5).sum(-1),
-    ),
-]
-
-
-def power(problem: Problem, factor: float) -> Problem:
-    """The problem under `handlers.scale` of the whole model."""
-    model, log_joint = handlers.scale(problem.model, factor), problem.log_joint
-    return Problem(
-        f"{problem.name}, scaled", model, problem.data, problem.axes, lambda c: factor * log_joint(c), problem.sites
-    )
-
-
-def few_rows(problem: Problem, likelihood: Callable) -> Problem:
-    """The problem with a mask on the rows, which leaves them to the likelihood given here."""
+def scale_and_weight(decentered: bool) -> Callable:
+    """w ~ N(0, s), centered or made of a standard normal z."""
 
     def model(x, y):
-        def hidden(site):
-            return site["fn"].mask(np.asarray(SOME)) if site["name"] == "y" else site["fn"]
-
-        with _EditedDistributions(hidden):
-            problem.model(x, y)
-
-    log_joint = problem.log_joint
-    return Problem(
-        f"{problem.name}, rows masked",
-        model,
-        problem.data,
-        problem.axes,
-        lambda c: log_joint(c) - likelihood(c)[:, ~SOME].sum(-1),
-        problem.sites,
-    )
-
-
-class _EditedDistributions(handlers.Messenger):
-    """Replaces distributions of sites."""
-
-    def __init__(self, edit: Callable) -> None:
-        super().__init__()
-        self.edit = edit
-
-    def process_message(self, msg):
-        if msg["type"] == "sample":
-            msg["fn"] = self.edit(msg)
-
-
-def units_rows(count: int) -> Callable:
-    """Log likelihood of the rows of a sum of tanh units."""
-    return lambda c: normal(NET_Y, sum(np.tanh(c[f"w{i}"][:, None] * X) for i in range(count)), SD)
-
-
-def net_of_two(make_prior: Callable, layers: Any) -> Callable:
-    """A network of two kernels without biases; the prior of the second is standard normal."""
-
-    def model(x, y):
-        prior = priors.BySite({"Dense_0.kernel": make_prior(), "*": priors.Normal()})
-        net = random_network("net", nn.Sequential(layers), input_shape=(1,), prior=prior)
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(net(x[:, None])[..., 0], SD), obs=y)
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        if decentered:
+            w = numpyro.deterministic("w", s * numpyro.sample("z", dist.Normal(0.0, 1.0)))
+        else:
+            w = numpyro.sample("w", dist.Normal(0.0, s))
+        observe(dist.Normal(w * x, SD), y)
 
     return model
 
 
-def norm_likelihood(c):
-    z = np.sign(c["w"])[:, None] * (X - X.mean()) / X.std()
-    return normal(Y, c["v"][:, None] * z, SD).sum(-1)
+def precision_of_weight(mean: Callable, inside: Callable = lambda tau: None) -> Callable:
+    """w ~ N(0, 1 / tau), tau ~ Gamma(2, 1)."""
+
+    def model(x, y):
+        tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+        w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5))
+        observe(dist.Normal(mean(w, x, tau), SD), y, inside(tau))
+
+    return model
 
 
-def net_sites(site: str, sd: Callable, centered: bool = True) -> Callable:
-    """Values of the sites of a network of two kernels whose first is z times an sd, a function of the site s."""
+def precision_of_noise(sd: Callable) -> Callable:
+    """y ~ N(w x, sd(tau)^2), tau ~ Gamma(2, 1)."""
 
-    def sites(c):
-        first = sd(c["s"]) * c["z"] if centered else c["z"]
-        name = "net/Dense_0.kernel" if centered else "net/Dense_0.kernel_base"
-        return {
-            f"net/Dense_0.kernel_{site}": c["s"],
-            name: first[:, None, None],
-            "net/Dense_1.kernel": c["v"][:, None, None],
-        }
+    def model(x, y):
+        tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        observe(dist.Normal(w * x, sd(tau)), y)
 
-    return sites
+    return model
+
+
+def weight_density(c):
+    """Log density of tau ~ Gamma(2, 1) and w ~ N(0, 1 / tau)."""
+    return gamma(c["tau"], 2.0, 1.0) + normal(c["w"], 0, c["tau"] ** -0.5)
+
+
+def slope_rows(c, sd=SD, shift=0.0):
+    return normal(Y, c["w"][:, None] * X + shift, sd)
+
+
+def noise_rows(c, factor=1.0):
+    return slope_rows(c, (factor * c["tau"] ** -0.5)[:, None])
+
+
+def noise_density(c, factor=1.0):
+    return gamma(c["tau"], 2.0, 1.0) + normal(c["w"], 0, 1) + noise_rows(c, factor).sum(-1)
+
+
+def standard_density(c):
+    """Log joint in the coordinates s and z, w = s z."""
+    return half_normal(c["s"]) + normal(c["z"], 0, 1) + slope_rows({"w": c["s"] * c["z"]}).sum(-1)
+
+
+def of_slope(name: str, model: Callable, log_joint: Callable, sites: Callable = dict, **axes: Any) -> Problem:
+    """A problem of a scale s or precision tau, and of a weight w, or of z = w / s."""
+    return Problem(name, model, ARGS, axes, log_joint, sites)
+
+
+SCALE, SLOPE, TAU, STANDARD = positive(1e-5, 7, 300), line(-1, 2.5, 300), positive(1e-3, 25, 300), line(-6, 6, 300)
+CUT = {"tau": joined(positive(1e-3, 1, 150), positive(1, 25, 150)), "w": line(-3, 4, 300)}
+CENTERED = of_slope(
+    "centered scale",
+    scale_and_weight(decentered=False),
+    lambda c: half_normal(c["s"]) + normal(c["w"], 0, c["s"]) + slope_rows(c).sum(-1),
+    s=SCALE,
+    w=SLOPE,
+)
+OF_WEIGHT = of_slope(
+    "precision of a weight",
+    precision_of_weight(lambda w, x, tau: w * x),
+    lambda c: weight_density(c) + slope_rows(c).sum(-1),
+    tau=TAU,
+    w=SLOPE,
+)
+OF_NOISE = of_slope(
+    "precision of the noise", precision_of_noise(lambda tau: tau**-0.5), noise_density, tau=TAU, w=line(-2, 3.5, 300)
+)
+SCALES = [
+    CENTERED,
+    of_slope("scale by hand", scale_and_weight(decentered=True), standard_density, s=SCALE, z=STANDARD),
+    of_slope(
+        "reparametrized scale",
+        handlers.reparam(CENTERED.model, {"w": LocScaleReparam(0.0)}),
+        standard_density,
+        lambda c: {"s": c["s"], "w_decentered": c["z"]},
+        s=SCALE,
+        z=STANDARD,
+    ),
+    OF_WEIGHT,
+    OF_NOISE,
+    *map(power, (CENTERED, OF_WEIGHT, OF_NOISE)),
+    few_rows(OF_WEIGHT, slope_rows),
+    few_rows(OF_NOISE, noise_rows),
+    of_slope(
+        "precision of a weight and the mean",
+        precision_of_weight(lambda w, x, tau: w * x + 0.2 * tau),
+        lambda c: weight_density(c) + slope_rows(c, shift=0.2 * c["tau"][:, None]).sum(-1),
+        **CUT,
+    ),
+    of_slope(
+        "precision of the noise, in pieces",
+        precision_of_noise(lambda tau: jnp.where(tau < 1.0, 1.0, 0.5) * tau**-0.5),
+        lambda c: noise_density(c, np.where(c["tau"] < 1.0, 1.0, 0.5)),
+        **CUT,
+    ),
+    of_slope(
+        "precision of a scale handler",
+        precision_of_weight(lambda w, x, tau: w * x, lambda tau: handlers.scale(scale=tau)),
+        lambda c: weight_density(c) + c["tau"] * slope_rows(c).sum(-1),
+        **CUT,
+    ),
+]
+
+
+# -- hidden units -----------------------------------------------------------------------------------
+
+NET_Y = np.array([0.9, 0.6, -0.2, -0.4, -0.9, -1.0])
+LOCATIONS = {"exchangeable": np.zeros(3), "pinned": np.array([-1.5, 0.0, 1.5])}
+NODES = {1: 400, 2: 160, 3: 80}
+
+
+def units_rows(c):
+    """Log likelihoods of the rows of a sum of tanh units."""
+    return normal(NET_Y, sum(np.tanh(w[:, None] * X) for w in c.values()), SD)
+
+
+def units(count: int, kind: str) -> Problem:
+    """The sum of tanh units whose input weights are unknown."""
+    names, loc = [f"w{i}" for i in range(count)], LOCATIONS[kind][:count]
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(jnp.asarray(loc, jnp.float32), 1.0).to_event(1))
+        observe(dist.Normal(jnp.tanh(x[:, None] * w).sum(-1), SD), y)
+
+    def log_joint(c):
+        return sum(normal(c[name], mean, 1) for name, mean in zip(names, loc, strict=True)) + units_rows(c).sum(-1)
+
+    return Problem(
+        f"{count} tanh {'unit' if count == 1 else 'units'}, {kind}",
+        model,
+        (ARGS[0], NET_Y.astype(np.float32)),
+        {name: line(-5.5, 5.5, NODES[count]) for name in names},
+        log_joint,
+        lambda c: {"w": np.stack([c[name] for name in names], -1)},
+    )
 
 
 UNIT = nn.Dense(1, use_bias=False)
-RELU, NORM = [UNIT, "relu", UNIT], [UNIT, nn.BatchNorm(False, False), UNIT]
-SECOND = line(-6, 6, 300)
+LAYERS = {"ReLU": [UNIT, "relu", UNIT], "BatchNorm": [UNIT, nn.BatchNorm(False, False), UNIT]}
 
 
-def learned(
-    name: str, layers: Any, make_hyper: Callable, log_hyper: Callable, axis: Any, likelihood: Callable, centered: bool
-) -> Problem:
-    """A network of two kernels, the first with a learned scale s."""
+def network(kind: str, prior: Callable) -> Callable:
+    """A network of two kernels without biases."""
 
-    make_prior = lambda: priors.Hierarchical(make_hyper(), centered=centered)  # noqa: E731
-    return standardized(name, layers, make_prior, log_hyper, axis, likelihood, centered)
+    def model(x, y):
+        net = random_network("net", nn.Sequential(LAYERS[kind]), input_shape=(1,), prior=prior())
+        observe(dist.Normal(net(x[:, None])[..., 0], SD), y)
+
+    return model
 
 
-def standardized(
-    name: str,
-    layers: Any,
-    make_prior: Callable,
-    log_hyper: Callable,
-    axis: Any,
-    likelihood: Callable,
-    centered: bool,
-    site: str = "scale",
-    sd: Callable = lambda s: s,
-) -> Problem:
-    """That network in the coordinates s, z and v, with w = sd(s) z."""
+def net_density(kind: str, c: Any) -> np.ndarray:
+    """Log likelihood of a network with the kernels w and v."""
+    w, v = c["w"][:, None], c["v"][:, None]
+    hidden = np.maximum(w * X, 0) if kind == "ReLU" else np.sign(w) * (X - X.mean()) / X.std()
+    return normal(Y, hidden * v, SD).sum(-1)
+
+
+def kernels(w, v, base=""):
+    return {f"net/Dense_0.kernel{base}": w[:, None, None], "net/Dense_1.kernel": v[:, None, None]}
+
+
+def cut_line(low: float, high: float, size: int) -> Axis:
+    return joined(line(low, 0.0, size // 2), line(0.0, high, size // 2))
+
+
+def relu_unit(kind: str, prior: Callable, log_prior: Callable, w: Axis, v: Axis) -> Problem:
+    """One ReLU unit: w and v are known up to a factor that the prior decides."""
 
     def log_joint(c):
-        scaled = {"w": sd(c["s"]) * c["z"], "v": c["v"]}
-        return log_hyper(c["s"]) + normal(c["z"], 0, 1) + normal(c["v"], 0, 1) + likelihood(scaled)
+        return log_prior(c["w"]) + log_prior(c["v"]) + net_density("ReLU", c)
 
-    return Problem(
-        name,
-        net_of_two(make_prior, layers),
-        ARGS,
-        {"s": axis, "z": cut_line(-6, 6, 110), "v": SECOND},
-        log_joint,
-        net_sites(site, sd, centered),
-        log_volume=(lambda c: np.log(sd(c["s"]))) if centered else (lambda c: 0.0),
-    )
+    model, axes = network("ReLU", prior), {"w": w, "v": v}
+    return Problem(f"one ReLU unit{kind}", model, ARGS, axes, log_joint, lambda c: kernels(c["w"], c["v"]))
 
 
-def log_uniform(s):
-    return -np.log(s) - np.log(np.log(2.0 / 0.3))
-
-
-def truncated(s):
-    return normal(s, 1.0, 0.5) - np.log(1 - np.exp(log_ndtr((0.5 - 1.0) / 0.5)))
-
-
-HALF = positive(0.02, 6, 60)
-UNITS += [
-    *(power(problem, 2.5) for problem in UNITS[:6] if not problem.name.startswith("1")),
-    few_rows(UNITS[1], units_rows(2)),
-    few_rows(UNITS[4], units_rows(2)),
-    power(UNITS[6], 2.5),
-    learned("ReLU, scale half-normal", RELU, lambda: dist.HalfNormal(1.0), half_normal, HALF, relu_likelihood, True),
-    learned(
-        "ReLU, scale half-normal, non-centered",
-        RELU,
-        lambda: dist.HalfNormal(1.0),
+HYPERS = {  # prior of the first kernel, centered or not; log density of its scale or precision, and its nodes
+    "scale half-normal": (
+        lambda centered: priors.Hierarchical(dist.HalfNormal(1.0), centered=centered),
         half_normal,
-        HALF,
-        relu_likelihood,
-        False,
+        positive(0.02, 6, 60),
     ),
-    *(
-        learned(
-            f"{kind}, scale uniform{'' if centered else ', non-centered'}",
-            layers,
-            lambda: dist.Uniform(0.3, 2.0),
-            lambda s: np.full_like(s, -np.log(1.7)),
-            line(0.3, 2.0, 50),
-            density,
-            centered,
-        )
-        for kind, layers, density in (("ReLU", RELU, relu_likelihood), ("BatchNorm", NORM, norm_likelihood))
-        for centered in (True, False)
-    ),
-    learned(
-        "ReLU, scale log-uniform",
-        RELU,
-        lambda: dist.LogUniform(0.3, 2.0),
-        log_uniform,
+    "scale uniform": (
+        lambda centered: priors.Hierarchical(dist.Uniform(0.3, 2.0), centered=centered),
+        lambda s: np.full_like(s, -np.log(1.7)),
         line(0.3, 2.0, 50),
-        relu_likelihood,
-        True,
     ),
-    learned(
-        "BatchNorm, scale truncated normal",
-        NORM,
-        lambda: dist.TruncatedNormal(1.0, 0.5, low=0.5),
-        truncated,
+    "scale log-uniform": (
+        lambda centered: priors.Hierarchical(dist.LogUniform(0.3, 2.0), centered=centered),
+        lambda s: -np.log(s * np.log(2.0 / 0.3)),
+        line(0.3, 2.0, 50),
+    ),
+    "scale truncated normal": (
+        lambda centered: priors.Hierarchical(dist.TruncatedNormal(1.0, 0.5, low=0.5), centered=centered),
+        lambda s: normal(s, 1.0, 0.5) - log_ndtr(1.0),
         line(0.5, 4.0, 60),
-        norm_likelihood,
-        True,
     ),
-    standardized(
-        "BatchNorm, precision gamma",
-        NORM,
-        lambda: priors.GammaPrecision(0.5**0.5, 4.0, centered=True),
+    "precision gamma": (
+        lambda centered: priors.GammaPrecision(0.5**0.5, 4.0, centered=centered),
         lambda s: gamma(s, 2.0, 1.0),
         positive(0.005, 14, 60),
-        norm_likelihood,
-        centered=True,
-        site="precision",
-        sd=lambda s: s**-0.5,
     ),
-    Problem(
-        "one ReLU unit, half-normal weights",
-        relu_net(lambda name, shape: dist.HalfNormal(1.0).expand(shape).to_event(len(shape))),
+}
+
+
+def learned(kind: str, name: str, centered: bool = True) -> Problem:
+    """A network of two kernels, the first with a learned scale, in the coordinates s, z and v: w = sd(s) z."""
+    make_prior, log_density, axis = HYPERS[name]
+    site, power_of_s = ("scale", 1.0) if name.startswith("scale") else ("precision", -0.5)
+
+    def prior():
+        return priors.BySite({"Dense_0.kernel": make_prior(centered), "*": priors.Normal()})
+
+    def first(c):
+        return c["s"] ** power_of_s * c["z"]
+
+    def log_joint(c):
+        log_prior = log_density(c["s"]) + normal(c["z"], 0, 1) + normal(c["v"], 0, 1)
+        return log_prior + net_density(kind, {"w": first(c), "v": c["v"]})
+
+    def sites(c):
+        values = kernels(first(c), c["v"]) if centered else kernels(c["z"], c["v"], base="_base")
+        return {f"net/Dense_0.kernel_{site}": c["s"], **values}
+
+    return Problem(
+        f"{kind}, {name}{'' if centered else ', non-centered'}",
+        network(kind, prior),
         ARGS,
-        {"w": line(0, 6, 300), "v": line(0, 6, 300)},
-        lambda c: half_normal(c["w"]) + half_normal(c["v"]) + relu_likelihood(c),
-        relu_sites,
+        {"s": axis, "z": cut_line(-6, 6, 110), "v": STANDARD},
+        log_joint,
+        sites,
+        log_volume=lambda c: power_of_s * np.log(c["s"]) if centered else 0.0,
+    )
+
+
+TANH = {(count, kind): units(count, kind) for kind in LOCATIONS for count in NODES}
+RELU = relu_unit("", priors.Normal, lambda w: normal(w, 0, 1), cut_line(-6, 6, 300), STANDARD)
+UNITS = [
+    *TANH.values(),
+    RELU,
+    relu_unit(
+        ", uniform weights",
+        lambda: lambda name, shape: dist.Uniform(-1.5, 2.0).expand(shape).to_event(len(shape)),
+        lambda w: np.log(1 / 3.5),
+        cut_line(-1.5, 2.0, 300),
+        line(-1.5, 2.0, 300),
     ),
-]
-SCALES += [power(problem, 2.5) for problem in (SCALES[0], SCALES[3], SCALES[4])]
-SCALES += [few_rows(SCALES[3], slope_rows), few_rows(SCALES[4], lambda c: slope_rows(c, c["tau"][:, None] ** -0.5))]
-SCALES += [
-    Problem(
-        f"precision of {name}",
-        model,
-        ARGS,
-        {"tau": TAU_CUT_AT_1, "w": line(-3, 4, 300)},
-        lambda c, density=density: gamma(c["tau"], 2.0, 1.0) + density(c),
-    )
-    for name, model, density in (
-        ("a weight and the mean", mean_of_precision, density_with_mean),
-        ("the noise, in pieces", piecewise, density_in_pieces),
-        ("a scale handler", scaled_by_precision, density_scaled),
-    )
+    *(power(problem) for (count, _), problem in TANH.items() if count > 1),
+    *(few_rows(TANH[2, kind], units_rows) for kind in LOCATIONS),
+    power(RELU),
+    *(learned("ReLU", "scale half-normal", centered) for centered in (True, False)),
+    *(learned(kind, "scale uniform", centered) for kind in LAYERS for centered in (True, False)),
+    learned("ReLU", "scale log-uniform"),
+    learned("BatchNorm", "scale truncated normal"),
+    learned("BatchNorm", "precision gamma"),
+    relu_unit(
+        ", half-normal weights",
+        lambda: lambda name, shape: dist.HalfNormal(1.0).expand(shape).to_event(len(shape)),
+        half_normal,
+        line(0, 6, 300),
+        line(0, 6, 300),
+    ),
 ]
 
 FAMILIES: dict[str, list[Problem]] = {

@@ -1,11 +1,14 @@
 """Exact posteriors by quadrature in NumPy, over at most three coordinates: the truth that every way is held to."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+Values = Mapping[str, np.ndarray]
 
 
 class Axis(NamedTuple):
@@ -15,16 +18,15 @@ class Axis(NamedTuple):
     log_weights: np.ndarray
 
 
+def joined(first: Axis, second: Axis) -> Axis:
+    """The nodes of two intervals side by side: where they meet, the integrand may have a kink or a step."""
+    return Axis(*map(np.concatenate, zip(first, second, strict=True)))
+
+
 def line(low: float, high: float, size: int = 160) -> Axis:
     """Gauss-Legendre quadrature on an interval, which must hold practically all of the mass."""
     nodes, weights = np.polynomial.legendre.leggauss(size)
     return Axis((high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2))
-
-
-def cut_line(low: float, high: float, size: int = 160) -> Axis:
-    """The same with a cut at 0, where the integrand has a kink or a step."""
-    parts = line(low, 0.0, size // 2), line(0.0, high, size // 2)
-    return Axis(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def positive(low: float, high: float, size: int = 160) -> Axis:
@@ -38,46 +40,35 @@ def normal(x: Any, mean: Any, sd: Any) -> Any:
     return -0.5 * ((x - mean) / sd) ** 2 - np.log(sd) - 0.5 * np.log(2 * np.pi)
 
 
+@dataclass(eq=False)
 class Problem:
-    """A model with its data, and its log joint density in NumPy.
+    """A NumPyro model with its data, and its log joint density in NumPy.
 
-    :param name: of the problem, in words.
-    :param model: a NumPyro model.
-    :param args: its positional arguments, with the data.
     :param axes: the coordinates (at most three).
     :param log_joint: (G,) of coordinates (G,): log density of data and coordinates. It is written by hand and shares
         no code with NumPyro.
     :param sites: values of the latent sites, (G, *event), of coordinates (G,); by default the coordinates.
     :param rows: (G, ...) log likelihood of each row, if exports are compared; they sum to the likelihood.
     :param completed: adds other latent sites to draws, given a random generator.
-    :param log_volume: log of the volume element of the sites by that of the coordinates, (G,).
     :param batch: for models that take ``batch_size``: rows of a minibatch; ways that need all rows leave it out.
+    :param log_volume: log of the volume element of the sites by that of the coordinates, (G,).
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: Callable,
-        args: tuple,
-        axes: Mapping[str, Axis],
-        log_joint: Callable[[Mapping[str, np.ndarray]], np.ndarray],
-        sites: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]] = dict,
-        kwargs: Mapping[str, Any] | None = None,
-        rows: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None,
-        completed: Callable[[dict, np.random.Generator], dict] | None = None,
-        batch: int | None = None,
-        log_volume: Callable[[Mapping[str, np.ndarray]], Any] = lambda coordinates: 0.0,
-    ) -> None:
-        self.name, self.model, self.axes, self.log_joint = name, model, dict(axes), log_joint
-        self.data = args
-        self.kwargs = dict(kwargs or {})
-        self.sites, self.rows, self.completed, self.batch = sites, rows, completed, batch
-        self.log_volume = log_volume
+    name: str
+    model: Callable
+    data: tuple
+    axes: Mapping[str, Axis]
+    log_joint: Callable[[Values], np.ndarray]
+    sites: Callable[[Values], Values] = dict
+    rows: Callable[[Values], np.ndarray] | None = None
+    completed: Callable[[dict, np.random.Generator], dict] | None = None
+    batch: int | None = None
+    log_volume: Callable[[Values], Any] = lambda coordinates: 0.0
 
     @property
     def args(self) -> tuple:
         """The arguments of the model; arrays on the device, which are made only when they are asked for."""
-        return tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in self.data)
+        return tuple(map(jnp.asarray, self.data))
 
     @cached_property
     def coordinates(self) -> dict[str, np.ndarray]:
@@ -95,17 +86,12 @@ class Problem:
     @cached_property
     def log_evidence(self) -> float:
         """Log of the integral of the joint density."""
-        top = self.log_mass.max()
-        return float(top + np.log(np.sum(np.exp(self.log_mass - top))))
+        return float(np.logaddexp.reduce(self.log_mass))
 
     @cached_property
     def probabilities(self) -> np.ndarray:
         """Posterior probability of each node, (G,)."""
         return np.exp(self.log_mass - self.log_evidence)
-
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        """Posterior mean of a function of the nodes, (G, ...)."""
-        return np.tensordot(self.probabilities, values, 1)
 
     @cached_property
     def nodes(self) -> dict[str, np.ndarray]:
@@ -117,15 +103,15 @@ class Problem:
         """Names of the sites that are integrated."""
         return set(self.sites({name: axis.nodes[:1] for name, axis in self.axes.items()}))
 
-    def draws(self, size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    def draws(self, size: int) -> dict[str, np.ndarray]:
         """Values of the sites at nodes drawn from the posterior, (size, *event)."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         chosen = rng.choice(len(self.probabilities), size, p=self.probabilities)
         values = {name: value[chosen] for name, value in self.nodes.items()}
         return self.completed(values, rng) if self.completed else values
 
 
-def features(sites: Mapping[str, np.ndarray]) -> np.ndarray:
+def features(sites: Values) -> np.ndarray:
     """What is compared: all elements of all sites and their products, (draws, F)."""
     elements = np.concatenate([np.reshape(sites[k], (len(sites[k]), -1)) for k in sorted(sites)], axis=1)
     first, second = np.triu_indices(elements.shape[1])

@@ -31,11 +31,7 @@ MOST_ALIKE = 0.95  # correlation of the first and the last draws of chains that 
 
 
 class Figure(NamedTuple):
-    """How far a way is from the truth.
-
-    :param error: largest error, in units of its own tolerance; at most 1 is right.
-    :param text: the measured figure, as the table shows it.
-    """
+    """How far a way is from the truth, in units of its own tolerance: at most 1 is right; and the figure to show."""
 
     error: float
     text: str
@@ -44,33 +40,35 @@ class Figure(NamedTuple):
 # -- chains -----------------------------------------------------------------------------------------
 
 
-def beyond_chance(means: np.ndarray, problem: Problem, allowed: float = 0.0) -> Figure:
-    """Compare means of features by chain (C, F) with the exact ones.
-
-    :param allowed: bias of a kernel that is not exact, in posterior standard deviations.
-    """
+def beyond_chance(means: np.ndarray, problem: Problem, allowed: float) -> Figure:
+    """Compare means of features by chain (C, F) with the exact ones."""
     nodes = features(problem.nodes)
-    exact = problem.mean(nodes)
-    sd = np.sqrt(np.maximum(problem.mean(nodes**2) - exact**2, 1e-12))
+    exact, squares = problem.probabilities @ nodes, problem.probabilities @ nodes**2
+    sd = np.sqrt(np.maximum(squares - exact**2, 1e-12))
     standard_error = means.std(0, ddof=1) / np.sqrt(len(means))
-    off = np.abs(means.mean(0) - exact)
     if not np.all(np.isfinite(means)):
         return Figure(np.inf, "draws are not finite")
     if np.max(standard_error / sd) > 0.15:
         return Figure(np.inf, f"standard error of {np.max(standard_error / sd):.2f} sd says nothing")
-    worst = int(np.argmax(off / (WIDEST * standard_error + allowed * sd)))
-    error = off[worst] / (WIDEST * standard_error[worst] + allowed * sd[worst])
-    return Figure(float(error), f"z = {off[worst] / standard_error[worst]:.1f}, {off[worst] / sd[worst]:.3f} sd")
+    off = np.abs(means.mean(0) - exact)
+    errors = off / (WIDEST * standard_error + allowed * sd)
+    worst = int(np.argmax(errors))
+    text = f"z = {off[worst] / standard_error[worst]:.1f}, {off[worst] / sd[worst]:.3f} sd"
+    return Figure(float(errors[worst]), text)
 
 
 def has_moved(start: dict[str, np.ndarray], samples: dict[str, Any]) -> bool:
     """Whether the last draws of the chains are little correlated with the first, for every element."""
     for name, value in start.items():
-        first = np.reshape(value, (len(value), -1))
-        last = np.reshape(np.asarray(samples[name])[:, -1], (len(value), -1))
-        if any(np.corrcoef(before, after)[0, 1] > MOST_ALIKE for before, after in zip(first.T, last.T, strict=True)):
+        first, last = (np.reshape(v, (len(value), -1)).T for v in (value, np.asarray(samples[name])[:, -1]))
+        if any(np.corrcoef(*pair)[0, 1] > MOST_ALIKE for pair in zip(first, last, strict=True)):
             return False
     return True
+
+
+def options_of(problem: Problem, minibatch: bool = True) -> dict[str, Any]:
+    """Keywords of the model: on minibatches, if it takes any."""
+    return {"batch_size": problem.batch} if minibatch and problem.batch else {}
 
 
 def unconstrained(problem: Problem, sites: dict[str, np.ndarray], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -97,68 +95,46 @@ def chains(
 ) -> Figure:
     """Run a kernel from exact draws and compare the means of its own draws.
 
+    :param allowed: bias of a kernel that is not exact, in posterior standard deviations.
     :param constrained: whether the kernel takes initial values as the model has them, as ``Gibbs`` does.
     :param without: a site that the kernel does not sample.
     """
-    kwargs = dict(problem.kwargs) | ({"batch_size": problem.batch} if minibatch and problem.batch else {})
-    exact_draws = problem.draws(number)
-    start: Any = None
+    kwargs, exact, start = options_of(problem, minibatch), problem.draws(number), None
     if from_exact:
-        start = exact_draws if constrained else unconstrained(problem, exact_draws, kwargs)
+        start = exact if constrained else unconstrained(problem, exact, kwargs)
         start = {name: value for name, value in start.items() if name != without}
-    mcmc = MCMC(
-        make(model or problem.model),
-        num_warmup=warmup,
-        num_samples=draws,
-        num_chains=number,
-        chain_method=method,
-        progress_bar=False,
-    )
+    options = {"num_chains": number, "chain_method": method, "progress_bar": False}
+    mcmc = MCMC(make(model or problem.model), num_warmup=warmup, num_samples=draws, **options)
     mcmc.run(random.key(1), *problem.args, init_params=start, **kwargs)
     samples = mcmc.get_samples(group_by_chain=True)
-    if start is not None and not has_moved(exact_draws, samples):
+    if from_exact and not has_moved(exact, samples):
         return Figure(np.inf, "the chains hardly moved: nothing is shown")
-    sites = {name: np.asarray(samples[name], np.float64) for name in problem.nodes}
-    flat = features({name: value.reshape(-1, *value.shape[2:]) for name, value in sites.items()})
-    return beyond_chance(flat.reshape(number, draws, -1).mean(1), problem, allowed)
+    flat = {name: np.reshape(samples[name], (number * draws, -1)).astype(np.float64) for name in problem.nodes}
+    return beyond_chance(features(flat).reshape(number, draws, -1).mean(1), problem, allowed)
 
 
 # -- densities --------------------------------------------------------------------------------------
 
 
-def log_joint_of(problem: Problem, chosen: np.ndarray, z: dict[str, Any]) -> np.ndarray:
-    """Exact log density in the sampler's coordinates at chosen nodes."""
-    coordinates = {name: value[chosen] for name, value in problem.coordinates.items()}
-    exact = problem.log_joint(coordinates) - problem.log_volume(coordinates)
-    sites = handlers.trace(handlers.seed(problem.model, 0)).get_trace(*problem.args, **problem.kwargs)
-    for name, value in z.items():
-        if name in problem.nodes:
-            bijection = biject_to(sites[name]["fn"].support)
-            jacobian = jax.vmap(lambda u, b=bijection: jnp.sum(b.log_abs_det_jacobian(u, b(u))))
-            exact = exact + np.asarray(jacobian(value), np.float64)
-    return exact
-
-
 def density(problem: Problem) -> Figure:
     """The kernels' potential against the exact log joint density; on minibatches its mean over all of them."""
-    kwargs = dict(problem.kwargs) | ({"batch_size": problem.batch} if problem.batch else {})
+    kwargs = options_of(problem)
     target, start = bind("infer.SGLD", problem.model, random.key(0), init_to_uniform, problem.args, kwargs)
     chosen = np.random.default_rng(0).choice(len(problem.probabilities), 50, p=problem.probabilities)
-    sites = {name: value[chosen] for name, value in problem.nodes.items()}
-    z = unconstrained(problem, sites, kwargs)
+    z = unconstrained(problem, {name: value[chosen] for name, value in problem.nodes.items()}, kwargs)
     if start.keys() != z.keys():
         return Figure(np.inf, f"latent sites {sorted(start)}, right {sorted(z)}")
-    batches: list[Any] = [{}]
-    if target.plates:
-        sets = [
-            [(name, rows) for rows in itertools.combinations(range(plate.size), plate.batch_size)]
-            for name, plate in target.plates.items()
-        ]
-        batches = [{name: jnp.asarray(rows) for name, rows in pairs} for pairs in itertools.product(*sets)]
-    total = sum(
-        np.asarray(jax.vmap(target.potential(problem.args, kwargs, batch))(z), np.float64) for batch in batches
-    )
-    off = np.abs(-total / len(batches) - log_joint_of(problem, chosen, z)).max()
+    coordinates = {name: value[chosen] for name, value in problem.coordinates.items()}
+    exact = problem.log_joint(coordinates) - problem.log_volume(coordinates)
+    sites = handlers.trace(handlers.seed(problem.model, 0)).get_trace(*problem.args)
+    for name in problem.nodes:
+        bijection = biject_to(sites[name]["fn"].support)
+        jacobian = jax.vmap(lambda u, b=bijection: jnp.sum(b.log_abs_det_jacobian(u, b(u))))
+        exact = exact + np.asarray(jacobian(z[name]), np.float64)
+    rows = [itertools.combinations(range(plate.size), plate.batch_size) for plate in target.plates.values()]
+    batches = [dict(zip(target.plates, map(jnp.asarray, chosen), strict=True)) for chosen in itertools.product(*rows)]
+    potentials = [jax.vmap(target.potential(problem.args, kwargs, batch))(z) for batch in batches]
+    off = np.abs(np.mean(np.asarray(potentials, np.float64), 0) + exact).max()
     return Figure(off / 1e-4, f"{off:.0e} nats")
 
 
@@ -172,15 +148,18 @@ def inner_kernel(model: Callable) -> infer.GHMC:
 
 def symmetries_of(problem: Problem) -> list[symmetry.Symmetry]:
     """Symmetries of a problem: those found in a network, or orders of units written by hand."""
-    if any(name.startswith("net/") for name in problem.nodes):
-        return symmetry.find(problem.model, *problem.args)
-    return [symmetry.Permutation([("w", 0)])]
+    return [symmetry.Permutation([("w", 0)])] if "w" in problem.nodes else symmetry.find(problem.model, *problem.args)
 
 
-def tempered(problem: Problem, inner: Callable, temper: str) -> Figure:
-    """Parallel tempering with three replicas, given the temperatures."""
-    make = lambda model: infer.ParallelTempering(inner(model), 3, lowest=0.25, temper=temper)  # noqa: E731
-    return chains(make, problem, warmup=4, draws=25, number=512)
+def tempered(inner: Callable, problem: Problem, temper: str | None, alone: int = 0, **options) -> Figure:
+    """A kernel in parallel tempering with three replicas, given the temperatures; or so many chains of it alone."""
+
+    def make(model):
+        return infer.ParallelTempering(inner(model), 3, lowest=0.25, temper=temper)
+
+    if temper is None:
+        return chains(inner, problem, number=alone, **options)
+    return chains(make, problem, warmup=4, number=512, **options)
 
 
 def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
@@ -188,11 +167,9 @@ def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
     symmetries = symmetries_of(problem)
 
     def make(model):
-        kernel = infer.OrbitMoves(inner_kernel(model), symmetries, exact=exact)
-        return kernel if temper is None else infer.ParallelTempering(kernel, 3, lowest=0.25, temper=temper)
+        return infer.OrbitMoves(inner_kernel(model), symmetries, exact=exact)
 
-    warmup, number = (0, 1024) if temper is None else (4, 512)
-    return chains(make, problem, warmup=warmup, draws=40, number=number)
+    return tempered(make, problem, temper, alone=1024, draws=40)
 
 
 def redrawn_units(problem: Problem) -> Figure:
@@ -203,14 +180,14 @@ def redrawn_units(problem: Problem) -> Figure:
 
 def on_quotient(problem: Problem) -> Figure:
     """NUTS on the model without its symmetries."""
-    free = symmetry.quotient(problem.model, symmetries_of(problem), *problem.args, **problem.kwargs)
+    free = symmetry.quotient(problem.model, symmetries_of(problem), *problem.args)
     return chains(NUTS, problem, model=free, warmup=150, draws=40, number=128, from_exact=False)
 
 
 def collapsed(problem: Problem) -> Figure:
     """A sampler of the sites that remain without one that enters linearly; the draws have it back."""
     linear = "w" if "w" in problem.site_names else "b"
-    free = infer.collapse(problem.model, [linear], *problem.args, **problem.kwargs)
+    free = infer.collapse(problem.model, [linear], *problem.args)
     return chains(inner_kernel, problem, model=free, number=1024, without=linear)
 
 
@@ -219,24 +196,20 @@ def blocks_of_precisions(problem: Problem, temper: str | None = None) -> Figure:
     (site,) = problem.site_names & {"s", "tau"}
 
     def make(model):
-        kernel = Gibbs([(infer.PrecisionGibbs(model), [site]), (inner_kernel(model), None)])
-        return kernel if temper is None else infer.ParallelTempering(kernel, 3, lowest=0.25, temper=temper)
+        return Gibbs([(infer.PrecisionGibbs(model), [site]), (inner_kernel(model), None)])
 
-    warmup = 0 if temper is None else 4
-    return chains(make, problem, warmup=warmup, draws=40, number=512, method=jax.vmap, constrained=True)
+    return tempered(make, problem, temper, alone=512, draws=40, method=jax.vmap, constrained=True)
 
 
 # -- guides -----------------------------------------------------------------------------------------
 
 
-def evidence_of(make: Callable, problem: Problem, steps: int = 300, draws: int = 10_000) -> Figure:
+def evidence_of(make: Callable, problem: Problem) -> Figure:
     """The evidence by importance weights of a fitted guide: unbiased if its density and the model's are right."""
     guide = make(problem.model)
     svi = SVI(problem.model, guide, optax.adam(0.03), Trace_ELBO(num_particles=8))
-    fit = guides.fit(svi, random.key(0), steps, *problem.args, progress_bar=False, **problem.kwargs)
-    result = guides.evidence(
-        guide, fit.params, *problem.args, rng_key=random.key(1), num_samples=draws, **problem.kwargs
-    )
+    fit = guides.fit(svi, random.key(0), 300, *problem.args, progress_bar=False)
+    result = guides.evidence(guide, fit.params, *problem.args, rng_key=random.key(1), num_samples=10_000)
     exact = problem.log_evidence
     above = (result.elbo - exact) / (WIDEST * result.elbo_se + 1e-4)
     text = f"log Z {result.iw_bound - exact:+.3f} ± {result.iw_se:.3f}, ELBO {result.elbo - exact:+.2f}"
@@ -268,23 +241,14 @@ def dense_adf(problem: Problem, size: int = 160) -> tuple[np.ndarray, np.ndarray
 
 def adf(problem: Problem) -> Figure:
     """`AutoADF` after one pass in the order of the rows, against the dense one."""
-    guide = guides.AutoADF(problem.model)
-    result = guide.run(
-        random.key(0),
-        *problem.args,
-        num_epochs=1,
-        init_means={"a": 0.0, "b": 0.5},
-        orders=np.arange(6)[None],
-        progress_bar=False,
-        **problem.kwargs,
-    )
+    guide, options = guides.AutoADF(problem.model), {"orders": np.arange(6)[None], "progress_bar": False}
+    result = guide.run(random.key(0), *problem.args, num_epochs=1, init_means={"a": 0.0, "b": 0.5}, **options)
     mean, variance = dense_adf(problem)
     draws = guide.sample_posterior(random.key(1), result.params, sample_shape=(100_000,))
     found = np.array([[np.mean(draws[k]), np.var(draws[k])] for k in "ab"], np.float64).T
-    error = np.array([np.sqrt(variance / 100_000), variance * np.sqrt(2 / 100_000)])
-    off = np.abs(found - np.array([mean, variance]))
-    exact_error = (off / np.array([np.sqrt(variance), variance])).max()
-    return Figure(float((off / (WIDEST * error)).max()), f"{exact_error:.3f} sd")
+    off = np.abs(found - np.array([mean, variance])) / np.array([np.sqrt(variance), variance])
+    chance = WIDEST * np.sqrt(np.array([[1.0], [2.0]]) / 100_000)
+    return Figure(float((off / chance).max()), f"{off.max():.3f} sd")
 
 
 # -- exports ----------------------------------------------------------------------------------------
@@ -293,15 +257,12 @@ def adf(problem: Problem) -> Figure:
 def exported(problem: Problem) -> Figure:
     """Log likelihoods in ArviZ's format against those by hand, at the draws of a short run."""
     mcmc = MCMC(NUTS(problem.model), num_warmup=2, num_samples=10, progress_bar=False)
-    mcmc.run(random.key(0), *problem.args, **problem.kwargs)
+    mcmc.run(random.key(0), *problem.args)
     idata = to_inference_data(mcmc)
-    draws = {name: np.asarray(value, np.float64) for name, value in mcmc.get_samples().items()}
-    exact = problem.rows({name: draws[name] for name in problem.axes})
+    exact = problem.rows({name: np.asarray(mcmc.get_samples()[name], np.float64) for name in problem.axes})
     # A site of which all rows are masked is left out.
     found = np.asarray(idata["log_likelihood"]["y"]) if hasattr(idata, "log_likelihood") else exact[:, :0]
-    found = found.reshape(len(exact), -1)
-    exact = exact[:, ~np.isnan(exact).all(0)].reshape(len(exact), -1)
-    found = found[:, ~np.isnan(found).all(0)]
+    found, exact = (x[:, ~np.isnan(x).all(0)] for x in (found.reshape(len(exact), -1), exact.reshape(len(exact), -1)))
     if found.shape != exact.shape:
         return Figure(np.inf, f"log likelihoods {found.shape}, right {exact.shape}")
     off = float(np.abs(found - exact).max()) if exact.size else 0.0
@@ -319,40 +280,31 @@ APPLIES: dict[Callable, Callable[[Problem], bool]] = {
     redrawn_units: lambda problem: bool(problem.site_names & {"w", "net/Dense_0.kernel"}),
 }
 
-
-def applies(way: Callable, problem: Problem) -> bool:
-    """Whether a way has something to say about a problem."""
-    return APPLIES.get(getattr(way, "func", way), lambda problem: True)(problem)
-
-
+_NOISY = {"allowed": 0.03, "minibatch": True}
 _SHORT = {"warm_start": 0.0, "step_size": 5e-4, "steps_per_draw": 300}
-_MOMENTUM = {"warm_start": 0.0, "steps_per_draw": 50}
-NOISY = {"allowed": 0.03, "minibatch": True}
+_MOMENTUM = {"warm_start": 0.0, "step_size": 1e-3, "steps_per_draw": 50}
+_MICROCANONICAL = {"warm_start": 0.0, "step_size": 0.025, "decoherence_length": 1.0, "steps_per_draw": 120}
+
 
 KERNELS: dict[str, Callable[[Problem], Figure]] = {
     "NUTS of NumPyro": partial(
         chains, partial(NUTS, step_size=0.2, adapt_step_size=False, max_tree_depth=4), number=512
     ),
-    "SGLD": partial(chains, partial(infer.SGLD, **_SHORT), **NOISY),
-    "PSGLD": partial(chains, partial(infer.PSGLD, **_SHORT), warmup=5, draws=100, **NOISY),
-    "SGHMC": partial(chains, partial(infer.SGHMC, step_size=1e-3, **_MOMENTUM), **NOISY),
-    "SGNHT": partial(chains, partial(infer.SGNHT, step_size=1e-3, **_MOMENTUM), **NOISY),
+    "SGLD": partial(chains, partial(infer.SGLD, **_SHORT), **_NOISY),
+    "PSGLD": partial(chains, partial(infer.PSGLD, **_SHORT), warmup=5, draws=100, **_NOISY),
+    "SGHMC": partial(chains, partial(infer.SGHMC, **_MOMENTUM), **_NOISY),
+    "SGNHT": partial(chains, partial(infer.SGNHT, **_MOMENTUM), **_NOISY),
     "CyclicalSGLD": partial(
-        chains, partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=400, draws_per_cycle=4), **NOISY
+        chains, partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=400, draws_per_cycle=4), **_NOISY
     ),
     "MALA": partial(chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)),
     "GHMC": partial(chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)),
     "GGMC": partial(chains, partial(infer.GGMC, step_size=0.03, warm_start=0.0, steps_per_draw=40)),
-    "MCLMC": partial(
-        chains,
-        partial(infer.MCLMC, step_size=0.025, decoherence_length=1.0, warm_start=0.0, steps_per_draw=120),
-        allowed=0.05,
-        minibatch=True,
-    ),
+    "MCLMC": partial(chains, partial(infer.MCLMC, **_MICROCANONICAL), allowed=0.05, minibatch=True),
 }
 WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
-    "ParallelTempering, likelihood": partial(tempered, inner=inner_kernel, temper="likelihood"),
-    "ParallelTempering, joint": partial(tempered, inner=inner_kernel, temper="joint"),
+    "ParallelTempering, likelihood": partial(tempered, inner_kernel, temper="likelihood", draws=25),
+    "ParallelTempering, joint": partial(tempered, inner_kernel, temper="joint", draws=25),
     "PrecisionGibbs": blocks_of_precisions,
     "PrecisionGibbs in ParallelTempering, likelihood": partial(blocks_of_precisions, temper="likelihood"),
     "PrecisionGibbs in ParallelTempering, joint": partial(blocks_of_precisions, temper="joint"),

@@ -240,7 +240,7 @@ def test_factors_count_as_data_do():
 def test_all_models_of_known_posteriors_are_read():
     for problem in PROBLEMS.values():
         for full in (True, False):
-            Reading(problem.model, problem.args, problem.kwargs, full=full)
+            Reading(problem.model, problem.args, {}, full=full)
 
 
 @pytest.mark.parametrize("name", ZOO)
