@@ -249,58 +249,7 @@ def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
     assert (np.abs(after["bounded"] - before["bounded"]) > 1e-4).any()
 
 
-# Made anew for every trace: some distributions cache arrays.
-BOUNDED = {
-    "uniform": lambda: dist.Uniform(-1.0, 1.0, validate_args=False),  # finite outside of the support
-    "truncated": lambda: dist.TruncatedNormal(0.0, 1.0, low=-0.5, high=1.0),
-}
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "uniform")) for f in BOUNDED])
-def test_moves_stay_in_bounded_supports(family):
-    """Ten moves take draws of the prior to such draws; a quotient, tested with the slow ones, gives such draws."""
-    groups = {"rescale": Rescale([("rescale w", 1)], [("rescale v", 0)]), "shift": Shift([("shift w", 1)])}
-
-    def model(y=None):
-        for group in groups:
-            for name, shape in ((f"{group} w", (2, 3)), (f"{group} v", (3,))):
-                numpyro.sample(name, BOUNDED[family]().expand(shape).to_event(len(shape)))
-        ignored(y)
-
-    before, symmetries, fn = prior_draws(model, 2000), list(groups.values()), BOUNDED[family]()
-    _, moved, _ = after_moves(moves(symmetries), model, before, (0.3,), transitions=10)
-    quotient = [prior_draws(symmetry.quotient(model, symmetries, 0.3), 2000)] if family != "uniform" else []
-    for name in (site for s in symmetries for site in s.sites):
-        assert np.abs(moved[name] - before[name]).max() > 0.1
-        for after in (moved, *quotient):
-            assert np.asarray(fn.support(after[name])).all()
-            assert stats.kstest(after[name].ravel(), lambda x: np.asarray(fn.cdf(x))).pvalue > RATE
-
-
-# -- the likelihood, learned scales, widths --------------------------------------------------------------
-
-
-def test_walks_with_the_likelihood_know_its_scale():
-    """Draws of two conjugate posteriors under `handlers.scale` stay draws of them."""
-    y, scales = 3.0, {"weak": 0.3, "strong": 4.0}
-
-    def model():
-        for name, scale in scales.items():
-            w = numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-            with handlers.scale(scale=scale):
-                numpyro.sample(f"y of {name}", dist.Normal(w.sum(), 1.0), obs=y)
-
-    rng = np.random.default_rng(0)
-    covariances = {name: np.linalg.inv(np.eye(2) + scale * np.ones((2, 2))) for name, scale in scales.items()}
-    means = {name: covariances[name] @ np.full(2, scale * y) for name, scale in scales.items()}
-    draws = {n: jnp.asarray(rng.multivariate_normal(means[n], covariances[n], 4000), jnp.float32) for n in scales}
-    _, after, _ = after_moves(moves([Scale("weak"), Scale("strong")], exact=False), model, draws, transitions=6)
-    for name, mean in means.items():
-        total, variance = after[name].sum(1), covariances[name].sum()
-        # Standard errors of independent draws; 5 of them, failure rate 6e-7 each.
-        assert float(total.mean()) == pytest.approx(mean.sum(), abs=5 * np.sqrt(variance / 4000))
-        assert float(total.var()) == pytest.approx(variance, rel=5 * np.sqrt(2 / 4000))
-        assert (np.abs(after[name] - draws[name]) > 1e-3).mean() > 0.5
+# -- learned scales, widths ------------------------------------------------------------------------------
 
 
 def test_scales_of_single_units_move_with_the_units():

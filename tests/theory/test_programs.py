@@ -341,13 +341,6 @@ def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
     np.testing.assert_allclose(second["w"], expected, rtol=1e-6)
 
 
-def test_a_fixed_site_is_read_without_a_warning():
-    """``handlers.substitute`` gives it a value, which another may replace."""
-    reading = Reading(handlers.substitute(line, {"w": jnp.array([3.0, 0.0])}), (X, Y))
-    for given, slope in (({}, 3.0), ({"w": jnp.array([5.0, 0.0])}, 5.0)):
-        np.testing.assert_allclose(reading.at(given)["y"]["fn"].loc, slope * X[:, 0], rtol=1e-6)
-
-
 def test_distributions_of_users_are_read():
     """Also one that does not say which of its attributes are arrays."""
 
