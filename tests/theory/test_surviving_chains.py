@@ -15,7 +15,6 @@ from helpers import group, refused, run_chains, walk
 from jax import lax
 from numpyro.infer import MCMC
 from scipy import stats
-from zoo import ZOO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, metrics
@@ -166,12 +165,18 @@ def test_divergence_is_reported_with_chain_and_step():
 def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
     """Export with predictions, file, scores; the first chain is at a place from which no step is finite, although
     NumPyro refuses a normal distribution whose mean is NaN."""
-    entry, lost = ZOO["line"], [True, False, False]
-    start = {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])}
+    lost = [True, False, False]
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(w[0] * x, 1.0), obs=y)
+
+    x, start = jnp.linspace(-1.0, 1.0, 9), {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])}
     options = {"num_warmup": 0, "num_samples": 30, "num_chains": 3, "run_options": {"init_params": start}}
-    mcmc = run_chains(infer.SGHMC(entry.model, 0.001, steps_per_draw=50, warm_start=0.0), *entry.args, **options)
+    mcmc = run_chains(infer.SGHMC(model, 0.01, steps_per_draw=50, warm_start=0.0), x, x, **options)
     with pytest.warns(metrics.HealthWarning, match=r"diverged \(chain 0 at step 0\)"):
-        idata = bnn.to_inference_data(mcmc, predictions={"x": entry.new[0], "y": np.zeros(len(entry.new[0]))})
+        idata = bnn.to_inference_data(mcmc, predictions={"x": x, "y": x})
     refused = group(idata, "sample_stats")["refused_steps"]
     np.testing.assert_array_equal(refused, np.broadcast_to(np.c_[lost], refused.shape))
     idata.to_netcdf(tmp_path / "fit.nc")

@@ -227,11 +227,11 @@ def gibbs_of(entry):
 
 
 INNER = {
-    "NUTS": (lambda entry: NUTS(entry.model, max_tree_depth=3), "vectorized"),
+    "NUTS": (lambda entry: NUTS(entry.model, max_tree_depth=3), "parallel"),
     "Gibbs": (gibbs_of, "vectorized"),
     "OrbitMoves": (
         lambda entry: infer.OrbitMoves(hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)),
-        "parallel",
+        "vectorized",
     ),
     "MALA": (lambda entry: infer.MALA(entry.model, steps_per_draw=2), "sequential"),
 }
