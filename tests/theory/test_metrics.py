@@ -12,6 +12,7 @@ from numpyro_bnn import metrics
 # A normal value leaves +-4.5 standard errors with probability 7e-6; with one such check per test and fixed
 # seeds the suite fails by chance, for a new set of seeds, less than once in 5000.
 SIGMAS = 4.5
+RATE = 1e-5  # of a Kolmogorov-Smirnov test
 
 
 @pytest.fixture
@@ -24,13 +25,6 @@ def within(values, expected):
     values = np.asarray(values)
     error = values.std(ddof=1) / np.sqrt(values.size)
     assert abs(values.mean() - expected) < SIGMAS * error, (values.mean(), expected, error)
-
-
-def gaussian_crps(y, mean, scale):
-    """Closed form of Gneiting and Raftery (2007), section 4.2."""
-    z = (y - mean) / scale
-    normal = scipy.stats.norm
-    return scale * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z) - 1 / np.sqrt(np.pi))
 
 
 # --- regression
@@ -47,11 +41,10 @@ def test_rmse_and_its_standard_error(rng):
     assert metrics.rmse([1.0, 2.0], [1.0, 2.0])[:2] == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("shape", [(40, 7), (4, 10, 7)])
-def test_lppd_is_the_log_of_the_mixture(rng, shape):
-    log_lik = rng.normal(size=shape)
+def test_lppd_of_float32_draws_by_chain_is_the_log_of_the_mixture_in_float64(rng):
+    log_lik = rng.normal(-50, 20, size=(4, 250, 5)).astype(np.float32)
     score = metrics.lppd(log_lik)
-    direct = np.log(np.exp(log_lik.reshape(-1, 7)).mean(axis=0))
+    direct = scipy.special.logsumexp(log_lik.reshape(-1, 5).astype(np.float64), axis=0) - np.log(1000)
     np.testing.assert_allclose(score.pointwise, direct, rtol=1e-13)
     np.testing.assert_allclose(score.value, direct.mean(), rtol=1e-13)
     np.testing.assert_allclose(score.standard_error, scipy.stats.sem(direct), rtol=1e-12)
@@ -67,12 +60,6 @@ def test_lppd_is_stable_far_from_zero():
     assert np.isnan(score.standard_error)
 
 
-def test_lppd_of_float32_draws_is_computed_in_float64(rng):
-    log_lik = rng.normal(-50, 20, size=(1000, 5)).astype(np.float32)
-    expected = scipy.special.logsumexp(log_lik.astype(np.float64), axis=0) - np.log(1000)
-    np.testing.assert_allclose(metrics.lppd(log_lik).pointwise, expected, rtol=1e-13)
-
-
 def test_crps_equals_its_definition(rng):
     draws, y = rng.normal(size=(3, 9, 5)) + 1e3, rng.normal(size=5) + 1e3
     flat = draws.reshape(27, 5)
@@ -83,29 +70,23 @@ def test_crps_equals_its_definition(rng):
     np.testing.assert_allclose(shifted, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("size", [2, 3, 20])
+@pytest.mark.parametrize("size", [2, 20])
 def test_crps_is_unbiased_for_any_number_of_draws(rng, size):
-    y = 0.7
-    draws = rng.normal(1.0, 2.0, size=(size, 40_000))  # 40 000 independent estimates of one score
-    fair = metrics.crps(draws, np.full(40_000, y)).pointwise
-    within(fair, gaussian_crps(y, 1.0, 2.0))
+    """40,000 estimates of one score, of which Gneiting and Raftery (2007), section 4.2, have the closed form."""
+    y, mean, scale = 0.7, 1.0, 2.0
+    fair = metrics.crps(rng.normal(mean, scale, size=(size, 40_000)), np.full(40_000, y)).pointwise
+    z, normal = (y - mean) / scale, scipy.stats.norm
+    within(fair, scale * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z) - 1 / np.sqrt(np.pi)))
     # The usual estimator, with S^2 pairs, is off by E|X - X'| / (2 S): the check above can see that.
-    bias = 2.0 * 2 / np.sqrt(np.pi) / (2 * size)
+    bias = scale * 2 / np.sqrt(np.pi) / (2 * size)
     assert bias > 2 * SIGMAS * fair.std() / np.sqrt(40_000)
 
 
-def test_crps_of_many_draws_matches_the_closed_form(rng):
-    y = rng.normal(size=50)
-    mean, scale = rng.normal(size=50), rng.uniform(0.5, 2.0, size=50)
-    repeats = [metrics.crps(rng.normal(mean, scale, size=(4000, 50)), y).value for _ in range(20)]
-    within(repeats, gaussian_crps(y, mean, scale).mean())
-
-
-@pytest.mark.parametrize("size", [19, 99, 400])
+@pytest.mark.parametrize("size", [19, 400])
 @pytest.mark.parametrize("level", [0.5, 0.9])
 def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, level):
     # 20 000 independent points whose targets are exchangeable with their draws. (S + 1)(1 - level) / 2 is whole
-    # for the first two sizes, where coverage is exact; for the third interpolation errs by less than 1e-4.
+    # for the first size, where coverage is exact; for the second interpolation errs by less than 1e-4.
     points = 20_000
     values = rng.normal(size=(size + 1, points))
     result = metrics.interval_coverage(values[1:], values[0], level)
@@ -114,12 +95,11 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
     assert result.coverage == result.inside.mean()
 
 
-@pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (4, 0.9), (18, 0.9)])
+@pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (18, 0.9)])
 def test_levels_that_so_few_draws_do_not_reach_are_refused(rng, size, level):
     """Between the least and the largest of S draws lies a new one with probability (S - 1) / (S + 1)."""
-    with pytest.raises(
-        ValueError, match=f"`draws` got {size} draws of y, which hold .* {(size - 1) / (size + 1):.2f}"
-    ):
+    held = f"{(size - 1) / (size + 1):.2f}"
+    with pytest.raises(ValueError, match=f"`draws` got {size} draws of y, which hold .* {held}"):
         metrics.interval_coverage(rng.normal(size=(size, 30)), np.zeros(30), level)
     metrics.interval_coverage(rng.normal(size=(size + 1, 30)), np.zeros(30), size / (size + 2))
 
@@ -131,28 +111,20 @@ def test_coverage_sees_overconfidence_and_its_width_is_the_closed_form(rng):
     np.testing.assert_allclose(result.mean_width, 2 * scipy.stats.norm.ppf(0.95), atol=5e-3)
     expected = 2 * scipy.stats.norm.cdf(1.645 / 2) - 1
     assert abs(result.coverage - expected) < SIGMAS * np.sqrt(expected * (1 - expected) / 400)
-    assert result.coverage < 0.9 - SIGMAS * result.standard_error
 
 
-@pytest.mark.parametrize("size", [1, 4, 200])
+@pytest.mark.parametrize("size", [1, 200])
 def test_pit_is_uniform_for_calibrated_draws(rng, size):
-    values = rng.normal(size=(size + 1, 4000))
-    result = metrics.pit(values[1:], values[0], rng)
-    # A Kolmogorov-Smirnov p-value below 1e-5 has that probability when the values are uniform.
-    assert scipy.stats.kstest(result, "uniform").pvalue > 1e-5
-
-
-def test_pit_is_uniform_for_counts_with_many_ties(rng):
-    values = rng.poisson(0.8, size=(31, 4000))
-    result = metrics.pit(values[1:], values[0], rng)
-    assert scipy.stats.kstest(result, "uniform").pvalue > 1e-5
-    np.testing.assert_array_equal(metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5))
+    """Also of counts, with many ties."""
+    for values in (rng.normal(size=(size + 1, 4000)), rng.poisson(0.8, size=(size + 1, 4000))):
+        assert scipy.stats.kstest(metrics.pit(values[1:], values[0], rng), "uniform").pvalue > RATE
+        np.testing.assert_array_equal(metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5))
 
 
 @pytest.mark.parametrize("scale", [0.7, 1.4])
 def test_pit_rejects_overconfident_and_underconfident_draws(rng, scale):
     draws, y = rng.normal(scale=scale, size=(200, 4000)), rng.normal(size=4000)
-    assert scipy.stats.kstest(metrics.pit(draws, y, rng), "uniform").pvalue < 1e-5
+    assert scipy.stats.kstest(metrics.pit(draws, y, rng), "uniform").pvalue < RATE
 
 
 # --- classification
@@ -169,48 +141,30 @@ def classes():
     return probs, mean, labels
 
 
-def test_class_scores_match_scikit_learn(classes):
-    probs, mean, labels = classes
-    assert metrics.accuracy(probs, labels).value == pytest.approx(
-        sklearn.metrics.accuracy_score(labels, mean.argmax(axis=1))
-    )
-    assert metrics.log_score(probs, labels).value == pytest.approx(-sklearn.metrics.log_loss(labels, mean))
-    one_hot = np.eye(4)[labels]
-    assert metrics.brier(probs, labels).value == pytest.approx(((mean - one_hot) ** 2).sum(axis=1).mean())
-    binary = np.stack([1 - mean[:, 0], mean[:, 0]], axis=1)
-    known = (labels == 0).astype(int)
-    two = 2 * sklearn.metrics.brier_score_loss(known, mean[:, 0])
-    assert metrics.brier(binary, known).value == pytest.approx(two)
+CLASS_SCORES = {
+    "accuracy": lambda mean, labels: sklearn.metrics.accuracy_score(labels, mean.argmax(axis=1)),
+    "log_score": lambda mean, labels: -sklearn.metrics.log_loss(labels, mean),
+    "brier": lambda mean, labels: ((mean - np.eye(4)[labels]) ** 2).sum(axis=1).mean(),
+}
 
 
-@pytest.mark.parametrize("score", [metrics.accuracy, metrics.brier, metrics.log_score])
-def test_class_scores_average_draws_of_any_rank(classes, score):
+@pytest.mark.parametrize("name", CLASS_SCORES)
+def test_class_scores_are_those_of_scikit_learn_for_draws_of_any_rank(classes, name):
     probs, mean, labels = classes
-    expected = score(mean, labels)
-    for form in (probs, probs.reshape(10, 3000, 4), probs.astype(np.float32)):
+    score, expected = getattr(metrics, name), CLASS_SCORES[name](mean, labels)
+    for form in (mean, probs, probs.reshape(10, 3000, 4), probs.astype(np.float32)):
         result = score(form, labels)
-        np.testing.assert_allclose(result.pointwise, expected.pointwise, rtol=1e-5)
+        assert result.value == pytest.approx(expected, rel=1e-6)
+        np.testing.assert_allclose(result.pointwise, score(mean, labels).pointwise, rtol=1e-5)
         assert result.standard_error == pytest.approx(scipy.stats.sem(result.pointwise))
 
 
-def test_log_score_of_draws_is_their_lppd(classes):
-    probs, _, labels = classes
-    log_lik = np.log(probs[:, :, np.arange(labels.size), labels])
-    np.testing.assert_allclose(
-        metrics.log_score(probs, labels).pointwise, metrics.lppd(log_lik).pointwise, rtol=1e-12
-    )
-    assert metrics.log_score([[1.0, 0.0]], [1]).value == -np.inf
-
-
-def test_ece_of_calibrated_predictions_is_what_chance_gives(classes):
+def test_class_scores_of_two_classes_and_of_what_was_impossible(classes):
     _, mean, labels = classes
-    result = metrics.ece(mean, labels)
-    filled = result.counts > 0
-    spread = np.sqrt(result.counts * result.accuracy * (1 - result.accuracy))[filled] / labels.size
-    # A gap is half-normal: mean spread * sqrt(2 / pi), variance spread^2 (1 - 2 / pi). Bins are independent.
-    expected = spread.sum() * np.sqrt(2 / np.pi)
-    error = np.sqrt((spread**2).sum() * (1 - 2 / np.pi))
-    assert abs(result.ece - expected) < SIGMAS * error
+    known = (labels == 0).astype(int)
+    two = 2 * sklearn.metrics.brier_score_loss(known, mean[:, 0])
+    assert metrics.brier(np.stack([1 - mean[:, 0], mean[:, 0]], axis=1), known).value == pytest.approx(two)
+    assert metrics.log_score([[1.0, 0.0]], [1]).value == -np.inf
 
 
 def test_ece_of_constant_overconfidence_is_the_gap():
@@ -248,23 +202,17 @@ def test_auroc_matches_scikit_learn(rng, ties):
     known, foreign = rng.normal(size=300), rng.normal(0.8, 1.0, size=200)
     if ties:
         known, foreign = known.round(), foreign.round()
-    labels = np.repeat([0, 1], [300, 200])
-    expected = sklearn.metrics.roc_auc_score(labels, np.concatenate([known, foreign]))
+    expected = sklearn.metrics.roc_auc_score(np.repeat([0, 1], [300, 200]), np.concatenate([known, foreign]))
     assert metrics.auroc(known, foreign).value == pytest.approx(expected, abs=1e-14)
     assert metrics.auroc(foreign, known).value == pytest.approx(1 - expected, abs=1e-14)
 
 
-def test_auroc_of_constant_and_separated_scores():
-    assert metrics.auroc(np.zeros(5), np.zeros(7)).value == 0.5
-    assert metrics.auroc([0.0, 1.0], [2.0, 3.0]) == (1.0, 0.0)
-
-
 def test_auroc_standard_error_is_the_spread_over_repeats(rng):
     repeats = [metrics.auroc(rng.normal(size=80), rng.normal(1.0, 1.0, size=60)) for _ in range(400)]
-    # The spread of 400 values has a relative error of 3.5 %; 16 % is 4.5 of those.
     spread = np.std([result.value for result in repeats], ddof=1)
     np.testing.assert_allclose(np.mean([result.standard_error for result in repeats]), spread, rtol=0.16)
     within([result.value for result in repeats], scipy.stats.norm.cdf(1 / np.sqrt(2)))
+    assert metrics.auroc([0.0, 1.0], [2.0, 3.0]) == (1.0, 0.0)
 
 
 def test_uncertainty_splits_entropy(classes):
@@ -275,15 +223,8 @@ def test_uncertainty_splits_entropy(classes):
     # The mutual information is also the mean divergence of the draws from their mean.
     divergence = scipy.stats.entropy(probs, np.broadcast_to(mean, probs.shape), axis=-1).mean(axis=(0, 1))
     np.testing.assert_allclose(result.mutual_information, divergence, rtol=1e-9, atol=1e-14)
-
-
-def test_uncertainty_of_certain_and_agreeing_draws():
-    certain = np.broadcast_to(np.eye(3), (4, 3, 3))
-    for part in metrics.uncertainty(certain):
-        np.testing.assert_array_equal(part, 0.0)
-    agreeing = metrics.uncertainty(np.full((4, 2, 3), 1 / 3))
-    np.testing.assert_allclose(agreeing.total, np.log(3))
-    np.testing.assert_allclose(agreeing.mutual_information, 0.0, atol=1e-15)
+    for part in metrics.uncertainty(np.broadcast_to(np.eye(3), (4, 3, 3))):
+        np.testing.assert_array_equal(part, 0.0)  # certain draws that agree
 
 
 def test_relative_logit_variance_is_that_of_normal_logits(rng):
@@ -300,11 +241,8 @@ def test_relative_logit_variance_is_that_of_normal_logits(rng):
     np.testing.assert_allclose(result[1], expected[1], rtol=5 * 0.082)
     by_chain = logits.reshape(4, -1, 2, 3)
     np.testing.assert_allclose(metrics.relative_logit_variance(7 * by_chain), result, rtol=1e-9)
-
-
-def test_relative_logit_variance_where_draws_agree_or_cancel():
-    draws = np.array([[[1.0, 0.0], [1.0, 0.0], [5.0, 5.0]], [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])
-    np.testing.assert_array_equal(metrics.relative_logit_variance(draws), [0.0, np.inf, 0.0])
+    agree_or_cancel = np.array([[[1.0, 0.0], [1.0, 0.0], [5.0, 5.0]], [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])
+    np.testing.assert_array_equal(metrics.relative_logit_variance(agree_or_cancel), [0.0, np.inf, 0.0])
 
 
 # --- function space
@@ -342,39 +280,10 @@ def test_function_space_is_rhat_and_ess_column_by_column(rng):
         tail = [float(az.ess(column, method="tail", prob=(0.05, 0.95))) for column in columns]
         np.testing.assert_allclose(result.ess_bulk, bulk, rtol=1e-12)
         np.testing.assert_allclose(result.ess_tail, tail, rtol=1e-12)
-    assert (metrics.function_space(draws).rhat > 1.1).tolist() == [True, True, False]
-
-
-def test_ess_of_an_autoregression_is_the_theoretical_one(rng):
-    """AR(1) with coefficient 0.6 has S (1 - 0.6) / (1 + 0.6) effective draws.
-
-    The average of 60 columns of 4 x 1000 draws has a standard error of about 1 % (each column varies by 7 %) and
-    Geyer's truncation costs up to 2 %: 6 % is four standard errors beyond, a failure rate below 1e-4.
-    """
-    chain = np.empty((4, 1000, 60))
-    chain[:, 0] = rng.normal(size=(4, 60)) / 0.8
-    for t in range(1, 1000):
-        chain[:, t] = 0.6 * chain[:, t - 1] + rng.normal(size=(4, 60))
-    np.testing.assert_allclose(metrics.function_space(chain).ess_bulk.mean(), 4000 * 0.25, rtol=0.06)
-
-
-def test_function_space_finds_the_inputs_where_chains_differ(rng):
-    draws = rng.normal(size=(4, 400, 3, 2))
-    draws[1, :, 2, 0] += 2.0
-    result = metrics.function_space(draws)
-    np.testing.assert_array_equal(result.rhat > 1.1, [[False, False], [False, False], [True, False]])
-    assert result.max_rhat == result.rhat[2, 0]
+    result = metrics.function_space(draws[..., None, :])
+    assert (result.rhat > 1.1).tolist() == [[True, True, False]]
+    assert result.max_rhat == result.rhat.max()
     assert result.min_ess == min(result.ess_bulk.min(), result.ess_tail.min())
-
-
-def test_exchanged_hidden_units_do_not_hide_agreement_of_the_function(rng):
-    # Two hidden units, exchanged in half of the chains: the weights look unmixed, the function is mixed.
-    units = rng.normal([1.0, -1.0], 0.1, size=(4, 400, 2))
-    units[2:] = units[2:, :, ::-1]
-    x = np.linspace(-1, 1, 5)
-    function = np.tanh(units[..., None] * x + units[..., None]).sum(axis=2)
-    assert metrics.function_space(units).rhat.min() > 1.5
-    assert metrics.function_space(function).max_rhat < 1.05
 
 
 def test_function_space_ignores_inputs_whose_prediction_never_changes(rng):
@@ -402,27 +311,23 @@ NAN = float("nan")
         (lambda: metrics.rmse([1.0], [NAN]), "`y` got 1 NaN"),
         (lambda: metrics.lppd([1.0]), r"\(S, N\), or \(C, S, N\) by chain"),
         (lambda: metrics.lppd([[NAN, 0.0]]), r"NaN or plus infinite values .*\(0, 0\)"),
-        (lambda: metrics.lppd([[np.inf, 0.0]]), "plus infinite"),
         (lambda: metrics.lppd(np.zeros((0, 3))), "empty data"),
         (lambda: metrics.crps([[1.0]], [1.0]), "one draw.*absolute error"),
         (lambda: metrics.crps([[1.0], [NAN]], [1.0]), "`draws` got 1 NaN"),
-        (lambda: metrics.crps(np.zeros((5, 2)), np.zeros(3)), "draws has 2, y has 3"),
         (lambda: metrics.interval_coverage(np.zeros((5, 2)), np.zeros(2), 90), "`level` got 90"),
         (lambda: metrics.pit(np.zeros((5, 2, 2, 2)), np.zeros(2), 0), "pit: argument `draws` got shape"),
         (lambda: metrics.accuracy([0.5, 0.5], [1]), r"\(N, K\) or \(S, N, K\) or \(C, S, N, K\)"),
         (lambda: metrics.brier([[0.5, 0.6]], [1]), "one sums to 1.1"),
+        (lambda: metrics.accuracy([[0.5, 0.5], [0.25, 0.25]], [0, 1]), r"do not sum to 1 \(one sums to 0\.5\)"),
         (lambda: metrics.brier([[1.5, -0.5]], [1]), r"negative value \(-0.5\).*softmax"),
         (lambda: metrics.log_score([[0.5, 0.5]], [2]), "With 2 classes pass labels 0..1"),
         (lambda: metrics.log_score([[0.5, 0.5]], [1.0]), "dtype float64"),
-        (lambda: metrics.log_score([[0.5, 0.5]], [1, 0]), "probs has 1, labels has 2"),
-        (lambda: metrics.accuracy([[0.5, NAN]], [1]), "`probs` got 1 NaN"),
         (lambda: metrics.ece([[0.5, 0.5]], [1], bins=0), "`bins` got 0"),
         (lambda: metrics.auroc([1.0, NAN], [1.0]), "`scores_in` got 1 NaN"),
         (lambda: metrics.auroc([1.0], []), "`scores_out` got empty data"),
         (lambda: metrics.uncertainty([[0.5, 0.5]]), r"\(S, N, K\) or \(C, S, N, K\)"),
         (lambda: metrics.relative_logit_variance(np.zeros((4, 5))), r"\(S, N, K\) or \(C, S, N, K\)"),
         (lambda: metrics.relative_logit_variance(np.zeros((1, 5, 3))), "at least two draws"),
-        (lambda: metrics.relative_logit_variance(np.full((2, 5, 3), NAN)), "`logits` got 30 NaN"),
         (lambda: metrics.function_space(np.zeros((4, 5))), r"\(C, S, N, \.\.\.\), chains first"),
         (lambda: metrics.function_space(np.full((2, 5, 1), NAN)), "function_space: argument `draws` got 10 NaN"),
     ],
@@ -430,9 +335,3 @@ NAN = float("nan")
 def test_errors_say_what_to_write(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_probabilities_below_one_are_refused_too():
-    """The row that is farthest off is named, whichever side it is on."""
-    with pytest.raises(ValueError, match=r"`probs` got rows that do not sum to 1 \(one sums to 0\.5\)"):
-        metrics.accuracy(np.array([[0.5, 0.5], [0.25, 0.25]]), np.array([0, 1]))

@@ -17,7 +17,7 @@ from scipy import integrate, stats
 from numpyro_bnn import infer, models, nn, priors
 
 NUM_DRAWS = 4000
-FAILURE = 1e-5  # of each Kolmogorov-Smirnov test, one of about fifty here
+FAILURE = 1e-5  # of each Kolmogorov-Smirnov test, one of about thirty here
 W = np.array([[0.3, -1.2, 0.7], [2.0, 0.1, -0.4]], np.float32)
 
 
@@ -43,9 +43,7 @@ def quantiles(density):
 # Prior, its density, and the power of a site that is the sd of its weights.
 HYPERPRIORS = {
     "inverse gamma": (lambda: dist.InverseGamma(3.0, 2.0), lambda v: v**-4.0 * np.exp(-2 / v), 0.5),
-    "gamma": (lambda: dist.Gamma(1.3, 0.8), lambda v: v**0.3 * np.exp(-0.8 * v), 0.5),
     "chi2": (lambda: dist.Chi2(3.0), lambda v: v**0.5 * np.exp(-0.5 * v), 0.5),
-    "exponential": (lambda: dist.Exponential(0.6), lambda v: np.exp(-0.6 * v), 0.5),
     "half-normal": (lambda: dist.HalfNormal(1.7), lambda v: np.exp(-0.5 * (v / 1.7) ** 2), 1.0),
     "half-Cauchy": (lambda: dist.HalfCauchy(0.6), lambda v: 1 / (1 + (v / 0.6) ** 2), 1.0),
     "precision, inverse gamma": (lambda: dist.InverseGamma(3.0, 2.0), lambda v: v**-4.0 * np.exp(-2 / v), -0.5),
@@ -191,6 +189,10 @@ def scaling(power, prior=lambda: dist.Gamma(1.0, 1.0)):
     return model
 
 
+def below(fn):
+    numpyro.sample("w", fn(numpyro.sample("v", dist.HalfCauchy(1.0))))
+
+
 def weighted(handler):
     def model():
         v = numpyro.sample("v", dist.Gamma(1.0, 1.0))
@@ -206,33 +208,20 @@ def observed():
     numpyro.sample("y", dist.Normal(0.0, 1.0), obs=2.0 * v)
 
 
-def moved_mean():
-    numpyro.sample("w", dist.Normal(numpyro.sample("v", dist.Gamma(1.0, 1.0)), 1.0))
-
-
-def not_normal():
-    numpyro.sample("w", dist.StudentT(3.0, 0.0, numpyro.sample("v", dist.HalfCauchy(1.0))))
-
-
 # Not powers: some only far away, in a window, by a constant factor, or inside a function of their own.
 PIECES = [
-    lambda v: jnp.where(v > 1.0, v**-0.5, 2.0 * v**-0.5),
     lambda v: jnp.where(jnp.abs(v - 3.0) < 1e-3, 2.0, 1.0) * v**-0.5,
     lambda v: jnp.clip(v, 1e-12, 1e12) ** -0.5,
-    lambda v: jnp.maximum(v**-0.5, 1e-25),
     lambda v: (v + 1e-6) ** -0.5,
     lambda v: v**-0.5 * jnp.exp(1e-9 * v),
-    lambda v: jnp.floor(v) * 0.0 + v**-0.5,
     lambda v: jax.jit(lambda v: jax.nn.relu(v - 1e-20) ** -0.5)(v),
     lambda v: jax.lax.cond(v > 5.0, lambda: 3.0 * v**-0.5, lambda: v**-0.5),
-    lambda v: 1 + v,
 ]
 POWERS = [
     lambda v: jnp.where(jnp.arange(3) > 1, v**-0.5, 2.0),
     lambda v: jnp.exp(-0.5 * jnp.log(v)),
     lambda v: 3.0 / jnp.sqrt(jnp.abs(v)) * jnp.clip(2.0, 0.0, 1.0),
     lambda v: jax.jit(jax.lax.rsqrt)(v),
-    lambda v: jnp.sqrt(1 / v) * jnp.max(jnp.arange(3.0)),
 ]
 
 
@@ -246,8 +235,8 @@ def test_powers_are_found_however_written(power):
     [
         (scaling(lambda v: v**-0.5, lambda: dist.LogNormal(0.0, 1.0)), "its prior is LogNormal"),
         (scaling(lambda v: v), "a Gamma prior is not conjugate"),
-        (moved_mean, "the mean of 'w' depends on it"),
-        (not_normal, "'w' depends on it"),
+        (lambda: below(lambda v: dist.Normal(v, 1.0)), "the mean of 'w' depends on it"),
+        (lambda: below(lambda v: dist.StudentT(3.0, 0.0, v)), "'w' depends on it"),
         (observed, "the observed value of 'y' depends on it"),
         (weighted(lambda v: handlers.scale(scale=v)), "the scale of the log density of 'w' depends on it"),
         (weighted(lambda v: handlers.mask(mask=v > 1.0)), "the mask of 'w' depends on it"),

@@ -44,61 +44,52 @@ def scaled(scales, nodes=2000):
     return cdf
 
 
-def mixture_cdf(w):
-    return 0.3 * scipy.stats.norm.cdf(w) + 0.7 * scipy.stats.norm.cdf(w, scale=0.1)
-
-
-# Name -> prior, parameter with fan-in 4 (or a bias), and the marginal distribution of one weight of it.
-DRAWN = {
-    "Normal": (lambda: priors.Normal(2.0), KERNEL, scipy.stats.norm(scale=1).cdf),
-    "Normal unscaled": (lambda: priors.Normal(2.0, fan_in_scaling=False), KERNEL, scipy.stats.norm(scale=2).cdf),
-    "bias": (lambda: priors.Normal(bias_scale=0.3), BIAS, scipy.stats.norm(scale=0.3).cdf),
-    "gain": (lambda: priors.Normal(gain_scale=0.3), GAIN, scipy.stats.norm(1, 0.3).cdf),
-    "Laplace": (lambda: priors.Laplace(2.0), KERNEL, scipy.stats.laplace(scale=0.5**0.5).cdf),
-    "StudentT": (lambda: priors.StudentT(3.0, 2.0), KERNEL, scipy.stats.t(3).cdf),
-    "ScaleMixture": (lambda: priors.ScaleMixture(0.3, 1.0, 0.1), KERNEL, mixture_cdf),
-    "ScaleMixture bias": (lambda: priors.ScaleMixture(0.3, 1.0, 0.1), BIAS, mixture_cdf),
-    "Hierarchical": (lambda: priors.Hierarchical(), KERNEL, scaled(scipy.stats.halfnorm(scale=0.5))),
-    "Hierarchical Gamma": (
-        lambda: priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True),
+# Name -> prior, parameter with fan-in 4 (or a bias, or a gain), and the distribution of its weights.
+CLOSED = {
+    "Normal": (priors.Normal(2.0), KERNEL, scipy.stats.norm(scale=1).logpdf),
+    "bias": (priors.Normal(bias_scale=0.3), BIAS, scipy.stats.norm(scale=0.3).logpdf),
+    "gain": (priors.Normal(gain_scale=0.3), GAIN, scipy.stats.norm(1, 0.3).logpdf),
+    "Laplace": (priors.Laplace(2.0), KERNEL, scipy.stats.laplace(scale=0.5**0.5).logpdf),
+    "StudentT": (priors.StudentT(3.0, 2.0), KERNEL, scipy.stats.t(3).logpdf),
+    "ScaleMixture": (
+        priors.ScaleMixture(0.3, 1.0, 0.1),
         KERNEL,
-        scaled(scipy.stats.gamma(3, scale=0.25)),
+        lambda w: np.log(0.3 * scipy.stats.norm.pdf(w) + 0.7 * scipy.stats.norm.pdf(w, scale=0.1)),
     ),
-    "ARD": (lambda: priors.ARD(), KERNEL, scaled(scipy.stats.halfcauchy(scale=0.5))),
-    "ARD uniform": (
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_density_of_a_weight_is_the_closed_form(name):
+    prior, (parameter, shape), log_density_of = CLOSED[name]
+    w = np.linspace(-3.0, 3.0, 12)
+    fn = prior(parameter, shape)
+    np.testing.assert_allclose(fn.log_prob(w), log_density_of(w), rtol=1e-4, atol=1e-5)
+
+
+# Those with hyper-sites: the marginal distribution of one weight, with which the given scales leave it.
+DRAWN = {
+    "Hierarchical": (lambda: priors.Hierarchical(), KERNEL, scaled(scipy.stats.halfnorm(scale=0.5))),
+    "ARD": (
         lambda: priors.ARD(dist.Uniform(0.5, 1.5), centered=True),
         KERNEL,
         scaled(scipy.stats.uniform(0.25, 0.5)),
     ),
-    "GammaPrecision": (lambda: priors.GammaPrecision(0.2, 3.0), KERNEL, scipy.stats.t(3, scale=0.1).cdf),
-    "GammaPrecision vague": (
+    "GammaPrecision": (
         lambda: priors.GammaPrecision(0.05, 0.5, fan_in_scaling=False, centered=True),
         KERNEL,
         scipy.stats.t(0.5, scale=0.05).cdf,
     ),
-    "GammaPrecision integrated": (
-        lambda: priors.GammaPrecision(0.2, 3.0, marginal=True),
-        KERNEL,
-        scipy.stats.t(3, scale=0.1).cdf,
-    ),
-    "GammaPrecision bias": (lambda: priors.GammaPrecision(0.2, 3.0), BIAS, scipy.stats.t(3, scale=0.2).cdf),
     "Horseshoe": (lambda: priors.Horseshoe(), KERNEL, scaled(scipy.stats.halfcauchy(scale=0.25))),
     "Horseshoe global": (lambda: priors.Horseshoe(0.3), KERNEL, scaled(scipy.stats.halfcauchy(scale=0.15))),
     "slab": (lambda: priors.RegularizedHorseshoe(slab_scale=3.0), KERNEL, scipy.stats.t(4, scale=1.5).cdf),
-    "no slab": (
-        lambda: priors.RegularizedHorseshoe(slab_scale=1e9),
-        KERNEL,
-        scaled(scipy.stats.halfcauchy(scale=0.5)),
-    ),
     "GPFilters": (lambda: priors.GPFilters(2.0, 1.7, "matern32"), WINDOW, scipy.stats.norm(scale=2 / 18**0.5).cdf),
 }
 HYPER = {  # given scales: with a large global one, the slab makes a weight Student t
     "Horseshoe": {"global": 0.5},
     "Horseshoe global": {"local": np.ones((4, 3), np.float32)},
     "slab": {"global": 1e12},
-    "no slab": {"global": 1.0},
 }
-VARIANTS = {"Normal unscaled", "Hierarchical Gamma", "GammaPrecision vague", "no slab"}  # other rows of a class
 
 
 def model_of(prior, parameter):
@@ -120,28 +111,16 @@ def draws_of(name):
     return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), NUMBER)), float)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in DRAWN]
-)
+@pytest.mark.parametrize("name", DRAWN)
 def test_marginal_of_a_weight(name):
     draws = draws_of(name).reshape(NUMBER, -1)
     for column in (0, -1):  # weights of one draw share hyper-sites: one weight of each
         assert scipy.stats.kstest(draws[:, column], DRAWN[name][2]).pvalue > RATE
 
 
-def test_weights_of_a_group_share_their_scale():
-    """E[w1^2 w2^2] fan_in^2 is E s^4 for weights that share a scale and (E s^2)^2 for others."""
-    weight = draws_of("Hierarchical")  # s ~ HalfNormal(1)
-    assert within_errors(weight[:, 0, 0] ** 2 * weight[:, 3, 2] ** 2, 3 / 16)
-    second, fourth = (1.5**3 - 0.5**3) / 3, (1.5**5 - 0.5**5) / 5  # s ~ Uniform(0.5, 1.5)
-    weight = draws_of("ARD uniform")
-    assert within_errors(weight[:, 1, 0] ** 2 * weight[:, 1, 2] ** 2, fourth / 16)
-    assert within_errors(weight[:, 1, 0] ** 2 * weight[:, 2, 0] ** 2, second**2 / 16)
-
-
-@pytest.mark.parametrize("df", [3.0, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_group_student_is_the_integral_over_its_precision(df):
+def test_group_student_is_the_integral_over_its_precision():
     """Closed density against scipy, the length of a draw against F, and what `given_rest` leaves invariant."""
+    df = 3.0
     fn = priors.GroupStudentT(df, 0.5, (2, 3))
     w = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
     expected = scipy.stats.multivariate_t(np.zeros(6), 0.25 * np.eye(6), df=df).logpdf(w.reshape(4, 6))
@@ -166,17 +145,11 @@ def test_group_student_is_the_integral_over_its_precision(df):
 # -- horseshoe ------------------------------------------------------------------------------------------
 
 
-def horseshoe_density(w):
-    """Marginal of a weight given tau = 1: (2 pi^3)^(-1/2) exp(w^2/2) E1(w^2/2)."""
-    return np.exp(w**2 / 2) * scipy.special.exp1(w**2 / 2) / np.sqrt(2 * np.pi**3)
-
-
-def test_horseshoe_density_is_the_closed_form_with_a_log_spike(x64):
-    """Our joint density, integrated over lambda, is the closed form; near 0 it grows like log(1/|w|)."""
-    model = partial(model_of, priors.Horseshoe(), ONE)
+def test_horseshoe_density_is_the_closed_form(x64):
+    """Our joint density, integrated over lambda, given tau = 1; from its logarithmic spike to its tail."""
+    model, name = partial(model_of, priors.Horseshoe(), ONE), ONE[0]
     # Trapezoid rule in log lambda: the integrand is analytic and decays, so the error is far below 1e-8.
     log_lambda = np.linspace(-30.0, 30.0, 4001)
-    name = ONE[0]
 
     @jax.jit
     @jax.vmap
@@ -188,14 +161,9 @@ def test_horseshoe_density_is_the_closed_form_with_a_log_spike(x64):
         return jnp.trapezoid(jnp.exp(jax.vmap(joint)(log_lambda)), log_lambda)
 
     w = np.array([1e-8, 1e-6, 1e-4, 1e-2, 0.1, 1.0, 5.0, 20.0])
+    exact = np.exp(w**2 / 2) * scipy.special.exp1(w**2 / 2) / np.sqrt(2 * np.pi**3)
     # The prior of tau itself is a constant at tau = 1: the half-Cauchy density 1 / pi.
-    p = np.asarray(marginal(w)) * np.pi
-    np.testing.assert_allclose(p, horseshoe_density(w), rtol=1e-8)
-    # Spike: p / log(1/|w|) -> 2 / sqrt(2 pi^3), next order (log 2 - Euler) / (2 log(1/|w|)).
-    ratio = p[:3] / np.log(1 / w[:3]) / (2 / np.sqrt(2 * np.pi**3))
-    np.testing.assert_allclose(ratio, 1 + (np.log(2) - np.euler_gamma) / (2 * np.log(1 / w[:3])), rtol=1e-7)
-    # Tail: p w^2 -> sqrt(2 / pi^3), next order 1 - 2 / w^2.
-    np.testing.assert_allclose(p[-1] * 20.0**2 / np.sqrt(2 / np.pi**3), 1 - 2 / 20.0**2, atol=10 / 20.0**4)
+    np.testing.assert_allclose(np.asarray(marginal(w)) * np.pi, exact, rtol=1e-8)
 
 
 def test_regularized_horseshoe_between_its_limits():
@@ -259,7 +227,7 @@ def test_draws_of_filters_have_that_covariance_over_channels():
     assert within_errors(draws[:, 1, 1, 0, 0] * draws[:, 1, 1, 1, 0], 0.0)  # channels do not correlate
 
 
-@pytest.mark.parametrize(("window", "length_scale"), [(5, 0.1), (5, 1e4), (7, 30.0), (11, 1e3)])
+@pytest.mark.parametrize(("window", "length_scale"), [(5, 0.1), (11, 1e3)])
 def test_filters_stay_finite_where_the_matrix_is_singular(window, length_scale):
     @jax.jit
     def run(key):

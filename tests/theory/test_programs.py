@@ -52,7 +52,6 @@ def test_programs_that_run_once_are_kept_for_themselves(compiled):
 
 CLOSED_OVER = {
     "number": lambda n: n,
-    "NumPy scalar": np.float32,
     "NumPy array": lambda n: np.full(5000, n, np.float32),
     "JAX array": lambda n: jnp.full(5000, n, jnp.float32),
     "long arrays that print alike": lambda n: np.where(np.arange(5000) == 1000 + n, 5000, 0),
@@ -68,7 +67,7 @@ def test_what_a_function_closes_over_is_a_part_of_it(kind):
         return given * surroundings["product"](args[0])
 
     for wrap in (lambda product: product, jax.jit):
-        for number in (1, 2, 3):
+        for number in (1, 2):
             factor = CLOSED_OVER[kind](number)
             surroundings["product"] = wrap(lambda x, factor=factor: (factor * x).mean())
             expected = 2 * (np.asarray(factor) * weights).mean(dtype=float)
@@ -121,10 +120,10 @@ def exact_log_likelihood(idata, x, y):
 
 
 def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
-    """On other data of the same shape; each export has its own data and draws, the first compiles few programs."""
+    """On other data of the same shape; each export has its own data and draws."""
     counts = []
-    for seed, rows in enumerate((17, 17, 19)):
-        x, y, new = X[:rows] + seed, Y[:rows] - seed, X[: rows - 9] + seed
+    for seed in range(2):
+        x, y, new = X + seed, Y - seed, X[:8] + seed
         mcmc = MCMC(infer.SGLD(line, step_size=1e-3), num_warmup=2, num_samples=2, progress_bar=False)
         start = len(compiled)
         mcmc.run(random.key(seed), x, y)
@@ -136,10 +135,7 @@ def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
         np.testing.assert_allclose(group(found, "predictions")["y_mean"], mean, rtol=1e-5, atol=1e-6)
         expected = exact_log_likelihood(found, x, y)
         np.testing.assert_allclose(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
-    first, same_shape, other_shape = counts
-    assert same_shape == (1, 0)
-    assert first[0] > 1
-    assert 0 < other_shape[1] <= 10
+    assert counts[1] == (1, 0) < counts[0]
 
 
 def test_a_second_guide_and_export_compile_nothing(compiled):
@@ -162,27 +158,24 @@ def test_a_second_guide_and_export_compile_nothing(compiled):
     assert all(np.any(params[0][name] != params[1][name]) for name in params[0])
 
 
-@pytest.mark.slow
-def test_adf_on_other_data_compiles_nothing(compiled):
-    def fit(seed):
-        return guides.AutoADF(line).run(random.key(seed), X, Y - seed, num_epochs=1, progress_bar=False).params
+def fit_adf(seed, x, y):
+    guides.AutoADF(line).run(random.key(seed), x, y, num_epochs=1, progress_bar=False)
 
-    first, before = fit(0), len(compiled)
-    second = fit(1)
-    assert len(compiled) == before
-    assert all(np.any(first[name] != second[name]) for name in first)
+
+def prepare_moves(seed, x, y):
+    kernel = infer.OrbitMoves(infer.MALA(network, step_size=0.1), symmetry.find(network, x, y))
+    kernel.init(random.key(seed), 1, None, (x, y))
 
 
 @pytest.mark.slow
-def test_symmetries_of_other_data_compile_nothing(compiled):
-    """Finding them, and preparing moves along them, uses the programs of the data before."""
+@pytest.mark.parametrize(("call", "most"), [(fit_adf, 200), (prepare_moves, 20)])
+def test_other_data_compile_nothing(call, most, compiled):
     counts = []
     for seed in range(2):
-        x, y, before = jnp.asarray(X[:17] + seed), jnp.asarray(Y[:17]), len(compiled)
-        kernel = infer.OrbitMoves(infer.MALA(network, step_size=0.1), symmetry.find(network, x, y))
-        kernel.init(random.key(seed), 1, None, (x, y))
+        before = len(compiled)
+        call(seed, jnp.asarray(X[:17] + seed), jnp.asarray(Y[:17] - seed))
         counts.append(len(compiled) - before)
-    assert counts[1] == 0 < counts[0] <= 20
+    assert counts[1] == 0 < counts[0] <= most
 
 
 @pytest.mark.slow
@@ -230,12 +223,11 @@ def constants_of(closed):
                 yield from constants_of(inner)
 
 
-FLIP = [symmetry.SignFlip([("w", 0)])]
 KERNELS = {
     "SGLD": lambda: infer.SGLD(spread),
-    "MCLMC": lambda: infer.MCLMC(spread),
-    "OrbitMoves": lambda: infer.OrbitMoves(infer.MALA(spread, step_size=1e-3), FLIP, exact=False),
-    "ParallelTempering": lambda: infer.ParallelTempering(infer.MALA(spread, step_size=1e-3), 2),
+    "OrbitMoves": lambda: infer.OrbitMoves(
+        infer.MALA(spread, step_size=1e-3), [symmetry.SignFlip([("w", 0)])], exact=False
+    ),
 }
 
 
@@ -271,19 +263,13 @@ def precisions(x, y=None, batch_size=None):
 
 
 UNITS = [symmetry.Permutation([("w", 1), ("v", 0)])]
-WEIGHTS = np.ones((1, 4), np.float32)
 MALA = partial(infer.MALA, step_size=0.1)
 # What reads a model, and how often it may call it.
 READERS = {
     "find": (lambda model: symmetry.find(model, THREE, THREE), 2),
-    "check": (lambda model: symmetry.check(model, UNITS, (THREE, THREE)), 1),
     "quotient": (lambda model: symmetry.quotient(model, UNITS, THREE, THREE), 2),
     "collapse": (lambda model: infer.collapse(model, ["v"], THREE, THREE), 1),
     "conjugate_sites": (lambda model: infer.PrecisionGibbs(model).conjugate_sites(THREE, THREE), 1),
-    "PrecisionGibbs": (
-        lambda model: infer.PrecisionGibbs(handlers.condition(model, {"w": WEIGHTS, "v": WEIGHTS[0]})),
-        1,
-    ),
     "MALA": (MALA, 3),
     "OrbitMoves": (lambda model: infer.OrbitMoves(MALA(model), UNITS), 5),
     "UnitMoves": (lambda model: infer.UnitMoves(MALA(model), {"w": 1}), 4),
@@ -352,13 +338,6 @@ def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
     np.testing.assert_allclose(second["w"], expected, rtol=1e-6)
 
 
-def test_a_fixed_site_is_read_without_a_warning():
-    """``handlers.substitute`` gives it a value, which another may replace."""
-    reading = Reading(handlers.substitute(line, {"w": jnp.array([3.0, 0.0])}), (X, Y))
-    for given, slope in (({}, 3.0), ({"w": jnp.array([5.0, 0.0])}, 5.0)):
-        np.testing.assert_allclose(reading.at(given)["y"]["fn"].loc, slope * X[:, 0], rtol=1e-6)
-
-
 def test_distributions_of_users_are_read():
     """Also one that does not say which of its attributes are arrays."""
 
@@ -372,15 +351,10 @@ def test_distributions_of_users_are_read():
         def sample(self, key, sample_shape=()):
             return self.loc + random.laplace(key, sample_shape)
 
-        def log_prob(self, value):
-            return -jnp.abs(value - self.loc)
-
     def model():
         s = numpyro.sample("s", dist.HalfNormal(1.0))
-        w = numpyro.sample("w", Laplace(2 * s))
-        numpyro.sample("y", dist.Normal(w, 1.0), obs=3.0)
+        numpyro.sample("w", Laplace(2 * s))
 
     reading = Reading(model)
     assert reading.depends(lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()})["w"] == {"s"}
     assert float(reading.at({"s": 4.0})["w"]["fn"].loc) == 8.0
-    assert float(reading.at({"y": 7.0})["y"]["value"]) == 7.0

@@ -64,14 +64,11 @@ def uniform(counts):
     return stats.chisquare(np.asarray(counts).ravel()).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-def test_noise_is_normal_and_independent_of_all_other_randomness(dtype):
+def test_noise_is_normal_and_independent_of_all_other_randomness():
     """Also in the tails; rows, coordinates and steps; the start; minibatches and uniform numbers."""
-    with jax.enable_x64(dtype == "float64"):
-        drawn, again, other = recorded(WithReplacement(1000, 2), 1000, size=500, seeds=(0, 0, 1))
+    drawn, again, other = recorded(WithReplacement(1000, 2), 1000, size=500, seeds=(0, 0, 1))
     np.testing.assert_array_equal(again.noise, drawn.noise)
     noise = np.asarray(drawn.noise, np.float64)
-    assert drawn.noise.dtype == dtype
     n = noise.size
     for power, mean, sd in ((1, 0, 1), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)):
         assert abs((noise**power).mean() - mean) < 4.5 * sd / n**0.5, power
@@ -108,17 +105,14 @@ def test_indices_with_replacement_are_uniform_and_independent():
     assert indices.max() == 36
 
 
-SIZES = [(10, 4), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((9, 6), (7, 3), (1, 1), (1009, 64)))]
-
-
-@pytest.mark.parametrize(("num_data", "batch_size"), [*SIZES, pytest.param(100_003, 100_003, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_data", "batch_size"), [(10, 4), pytest.param(1009, 64, marks=pytest.mark.slow)])
 def test_epochs_cover_the_data_exactly(num_data, batch_size):
     covered = min(math.lcm(num_data, batch_size), 4 * num_data)
     blocks = np.asarray(recorded(Epochs(num_data, batch_size), 3 * covered // batch_size).batch)
     assert blocks.shape[1] == batch_size
     epochs = blocks.ravel()[: blocks.size // num_data * num_data].reshape(-1, num_data)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(num_data), (len(epochs), 1)))
-    assert num_data < 8 or len(np.unique(epochs, axis=0)) == len(epochs)
+    assert len(np.unique(epochs, axis=0)) == len(epochs)
 
 
 def test_orders_places_and_neighbors_of_epochs_are_uniform():
@@ -143,31 +137,13 @@ def test_several_plates_draw_independently_and_keys_serve_jax():
     assert not ProductStream({"a": Epochs(10, 2)}).independent
 
 
-@pytest.mark.parametrize(
-    "dynamics",
-    [sgmcmc.BAOAB(1.0), pytest.param(sgmcmc.GGMC(lambda q: q @ q, 2, 1.0), marks=pytest.mark.slow)],
-    ids=["BAOAB", "GGMC"],
-)
+@pytest.mark.parametrize("dynamics", [sgmcmc.BAOAB(1.0), sgmcmc.GGMC(lambda q: q @ q, 2, 1.0)], ids=["BAOAB", "GGMC"])
 def test_keys_of_a_random_potential_are_never_reused(dynamics):
     """Each minibatch has its key, shared only on purpose."""
     for kind in (sgmcmc.Minibatch, lambda f, s: sgmcmc.ControlVariates(f, lambda q: q @ q, s)):
         sampler = build(kind(lambda q, key: q @ jax.random.normal(key, (3,)), Keys()), dynamics, schedule=0.01)
         with jax.debug_key_reuse(True):
             jax.eval_shape(lambda key, s=sampler: s.run(s.init(jnp.ones(3), key), 2), jax.random.key(0))
-
-
-@pytest.mark.parametrize("kind", [WithReplacement, Epochs])
-def test_work_does_not_grow_with_the_data(kind):
-    """The traced steps for N = 10^4 and 10^6 have the same operations on arrays of the same shapes."""
-
-    def operations(num_data):
-        gradient = sgmcmc.Minibatch(lambda q, batch: jnp.sum(batch * q), kind(num_data, 20))
-        sampler = build(gradient, sgmcmc.Overdamped(), schedule=0.1)
-        state = jax.eval_shape(sampler.init, jnp.zeros(1), jax.random.key(0))
-        jaxpr = jax.make_jaxpr(sampler.step)(state).jaxpr
-        return [(str(e.primitive), [v.aval.shape for v in e.outvars]) for e in jaxpr.eqns]
-
-    assert operations(10**4) == operations(10**6)
 
 
 # -- estimators ------------------------------------------------------------------------------------------
@@ -285,9 +261,7 @@ def test_rmsprop_learns_in_warm_up_only():
     ("argument", "make"),
     [
         ("values", lambda: Diagonal(-1.0)),
-        ("values", lambda: Diagonal(np.ones((2, 2)))),
         ("values", lambda: Diagonal(np.ones(4)).init(jnp.zeros(5))),
-        ("matrix", lambda: Dense(np.ones(3))),
         ("matrix", lambda: Dense([[1.0, 2.0], [0.0, 1.0]])),
         ("matrix", lambda: Dense([[1.0, 2.0], [2.0, 1.0]])),
         ("matrix", lambda: Dense(np.eye(2)).init(jnp.zeros(5))),

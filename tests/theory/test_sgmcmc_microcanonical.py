@@ -5,16 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import squares_of
-from scipy import stats
 
 from numpyro_bnn.infer import MCLMC, implied_bias
-from numpyro_bnn.sgmcmc import Diagonal, Full, Microcanonical, Minibatch, build
+from numpyro_bnn.sgmcmc import Full, Microcanonical, build
 from numpyro_bnn.sgmcmc.dynamics import Direction
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
-from numpyro_bnn.sgmcmc.streams import Keys
 
 slow = pytest.mark.slow
-BOTH = pytest.mark.parametrize("integrator", ["mclachlan", pytest.param("leapfrog", marks=slow)])
+BOTH = pytest.mark.parametrize("integrator", ["mclachlan", "leapfrog"])
 P = 6
 STIFF = np.linspace(0.5, 3.0, P)
 Q, NOISE = np.random.default_rng(1).normal(size=(2, P))
@@ -77,9 +75,8 @@ def one_step(dynamics, q, u, eps, *, target=potential, noise=0.0, uniform=1.0, r
 
 
 @BOTH
-@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=slow)])
-def test_a_step_is_the_published_one(integrator, temperature, x64):
-    eps, length, root = 0.9, 2.5, np.linspace(0.7, 1.4, P)
+def test_a_step_is_the_published_one(integrator, x64):
+    eps, length, root, temperature = 0.9, 2.5, np.linspace(0.7, 1.4, P), 0.6
     options = {"noise": NOISE, "root": root, "temperature": temperature}
     found = one_step(Microcanonical(length, integrator), Q, U, eps, **options)
     refreshed = U + np.sqrt((np.exp(2 * eps / length) - 1) / P) * NOISE
@@ -91,31 +88,12 @@ def test_a_step_is_the_published_one(integrator, temperature, x64):
     assert abs(error) > 1e-3
 
 
-@BOTH
-def test_the_motion_is_reversible(integrator, x64):
-    @jax.jit
-    def far(q, u):
-        def body(carry, _):
-            found = one_step(Microcanonical(float("inf"), integrator), *carry, 0.7)
-            return (found.position, found.memory.direction), None
-
-        return jax.lax.scan(body, (q, u), None, 50)[0]
-
-    q, u = far(Q, U)
-    assert np.abs(q - Q).max() > 0.5
-    np.testing.assert_allclose(np.linalg.norm(u), 1.0, rtol=1e-12)
-    back, direction = far(q, -u)
-    np.testing.assert_allclose(back, Q, atol=1e-8)
-    np.testing.assert_allclose(-direction, U, atol=1e-8)
-
-
-@BOTH
-def test_the_kinetic_energy_is_the_jacobian(integrator, x64):
+def test_the_kinetic_energy_is_the_jacobian(x64):
     """Minus the log determinant of a step on (position, sphere), by automatic differentiation in tangent planes."""
 
     @jax.jit
     def step(q, u):
-        found = one_step(Microcanonical(float("inf"), integrator), q, u / jnp.linalg.norm(u), 0.8)
+        found = one_step(Microcanonical(float("inf")), q, u / jnp.linalg.norm(u), 0.8)
         return found.position, found.memory.direction
 
     def plane(u):
@@ -125,7 +103,7 @@ def test_the_kinetic_energy_is_the_jacobian(integrator, x64):
     q, u = step(Q, U)
     first, last = plane(U), plane(u)
     _, logdet = np.linalg.slogdet(np.block([[qq, qu @ first], [last.T @ uq, last.T @ uu @ first]]))
-    error = transcribed(Q, U, integrator, 0.8, 1.0, 1.0)[2]
+    error = transcribed(Q, U, "mclachlan", 0.8, 1.0, 1.0)[2]
     np.testing.assert_allclose(-logdet, error - (value(np.asarray(q)) - value(Q)), rtol=1e-8)
     assert abs(logdet) > 0.1
 
@@ -183,73 +161,27 @@ def test_the_implied_bias_is_that_of_leapfrog():
         variance = 1 / (1 - h**2 / 4)
         change = (step.T @ step - np.eye(2)) @ np.diag([variance, 1.0])
         np.testing.assert_allclose(implied_bias(0.5 * np.trace(change @ change)), variance - 1, rtol=1e-6)
+    first, last = MCLMC(lambda: None).energy_targets
+    np.testing.assert_allclose(implied_bias(last), 0.05)  # bias_tolerance
+    assert first == 100 * last  # or where steps have errors of a quarter of the largest that is taken
     energies = np.geomspace(1e-12, 10, 40)
     bias = implied_bias(energies)
     assert implied_bias(0.0) == 0
     assert np.all(implied_bias((energies[1:] + energies[:-1]) / 2) > (bias[1:] + bias[:-1]) / 2)  # concave
 
 
-def moments(sampler, scale, burn, keep, thin):
-    """Per-coordinate means of x^2 and the mean energy variance; one flat chain of independent coordinates."""
-    begin = jax.random.normal(jax.random.key(2), scale.shape) / scale
-    squares, state = squares_of(sampler, begin, burn, keep, thin)
-    return squares, float(state.statistics.energy_variance)
-
-
-@pytest.mark.parametrize(
-    ("integrator", "widths", "angles"),
-    [
-        ("mclachlan", np.linspace(0.3, 1.7, 8), (1.2,)),
-        pytest.param("leapfrog", np.ones(8), (0.4, 0.6, 1.0), marks=slow),
-    ],
-    ids=["eight widths", "one width"],
-)
-def test_biases_are_within_what_the_energy_error_implies(integrator, widths, angles):
-    """Gaussians in 16384 dimensions. Of one width, the bias falls like the third root of the energy variance."""
-    size = 16_384
-    scale = jnp.asarray(np.tile(widths, size // 8), jnp.float32)
+def test_biases_are_within_what_the_energy_error_implies():
+    """Gaussians of eight widths in 16384 dimensions."""
+    size, h = 16_384, 1.2
+    scale = jnp.asarray(np.tile(np.linspace(0.3, 1.7, 8), size // 8), jnp.float32)
     target = Full(lambda q: 0.5 * jnp.vdot(q * scale, q * scale))
-    biases, energies = [], []
-    for h in angles:
-        sampler = build(target, Microcanonical(2 * size**0.5, integrator), schedule=h * size**0.5)
-        squares, energy = moments(sampler, scale, 100, 150, max(1, round(1.5 / h)))
-        by_width = (squares * np.asarray(scale, np.float64) ** 2 - 1).reshape(-1, 8)
-        bias, error = np.abs(by_width.mean(0)).mean(), (by_width.var(0).sum() / len(by_width)) ** 0.5 / 8
-        assert error < 0.1 * bias
-        assert bias + 4 * error < implied_bias(energy) < 4 * (bias - 4 * error)  # failure rates of 3e-5
-        biases.append(bias)
-        energies.append(energy)
-    if len(angles) == 3:
-        # Standard errors of the logarithms: of the bias 0.03, of the energy variance (few hundred steps) 0.1.
-        order = np.log(biases[2] / biases[0]) / np.log(energies[2] / energies[0])
-        assert abs(order - 1 / 3) < 4 * (0.03 + 0.1 / 3) / np.log(energies[2] / energies[0]) + 0.02, order
-
-
-def noisy(variances):
-    """A standard Gaussian whose gradients have noise of these variances."""
-
-    def potential_fn(q, key):
-        return 0.5 * jnp.vdot(q, q) + jnp.vdot(q, jnp.sqrt(variances) * jax.random.normal(key, q.shape))
-
-    return Minibatch(potential_fn, Keys())
-
-
-@slow
-def test_noise_of_unequal_sizes_is_evened_out_by_a_preconditioner():
-    """Half of the directions with 40 times the noise variance: they take speed from the others, until the noise has
-    one size in whitened directions."""
-    size, h = 2048, 0.3
-    noise = jnp.where(jnp.arange(size) % 2 == 0, 4.0, 0.1)
-
-    def bias(preconditioner):
-        dynamics = Microcanonical(2 * size**0.5, "leapfrog", fresh=True)
-        sampler = build(noisy(noise), dynamics, preconditioner, schedule=h * size**0.5)
-        squares, _ = moments(sampler, jnp.ones(size), 300, 200, 4)
-        return np.abs(squares.reshape(-1, 2).mean(0) - 1).max()  # standard error about 0.006
-
-    plain, evened = bias(None), bias(Diagonal(jnp.exp(jnp.mean(jnp.log(noise))) / noise))
-    assert plain > 0.1
-    assert evened < 0.5 * plain
+    sampler = build(target, Microcanonical(2 * size**0.5, "mclachlan"), schedule=h * size**0.5)
+    squares, state = squares_of(sampler, jax.random.normal(jax.random.key(2), scale.shape) / scale, 100, 150)
+    by_width = (squares * np.asarray(scale, np.float64) ** 2 - 1).reshape(-1, 8)
+    bias, error = np.abs(by_width.mean(0)).mean(), (by_width.var(0).sum() / len(by_width)) ** 0.5 / 8
+    assert error < 0.1 * bias
+    implied = implied_bias(float(state.statistics.energy_variance))
+    assert bias + 4 * error < implied < 4 * (bias - 4 * error)  # failure rates of 3e-5
 
 
 # -- refused steps ---------------------------------------------------------------------------------------
@@ -259,7 +191,7 @@ def rounded(q):
     return 0.5 * jnp.vdot(q, q)
 
 
-@pytest.mark.parametrize("bad", [np.nan, *(pytest.param(b, marks=slow) for b in (np.inf, 1e6))])
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(1e6, marks=slow)])
 def test_a_refused_step_turns_back(bad):
     """Everything beyond a small ball is impossible: the chain stays, its direction is reversed."""
 
@@ -277,10 +209,10 @@ def test_a_refused_step_turns_back(bad):
     assert (int(state.first_divergence), int(state.step)) == (-1, 1)
     assert (int(state.statistics.num_refused), int(state.statistics.num_steps)) == (1, 1)
     assert float(state.statistics.energy_variance) == 0  # only steps that were taken count
-    if not np.isnan(bad):  # without a limit only what is not finite is refused
+    if np.isfinite(bad):  # without a limit only what is not finite is refused
         before, free = after(Microcanonical(float("inf")))
-        assert int(free.statistics.num_refused) == (not np.isfinite(bad))
-        assert (np.abs(free.position - before.position).max() > 1e-2) == np.isfinite(bad)
+        assert int(free.statistics.num_refused) == 0
+        assert np.abs(free.position - before.position).max() > 1e-2
 
 
 def test_the_way_down_is_taken_in_warm_up_only():
@@ -309,54 +241,3 @@ def test_gradients_alone_show_the_energy_error_of_gaussians():
     assert 3 < counts[0] < 40
     np.testing.assert_allclose(ends[1].position, ends[0].position, rtol=1e-2, atol=1e-3)
     np.testing.assert_allclose(ends[1].memory.potential, ends[0].memory.potential, rtol=1e-3)
-
-
-@slow
-@pytest.mark.parametrize(("integrator", "h"), [("mclachlan", 0.9), ("leapfrog", 0.35)])
-def test_on_gaussians_the_limit_of_the_kernel_refuses_nothing(integrator, h):
-    """At about the energy variance of the default, the chain is the same to the last bit."""
-    size = 2000
-    limit = MCLMC(lambda: None).max_energy_error(size)
-    widths = jnp.tile(jnp.linspace(0.3, 1.7, 8), size // 8)
-    ends = []
-    for bound in (limit, float("inf")):
-        dynamics = Microcanonical(2 * size**0.5, integrator, max_energy_error=bound)
-        sampler = build(Full(lambda q: rounded(widths * q)), dynamics, schedule=h * size**0.5)
-        begin = jax.random.normal(jax.random.key(2), (size,)) / widths
-        ends.append(jax.jit(sampler.run, static_argnums=1)(sampler.init(begin, jax.random.key(0)), 2000))
-    assert (size * float(ends[0].statistics.energy_variance)) ** 0.5 > 0.5
-    assert int(ends[0].statistics.num_refused) == 0
-    np.testing.assert_array_equal(ends[0].position, ends[1].position)
-
-
-@slow
-def test_refusals_leave_the_density_as_it_is():
-    """A cliff that no gradient shows, at 0.8 of a Gaussian: the distribution is the truncated one, up to the edge.
-
-    A new direction in place of a reversed one would double the mass within a step of it.
-    """
-    size, edge, step, chains = 8, 0.8, 0.5, 400
-    cliff = Full(lambda q: rounded(q) + jnp.where(q[0] > edge, 40.0, 0.0))
-    sampler = build(cliff, Microcanonical(4.0, max_energy_error=5.0), schedule=step)
-
-    @jax.jit
-    @jax.vmap
-    def run(key):
-        def body(state, _):
-            state = sampler.run(state, 4)
-            return state, state.position[0]
-
-        state = sampler.run(sampler.init(jnp.zeros(size), key), 200)
-        return jax.lax.scan(body, state, None, 400)
-
-    state, x = run(jax.random.split(jax.random.key(0), chains))
-    x = np.asarray(x, np.float64)
-    assert x.max() <= edge
-    assert float(np.mean(state.statistics.num_refused / state.statistics.num_steps)) > 0.02
-    grid = np.linspace(edge - 0.18, edge, 4)
-    found = np.stack([(x > g).mean(1) for g in grid[:-1]])
-    exact = (stats.norm.cdf(edge) - stats.norm.cdf(grid[:-1])) / stats.norm.cdf(edge)
-    error = found.std(1) / chains**0.5
-    # Four standard errors and two percent for steps that are not short: failure rate 6e-5 each.
-    assert np.all(np.abs(found.mean(1) - exact) < 4 * error + 0.02 * exact)
-    assert np.all(error < 0.05 * exact)

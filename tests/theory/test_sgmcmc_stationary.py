@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import squares_of
-from scipy import integrate, optimize, special
+from scipy import optimize, special
 from scipy.linalg import solve_discrete_lyapunov
 
 from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, Full, Minibatch, NoseHoover, Overdamped, RMSProp, build
@@ -26,15 +26,6 @@ def gaussian(q):
 
 def quartic(q):
     return 0.25 * jnp.sum(q**4)
-
-
-def convex(q):
-    """Not Gaussian, with second derivatives in [1, 3]."""
-    return 0.5 * jnp.vdot(q, q) + 2 * jnp.sum(jnp.log(jnp.cosh(q)))
-
-
-# E[x^2] at a temperature.
-EXACT = {gaussian: lambda t: t / LAM, quartic: lambda t: 2 * special.gamma(0.75) / special.gamma(0.25) * t**0.5}
 
 
 def noisy(potential, variance):
@@ -57,9 +48,8 @@ def assert_mean(values, expected):
     assert error < 0.02 * expected  # the band is narrow enough to see an error of 10 %
 
 
-@pytest.mark.parametrize("temperature", [0.5, pytest.param(1.0, marks=slow)])
-def test_sgld_has_the_theoretical_variance(temperature):
-    eps, variance = 0.5, 2.0
+def test_sgld_has_the_theoretical_variance():
+    eps, variance, temperature = 0.5, 2.0, 0.5
     sampler = build(noisy(gaussian, variance), Overdamped(), schedule=eps, temperature=temperature)
     squares, _ = moments(sampler, 4096, 60, 150)
     eta = eps / 2
@@ -78,20 +68,14 @@ def kernel_of(h, rate, variance, spread):
     return np.stack([x_new, r_new, g_new]), sum(np.outer(s, s) for s in sources)
 
 
-@pytest.mark.parametrize(
-    ("variance", "temperature"),
-    [(3.0, 0.5), *(pytest.param(*row, marks=slow) for row in ((0.0, 1.0), (0.0, 0.5), (3.0, 1.0)))],
-)
-def test_underdamped_has_the_theoretical_moments(variance, temperature):
-    eps, friction = 0.64, 1.5
+def test_underdamped_has_the_theoretical_moments():
+    eps, friction, variance, temperature = 0.64, 1.5, 3.0, 0.5
     h = eps**0.5
     spread = np.sqrt((1 - np.exp(-2 * friction * h)) * temperature)
+    quiet = solve_discrete_lyapunov(*kernel_of(h, friction * h, 0.0, spread))  # the published closed forms
+    np.testing.assert_allclose(np.diag(quiet)[:2], [temperature / LAM, (1 - eps * LAM / 4) * temperature])
     theory = solve_discrete_lyapunov(*kernel_of(h, friction * h, variance, spread))
-    if variance == 0:  # the published closed forms
-        closed = [temperature / LAM, (1 - eps * LAM / 4) * temperature]
-        np.testing.assert_allclose([theory[0, 0], theory[1, 1]], closed)
-    gradient = noisy(gaussian, variance) if variance else Full(gaussian)
-    sampler = build(gradient, BAOAB(friction), schedule=eps, temperature=temperature)
+    sampler = build(noisy(gaussian, variance), BAOAB(friction), schedule=eps, temperature=temperature)
     squares, state = moments(sampler, 4096, 40, 120)
     assert_mean(squares, theory[0, 0])
     # Time average of the kinetic temperature over 4096 coordinates; correlated steps counted as 120 / 8.
@@ -129,22 +113,16 @@ def test_nose_hoover_corrects_unknown_gradient_noise():
 
 TESTED = {
     "MALA": (Full, lambda target: MALA(), 0.8, 120),
-    "HMC": (Full, lambda target: HMC(3, 0.3, jitter=0.3), 0.8, 60),
-    "HMC, long memory": (Full, lambda target: HMC(3, 0.1), 1.0, 80),
-    "GGMC": (lambda target: noisy(target, 1.0), lambda target: GGMC(target, 3, friction=0.5), 0.5, 80),
-    "GGMC, long memory": (lambda target: noisy(target, 1.0), lambda target: GGMC(target, 3, friction=0.05), 0.5, 80),
+    "HMC": (Full, lambda target: HMC(3, 0.1, jitter=0.3), 1.0, 80),
+    "GGMC": (lambda target: noisy(target, 1.0), lambda target: GGMC(target, 3, friction=0.05), 0.5, 80),
 }
 
 
-@pytest.mark.parametrize(
-    ("target", "temperature"),
-    [(quartic, 0.5), *(pytest.param(*row, marks=slow) for row in ((quartic, 1.0), (gaussian, 1.0), (gaussian, 0.5)))],
-)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if "," in n or n == "GGMC" else []) for n in TESTED])
-def test_metropolis_tests_leave_no_bias(name, target, temperature):
+@pytest.mark.parametrize("name", TESTED)
+def test_metropolis_tests_leave_no_bias(name):
     """Also with minibatch noise, and where rejected trajectories must reverse their momentum: 4000 chains."""
-    gradient, dynamics, eps, num_steps = TESTED[name]
-    sampler = build(gradient(target), dynamics(target), schedule=eps, temperature=temperature)
+    (gradient, dynamics, eps, num_steps), temperature = TESTED[name], 0.5
+    sampler = build(gradient(quartic), dynamics(quartic), schedule=eps, temperature=temperature)
 
     def chain(key):
         def body(state, _):
@@ -157,7 +135,7 @@ def test_metropolis_tests_leave_no_bias(name, target, temperature):
 
     squares, accept = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(2), 4000))
     assert 0.3 < accept.mean() < 0.97  # some rejections, or nothing is tested
-    assert_mean(np.asarray(squares, np.float64), EXACT[target](temperature))
+    assert_mean(np.asarray(squares, np.float64), 2 * special.gamma(0.75) / special.gamma(0.25) * temperature**0.5)
 
 
 @slow
@@ -168,16 +146,3 @@ def test_rmsprop_frozen_is_right_and_running_is_not(running, low, high):
     sampler = build(Full(quartic), Overdamped(), preconditioner, schedule=0.02)
     squares, _ = moments(sampler, 2048, 1500, 400, thin=5, num_warmup=500)
     assert low < squares.mean() < high
-
-
-@slow
-def test_baoab_has_hardly_any_bias_on_a_convex_target():
-    """At h = 0.6, where a splitting of ordinary second order is off by several percent."""
-
-    def integral(power):
-        return integrate.quad(lambda x: x**power * np.exp(-(x**2) / 2) / np.cosh(x) ** 2, -9, 9)[0]
-
-    squares, _ = moments(build(Full(convex), BAOAB(1.0), schedule=0.36), 16_384, 13, 120)
-    error = squares.std() / len(squares) ** 0.5
-    assert abs(squares.mean() - integral(2) / integral(0)) < 4 * error
-    assert error < 0.003 * squares.mean()

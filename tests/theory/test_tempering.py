@@ -11,7 +11,6 @@ import pytest
 from helpers import group, refused, walk
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
-from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
 from numpyro.infer.gibbs import CustomGibbs, conditioned
 from numpyro.infer.util import compute_log_probs, constrain_fn
@@ -23,10 +22,10 @@ from numpyro_bnn import infer, models, nn, priors, symmetry
 from numpyro_bnn.program.reading import CONDITIONED
 
 
-def run(kernel, args=(), warmup=300, draws=1000, chains=1, key=None, fields=(), method="vectorized"):
+def run(kernel, args=(), warmup=300, draws=1000, chains=1, method="vectorized"):
     options = {"num_warmup": warmup, "num_samples": draws, "num_chains": chains, "chain_method": method}
     mcmc = MCMC(kernel, progress_bar=False, **options)
-    mcmc.run(jax.random.key(0) if key is None else key, *args, extra_fields=fields)
+    mcmc.run(jax.random.key(0), *args)
     return mcmc
 
 
@@ -40,16 +39,11 @@ def still(model):
     return HMC(model, step_size=1e-9, trajectory_length=1e-9, **fixed)
 
 
-def conjugate():
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-    numpyro.sample("y", dist.Normal(w, 0.5), obs=1.0)
-
-
 # -- exchanges and the ladder -----------------------------------------------------------------------------
 
 
 def bordered():
-    """`conjugate`, without a density beyond 3."""
+    """Conjugate, but without a density beyond 3."""
     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
     numpyro.sample("y", dist.Normal(jnp.where(w < 3, w, jnp.nan), 0.5), obs=1.0)
 
@@ -160,53 +154,20 @@ def test_values_of_all_blocks_of_a_gibbs_are_exchanged_together():
 # -- what it targets --------------------------------------------------------------------------------------
 
 
-OBSERVED = np.array([1.5, -2.5])
-
-
 def positive_scale():
     s = numpyro.sample("s", dist.Gamma(0.5, 1.0))
     with numpyro.plate("data", 2):
-        numpyro.sample("y", dist.Normal(0.0, s), obs=jnp.asarray(OBSERVED))
-
-
-def log_scale_moments(beta, temper):
-    """Mean and sd of log s under the tempered density of s, by quadrature."""
-    z = np.linspace(-12, 8, 50_001)
-    s = np.exp(z)
-    log_likelihood = stats.norm(0.0, s[:, None]).logpdf(OBSERVED).sum(1)
-    log_weight = (1 if temper == "likelihood" else beta) * stats.gamma(0.5).logpdf(s) + beta * log_likelihood + z
-    weight = np.exp(log_weight - log_weight.max())
-    weight /= weight.sum()
-    mean = (weight * z).sum()
-    return mean, ((weight * (z - mean) ** 2).sum()) ** 0.5
-
-
-def assert_moments(betas, draws, moments):
-    """Means and variances at every temperature, within 5 MCSE: failure rate 6e-7 each."""
-    for beta, values in zip(np.asarray(betas), np.asarray(draws, float).T, strict=True):
-        mean, sd = moments(beta)
-        z = (values - mean) / sd
-        for quantity, exact in ((z, 0.0), (z**2, 1.0)):
-            error = (quantity.var() / effective_sample_size(quantity[None])) ** 0.5
-            assert abs(quantity.mean() - exact) < 5 * error
-
-
-REPLICAS = {"HMC": hmc, "NUTS": NUTS, "MALA": lambda model: infer.MALA(model, steps_per_draw=10)}
+        numpyro.sample("y", dist.Normal(0.0, s), obs=jnp.array([1.5, -2.5]))
 
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("name", "temper"), [*((name, "joint") for name in REPLICAS), ("HMC", "likelihood"), ("MALA", "likelihood")]
-)
-def test_every_replica_has_its_tempered_posterior(name, temper):
-    kernel = infer.ParallelTempering(REPLICAS[name](positive_scale), 4, lowest=0.05, temper=temper)
-    mcmc = run(kernel, draws=3000, fields=("base.z",))
-    betas, extra = np.asarray(mcmc.last_state.inverse_temperatures), mcmc.get_extra_fields()
+def test_warm_up_makes_a_ladder_of_equal_rates():
+    mcmc = run(infer.ParallelTempering(hmc(positive_scale), 4, lowest=0.05), draws=3000)
+    betas = np.asarray(mcmc.last_state.inverse_temperatures)
     assert betas[0] == 1
     assert (np.diff(betas) < 0).all()
-    assert_moments(betas, extra["base.z"]["s"], lambda beta: log_scale_moments(beta, temper))
-    assert np.ptp(np.asarray(extra["swap_accept_prob"]).mean(0)) < 0.25  # a ladder of equal rates
+    assert np.ptp(np.asarray(mcmc.get_extra_fields()["swap_accept_prob"]).mean(0)) < 0.25
 
 
 def simplex():
@@ -218,12 +179,6 @@ def interval_and_factor():
     with numpyro.plate("two", 2), handlers.mask(mask=jnp.array([True, False])):
         u = numpyro.sample("u", dist.Uniform(-1.0, 2.0))
     numpyro.factor("penalty", -(u.sum() ** 2))
-
-
-def scaled_prior():
-    with handlers.scale(scale=3.0):
-        s = numpyro.sample("s", dist.HalfNormal(2.0))
-    numpyro.sample("y", dist.Normal(0.0, s), obs=1.0)
 
 
 def scanned():
@@ -241,9 +196,7 @@ def scoped():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temper", ["likelihood", "joint"])
-@pytest.mark.parametrize(
-    "model", [simplex, interval_and_factor, scaled_prior, scanned, scoped], ids=lambda model: model.__name__
-)
+@pytest.mark.parametrize("model", [simplex, interval_and_factor, scanned, scoped], ids=lambda model: model.__name__)
 def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(model, temper):
     """Whatever the supports, handlers and names."""
     kernel = infer.ParallelTempering(hmc(model), 3, lowest=0.1, temper=temper)
@@ -263,28 +216,7 @@ def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(mode
     np.testing.assert_allclose(there.base.potential_energy, -whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_moves_that_weigh_the_likelihood_know_its_temperature():
-    """Moves of inexact symmetries under a scale of the log density: the sum of two weights."""
-
-    def model():
-        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        with handlers.scale(scale=4.0):
-            numpyro.sample("y", dist.Normal(w.sum(), 1.0), obs=3.0)
-
-    moves = infer.OrbitMoves(hmc(model), [symmetry.Scale("w")], exact=False)
-    mcmc = run(infer.ParallelTempering(moves, 3, lowest=0.1), draws=4000, fields=("base.base.z",))
-    draws = mcmc.get_extra_fields()["base.base.z"]["w"].sum(-1)
-
-    def moments(beta):
-        precision = 1 / 2 + 4 * beta
-        return 12 * beta / precision, precision**-0.5
-
-    assert_moments(mcmc.last_state.inverse_temperatures, draws, moments)
-
-
-# -- inner kernels, chain methods, refusals ---------------------------------------------------------------
+# -- inner kernels, refusals ------------------------------------------------------------------------------
 
 
 def gibbs_of(entry):
@@ -295,10 +227,13 @@ def gibbs_of(entry):
 
 
 INNER = {
-    "NUTS": lambda entry: NUTS(entry.model, max_tree_depth=3),
-    "Gibbs": gibbs_of,
-    "OrbitMoves": lambda entry: infer.OrbitMoves(hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)),
-    "MALA": lambda entry: infer.MALA(entry.model, steps_per_draw=2),
+    "NUTS": (lambda entry: NUTS(entry.model, max_tree_depth=3), "parallel"),
+    "Gibbs": (gibbs_of, "vectorized"),
+    "OrbitMoves": (
+        lambda entry: infer.OrbitMoves(hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)),
+        "vectorized",
+    ),
+    "MALA": (lambda entry: infer.MALA(entry.model, steps_per_draw=2), "sequential"),
 }
 
 
@@ -308,8 +243,9 @@ INNER = {
 def test_any_kernel_with_a_model_may_be_inside(name):
     """Also after a round through pickle; what ArviZ gets."""
     entry = ZOO["network"]
-    kernel = pickle.loads(pickle.dumps(infer.ParallelTempering(INNER[name](entry), 3)))
-    mcmc = run(kernel, entry.args, 6, 4, chains=2)
+    make, method = INNER[name]
+    kernel = pickle.loads(pickle.dumps(infer.ParallelTempering(make(entry), 3)))
+    mcmc = run(kernel, entry.args, 6, 4, chains=2, method=method)
     for values in mcmc.get_samples(group_by_chain=True).values():
         assert np.isfinite(values).all()
         assert len(np.unique(values[:, -1])) > 1  # chains differ
@@ -317,16 +253,6 @@ def test_any_kernel_with_a_model_may_be_inside(name):
     assert group(idata, "sample_stats")["swap_accept_prob"].dims == ("chain", "draw", "neighbors")
     assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
     assert idata.attrs["num_replicas"] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.core
-def test_chain_methods_and_kinds_of_keys_agree():
-    kernel = infer.ParallelTempering(hmc(conjugate), 3)
-    vectorized = run(kernel, warmup=5, draws=5, chains=2).get_samples()["w"]
-    for options in ({"method": "sequential"}, {"method": "parallel"}, {"key": jax.random.PRNGKey(0)}):
-        other = run(pickle.loads(pickle.dumps(kernel)), warmup=5, draws=5, chains=2, **options)
-        np.testing.assert_allclose(vectorized, other.get_samples()["w"], rtol=1e-4)
 
 
 def test_kernels_that_cannot_be_tempered_are_refused():
