@@ -80,23 +80,13 @@ def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
         np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9, err_msg=what)
 
 
-def moved(mask, num_flows, seed=0):
-    """Which of the numbers of a block are not one of the numbers that enter a flow."""
-    params, distribution = traced(guides.Coupling(num_flows, (4,), mask, seed=seed))
+@pytest.mark.parametrize("mask", ["alternating", "random"])
+def test_two_layers_change_all_numbers(mask):
+    params, distribution = traced(guides.Coupling(2, (4,), mask))
     params = away_from_start(params) | {"b_loc": jnp.zeros(DIM), "b_scale": jnp.ones(DIM)}
     z = random.normal(random.key(7), (DIM,))
     y = dist.transforms.ComposeTransform(distribution(params).transforms)(z)
-    return tuple(np.flatnonzero(np.abs(y[:, None] - z).min(1) > 1e-4).tolist())
-
-
-def test_layers_change_the_halves_in_turn():
-    """Of five numbers one layer changes the last three, or a random half that the seed fixes; two change all."""
-    assert moved("alternating", 1) == (2, 3, 4)
-    assert moved("alternating", 2) == moved("random", 2) == (0, 1, 2, 3, 4)
-    halves = [moved("random", 1, seed) for seed in (0, 1, 2, 3, 0)]
-    assert {len(half) for half in halves} == {3}
-    assert len(set(halves)) > 2
-    assert halves[0] == halves[-1]
+    assert np.abs(y[:, None] - z).min(1).min() > 1e-4
 
 
 def test_a_layer_scales_by_at_most_its_bound():

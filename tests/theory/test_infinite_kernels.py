@@ -71,21 +71,6 @@ def test_derivatives_hold_where_inputs_meet(name, x64):
     np.testing.assert_allclose(jax.jit(jax.grad(value))(0.0), difference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["relu", pytest.param("branches", marks=slow)])
-def test_derivatives_of_the_tangent_kernel(name, x64):
-    """Where no two inputs meet; where they do, that of ReLU has a kink, and the derivative along a scale holds."""
-    net, x, direction = NETWORKS[name](8), data()[:3], data(rows=3, seed=1)
-    apart = np.array([[0.0, -1.0, 0.5], [0.2, 0.0, 0.1], [-0.4, 0.6, 0.0]])
-
-    @jax.jit
-    def values(t):
-        moved, scaled = (ntk(net, inputs, prior=PRIOR) for inputs in (x + t * direction, (1 + t) * x))
-        return jnp.stack([jnp.sum(apart * moved), jnp.sum(scaled)])
-
-    _, slopes = jax.jvp(values, (0.0,), (1.0,))
-    np.testing.assert_allclose(slopes, (values(1e-5) - values(-1e-5)) / 2e-5, rtol=1e-5)
-
-
 # -- published closed forms, and integration -------------------------------------------------------------
 
 

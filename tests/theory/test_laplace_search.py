@@ -1,8 +1,4 @@
-"""AutoLaplace on its way: the search for the mode, tuned priors and noise, and the models it refuses.
-
-A run of one epoch with L-BFGS keeps its start, so that its first loss is that of the start, and its further losses
-are those after each step of Newton.
-"""
+"""AutoLaplace on its way: the search for the mode, tuned priors and noise, and the models it refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -50,29 +46,6 @@ def test_a_dense_precision_finds_the_mode():
     assert fit.converged
     assert fit.losses[-1] < fit.losses[:20].min() - 10
     assert np.all(np.diff(fit.losses[20:]) < 0)
-
-
-def exponential(y=None):
-    numpyro.sample("y", dist.Normal(jnp.exp(numpyro.sample("w", dist.Normal(0.0, 1.0))), 1e-4), obs=y)
-
-
-def test_a_step_of_newton_is_of_second_order():
-    """At a distance d from the root of exp(w) - y a straight step leaves d^2 / 2, the bent one less than d^3."""
-    d = 0.1
-    start = {"w": jnp.log(2.0) - d}
-    _, fit = run(exponential, "full", jnp.asarray(2.0), init_params=start, num_epochs=1)
-    w = np.log(2.0) + np.array([0.5 * d**2, d**3])
-    straight, bent = -stats.norm.logpdf(w) - stats.norm.logpdf(2.0, np.exp(w), 1e-4)
-    assert fit.losses[1] < bent < straight < fit.losses[0]
-
-
-@pytest.mark.slow
-def test_a_step_of_newton_counts_the_prior():
-    """One damped step of a linear model ends at the mode; without the prior it would leave a ten-thousandth."""
-    start = {"w": jnp.asarray(ZOO["line"].exact.mean["w"] + 1.0)}
-    _, fit = run(ZOO["line"].model, "full", *data(), init_params=start, num_epochs=1)
-    before, after = np.asarray(fit.losses[:2]) - fit.losses[-1]
-    assert after < 1e-5 * before  # the damping is 0.001
 
 
 @pytest.mark.slow
