@@ -163,6 +163,8 @@ MAPS = {
     "weights left": (written(lambda h, s, w, b: w.T @ h.T + b[:, None], WK), ["w", "b"]),
     "batched": (written(lambda h, s, w: jnp.einsum("gnh,gh->gn", jnp.stack([h, s * h]), w), {"w": (K, H)}), ["w"]),
     "appended": (written(lambda h, s, w, b: jnp.c_[h, jnp.ones(N)] @ jnp.append(w, b), B), ["w", "b"]),
+    "slope": (written(lambda h, s, w, b: INPUTS[:, 0] * w + b, {"w": (), "b": ()}), ["w", "b"]),
+    "summed": (written(lambda h, s, w: (h * w).sum(-1), W), ["w"]),
     "jit": (written(lambda h, s, w: jax.jit(jnp.matmul)(h, w), W), ["w"]),
     # What has no independent blocks of equal size, or is not understood.
     "used twice": (written(lambda h, s, w: h @ w + jnp.sin(h) @ w, W), ["w"]),
@@ -301,9 +303,8 @@ def features(inputs, noise, prior, rows=1100):
 CASES = [(1, 1e-3, 100.0), (8, 0.1, 1.0), (8, 1e-3, 0.14)]
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_single_precision(case):
     """As exact as rounded features allow: errors are compared with those of double precision at rounded features."""
     _, noise, prior = case

@@ -124,6 +124,7 @@ def test_k_hat_of_equal_impossible_and_few_weights():
 # -- what it is computed on ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_batches_chunks_and_the_kind_of_key():
     options = {"batch_size": 7, "draws_per_chunk": 6, "rng_key": jax.random.PRNGKey(0)}
     expected, found = (judged(num_samples=20, **changes).log_weights for changes in ({}, options))
@@ -138,6 +139,7 @@ def test_other_values_compile_nothing(compiled):
     assert len(compiled) == before
 
 
+@pytest.mark.slow
 def test_masked_values_are_not_counted_as_observations(key):
     def masked(x, y, rows):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))

@@ -80,6 +80,7 @@ def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
         np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9, err_msg=what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["alternating", "random"])
 def test_two_layers_change_all_numbers(mask):
     params, distribution = traced(guides.Coupling(2, (4,), mask))
@@ -206,6 +207,7 @@ def test_a_flow_of_flowjax_serves_as_a_guide():
     assert (posterior["sigma"] > 0).all()
 
 
+@pytest.mark.slow
 def test_flowjax_density_is_that_of_flowjax():
     flow, block = flowjax_flow(invert=False), block_of(3)
     with handlers.seed(rng_seed=0):

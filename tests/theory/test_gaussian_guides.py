@@ -89,6 +89,7 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
 # -- starts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wide_layers_start_with_unit_preactivations():
     """With n = 400 inputs of variance 1: sum w_i^2 is 1, where NumPyro's own start gives n 4 / 3."""
     x = jax.random.normal(jax.random.key(0), (100, 400))

@@ -385,10 +385,8 @@ MINIBATCH = ("SGLD", "PSGLD", "SGHMC", "SGNHT", "GGMC", "MCLMC")
 CASES = [(kernel, None) for kernel in HEALTHY] + [(kernel, 20) for kernel in MINIBATCH]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "batch_size"),
-    [pytest.param(*case, marks=[] if case == ("MCLMC", None) else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "batch_size"), CASES)
 def test_healthy_runs_are_silent(kernel, batch_size):
     draws = 1000 if kernel in ("BarkerMH", "MALA", "GGMC") else 200
     made = HEALTHY[kernel]()

@@ -84,6 +84,7 @@ def test_factors_of_time_major_layers(batch_size):
     np.testing.assert_allclose(guide.predictive(fit.params, x[:3]).output_variance["loc"], variance[:3], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_in_minibatches():
     """Rows that are carried through a loop over time do not mix; the state before the last time is damped."""
 

@@ -22,9 +22,8 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "categorical kron" else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_outputs_and_evidence_are_those_of_laplace_torch(name, x64):
     from examples.benchmarks import laplace_torch as made
 
