@@ -29,9 +29,8 @@ def r_hats(draws):
     return np.concatenate([np.ravel(split_gelman_rubin(v)) for v in draws.values() if np.ptp(v) > 1e-6])
 
 
-@pytest.mark.parametrize(
-    ("activation", "norm"), [("relu", nn.BatchNorm()), pytest.param("tanh", nn.LayerNorm(), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "norm"), [("relu", nn.BatchNorm()), ("tanh", nn.LayerNorm())])
 def test_chains_that_are_copies_of_one_another_agree_after_canonical(activation, norm):
     """Independent draws: with 4 half chains of 100 draws R-hat^2 - 1 is about (chi^2_3 / 3 - 1) / 100.
 
