@@ -29,7 +29,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "contracts/test_wrappers.py",
         "theory/test_collapse.py",
         "theory/test_kernel_posteriors.py",
-        "theory/test_linear_fit.py",
         "theory/test_local_sites.py",
         "theory/test_microcanonical_chains.py",
         "theory/test_orbit_*.py",

@@ -1,4 +1,7 @@
-"""AutoADF against the published equations, exact posteriors and integrals; `test_adf_guide.py` has it as a guide."""
+"""AutoADF against the published equations, exact posteriors and integrals; `test_adf_guide.py` has it as a guide.
+
+`tests/truth` has it under handlers and every likelihood of one predictor.
+"""
 
 import json
 from itertools import pairwise, permutations
@@ -17,11 +20,6 @@ from scipy.special import expit
 from numpyro_bnn import guides
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def mostly_slow(rows, *fast):
-    """Parameters of which all but the named ones are slow."""
-    return [pytest.param(row, marks=() if row in fast else pytest.mark.slow, id=str(row)) for row in rows]
 
 
 def learn(model, *args, means=None, num_epochs=1, seed=0, **options):
@@ -80,16 +78,9 @@ APART = {"naval": "two constant columns are 0 here; as 1 or -1 (rounding error o
 
 
 def test_stored_figures_meet_the_reference():
-    """The table of the page is that of the file, and no set is worse than the reference by a standard error."""
-    from examples.benchmarks import adf_speed, adf_uci, shared
-
-    rows = json.loads((ROOT / "docs" / "adf_uci.json").read_text())["rows"]
-    assert {row["set"] for row in rows} >= set(shared.PBP) - {"protein"}
-    page = (ROOT / "docs" / "adf.md").read_text()
-    assert adf_uci.table(rows) in page
-    assert adf_speed.table(json.loads((ROOT / "docs" / "adf_speed.json").read_text())) in page
+    """No set is worse than the reference by a standard error."""
     worse = set()
-    for row in rows:
+    for row in json.loads((ROOT / "docs" / "adf_uci.json").read_text())["rows"]:
         (error, margin), (score, score_margin) = row["reference_rmse"], row["reference_log_likelihood"]
         if row["rmse"][0] > error + margin or row["log_likelihood"][0] < score - score_margin:
             worse.add(row["set"])
@@ -97,95 +88,7 @@ def test_stored_figures_meet_the_reference():
     assert worse == set(APART)
 
 
-@pytest.mark.slow
-@pytest.mark.data
-def test_boston_today_is_boston_as_stored(data_folder, tmp_path):
-    """Four splits, 40 epochs, other starts: over starts the mean RMSE of four splits has an sd of 2.3 %, measured.
-
-    12.5 % is five times it.
-    """
-    from examples.benchmarks import adf_uci
-
-    options = ["--sets", "boston", "--splits", "4", "--seed", "1", "--data", str(data_folder)]
-    report = adf_uci.main([*options, "--output", str(tmp_path / "uci.json")])
-    stored = json.loads((ROOT / "docs" / "adf_uci.json").read_text())["rows"]
-    (boston,) = (row for row in stored if row["set"] == "boston")
-    assert report["rows"][0]["rmse"][0] == pytest.approx(np.mean(boston["by_split"]["rmse"][:4]), rel=0.125)
-
-
-# -- one row: exact posteriors -------------------------------------------------------------------------
-
-
-def test_one_weight_and_one_pass_are_exact_bayes():
-    """For y ~ N(x w, s^2) with one weight the Gaussian update is Bayes' rule, point by point."""
-    x, y = np.random.default_rng(0).normal(size=(2, 40))
-    _, fit = learn(linear_model, x[:, None], y, means={"w": [0.0]})
-    precision = 1.0 + (x**2).sum() / 0.25
-    np.testing.assert_allclose(fit.state.weights["w"].var, 1 / precision, rtol=1e-10)
-    np.testing.assert_allclose(fit.state.weights["w"].mean, (x * y).sum() / 0.25 / precision, rtol=1e-10)
-    joint = stats.multivariate_normal(np.zeros(40), 0.25 * np.eye(40) + np.outer(x, x))
-    assert -float(fit.losses[0]) == pytest.approx(joint.logpdf(y), rel=1e-5)
-
-
-# Likelihood of the predictor f, its density at the target by SciPy, and the target.
-LIKELIHOODS = {
-    "Bernoulli probs": (lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)), expit, 1),
-    "Poisson softplus": (
-        lambda f: dist.Poisson(jax.nn.softplus(2 * f + 0.1)),
-        lambda f: stats.poisson.pmf(3, np.logaddexp(0, 2 * f + 0.1)),
-        3,
-    ),
-    "StudentT": (lambda f: dist.StudentT(4.0, f, 0.7), lambda f: stats.t.pdf(1.3, 4, f, 0.7), 1.3),
-    "Normal, location and scale from f": (
-        lambda f: dist.Normal(f, 1 + jax.nn.softplus(f)),
-        lambda f: stats.norm.pdf(1.3, f, 1 + np.logaddexp(0, f)),
-        1.3,
-    ),
-    "Normal, f and its negative": (
-        lambda f: dist.Normal(f, jnp.exp(0.5 - 0.5 * f)),
-        lambda f: stats.norm.pdf(1.3, f, np.exp(0.5 - 0.5 * f)),
-        1.3,
-    ),
-    "two outputs from f": (
-        lambda f: dist.Normal(jnp.stack([f, 2 * f], -1), 1.0).to_event(1),
-        lambda f: stats.norm.pdf(1.3, f) * stats.norm.pdf(-0.4, 2 * f),
-        (1.3, -0.4),
-    ),
-    "three classes from f": (
-        lambda f: dist.Categorical(logits=jnp.stack([-f, f, 0.5 * f], -1)),
-        lambda f: np.exp(f) / (np.exp(-f) + np.exp(f) + np.exp(0.5 * f)),
-        1,
-    ),
-    "classes by probabilities": (
-        lambda f: dist.Categorical(probs=jax.nn.softmax(jnp.stack([-f, f], -1))),
-        lambda f: expit(2 * f),
-        1,
-    ),
-    "Beta": (
-        lambda f: dist.Beta(1 + jnp.exp(f), 1 + jnp.exp(-f)),
-        lambda f: stats.beta.pdf(0.3, 1 + np.exp(f), 1 + np.exp(-f)),
-        0.3,
-    ),
-    "Normal scale": (lambda f: dist.Normal(0.2, jnp.exp(f)), lambda f: stats.norm.pdf(1.3, 0.2, np.exp(f)), 1.3),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(LIKELIHOODS))
-def test_other_likelihoods_match_the_tilted_moments(name):
-    """One point, one weight: the posterior moments of ADF are those of prior x likelihood, integrated by SciPy.
-
-    With 64 Gauss-Hermite points and v_f = 1 the hardest of these, Normal(0.2, exp(f)), is off by 3e-4.
-    """
-    likelihood, density, y = LIKELIHOODS[name]
-    _, fit = learn(linear_model, np.ones((1, 1)), np.array([y]), likelihood=likelihood, means={"w": [0.0]})
-
-    def integral(power):
-        return integrate.quad(lambda f: f**power * density(f) * stats.norm.pdf(f), -12, 12, epsabs=1e-12)[0]
-
-    z, first, second = (integral(power) for power in range(3))
-    np.testing.assert_allclose(fit.state.weights["w"].mean, first / z, atol=5e-4)
-    np.testing.assert_allclose(fit.state.weights["w"].var, second / z - (first / z) ** 2, atol=5e-4)
-    assert -float(fit.losses[0]) == pytest.approx(np.log(z), abs=5e-4)
+# -- exact posteriors ------------------------------------------------------------------------------------
 
 
 def test_outputs_that_share_a_noise_scale_are_integrated_together():
@@ -212,81 +115,74 @@ def test_outputs_that_share_a_noise_scale_are_integrated_together():
 # -- many rows: filtering by fine grids ----------------------------------------------------------------
 
 
-def filtered(x, y, log_likelihood):
+def filtered(x, y, likelihood):
     """Assumed density filtering of a linear model with standard normal weights; every integral on 20,001 points.
 
     Some rows move their predictor by more than 12 sd.
     """
     mean, var, evidence = np.zeros(x.shape[1]), np.ones(x.shape[1]), 0.0
-    for row, target in zip(x, y, strict=True):
-        loc, sd = row @ mean, np.sqrt(row**2 @ var)
-        z = np.linspace(-100, 100, 20_001)
-        for _ in range(3):
-            log_p = log_likelihood(loc + sd * z, target) - 0.5 * z * z
-            kept = z[log_p > log_p.max() - 60]
-            step = z[1] - z[0]
-            p = np.exp(log_p - log_p.max())
-            moments = [(p * z**k).sum() / p.sum() for k in (1, 2)]
-            log_z = np.log(p.sum() * step / np.sqrt(2 * np.pi)) + log_p.max()
-            z = np.linspace(kept[0] - step, kept[-1] + step, 20_001)
-        d_mean, d_var = moments[0] / sd, 0.5 * (moments[1] - 1) / sd**2
-        mean = mean + var * row * d_mean
-        var = var - var**2 * row**2 * (d_mean**2 - 2 * d_var)
-        evidence += log_z
+    with jax.enable_x64(True):
+        log_p = jax.jit(lambda f, y: likelihood(f).log_prob(y))
+        for row, target in zip(x, y, strict=True):
+            loc, sd = row @ mean, np.sqrt(row**2 @ var)
+            z = np.linspace(-100, 100, 20_001)
+            for _ in range(3):
+                logs = np.asarray(log_p(loc + sd * z, target)) - 0.5 * z * z
+                kept = z[logs > logs.max() - 60]
+                step = z[1] - z[0]
+                p = np.exp(logs - logs.max())
+                moments = [(p * z**k).sum() / p.sum() for k in (1, 2)]
+                log_z = np.log(p.sum() * step / np.sqrt(2 * np.pi)) + logs.max()
+                z = np.linspace(kept[0] - step, kept[-1] + step, 20_001)
+            d_mean, d_var = moments[0] / sd, 0.5 * (moments[1] - 1) / sd**2
+            mean = mean + var * row * d_mean
+            var = var - var**2 * row**2 * (d_mean**2 - 2 * d_var)
+            evidence += log_z
     return mean, np.sqrt(var), evidence
 
 
-# Likelihood, its logarithm for the reference, scale of the inputs, and error allowed in posterior sd: the panels are
-# cut at the mode, and not at a narrow transition far from it (the wide Bernoulli).
-NARROW = {
-    "Laplace": (lambda f: dist.Laplace(f, 0.5), lambda f, y: stats.laplace.logpdf(y, f, 0.5), 1, 0.01),
-    "narrow Laplace": (lambda f: dist.Laplace(f, 0.05), lambda f, y: stats.laplace.logpdf(y, f, 0.05), 1, 0.01),
-    "narrow Student": (lambda f: dist.StudentT(3.0, f, 0.1), lambda f, y: stats.t.logpdf(y, 3, f, 0.1), 1, 0.01),
-    "Poisson": (lambda f: dist.Poisson(jnp.exp(f + 3)), lambda f, y: stats.poisson.logpmf(y, np.exp(f + 3)), 1, 0.01),
-    "Binomial": (lambda f: dist.Binomial(100, logits=f), lambda f, y: stats.binom.logpmf(y, 100, expit(f)), 1, 0.01),
-    "wide Bernoulli": (lambda f: dist.Bernoulli(logits=f), lambda f, y: y * f - np.logaddexp(0, f), 100, 0.07),
+# Likelihood, scale of the inputs, and error allowed in posterior sd: the panels are cut at the mode, and not at a
+# narrow transition far from it (the wide Bernoulli).
+LIKELIHOODS = {
+    "narrow Laplace": (lambda f: dist.Laplace(f, 0.05), 1, 0.01),
+    "narrow Student": (lambda f: dist.StudentT(3.0, f, 0.1), 1, 0.01),
+    "Poisson": (lambda f: dist.Poisson(jnp.exp(f + 3)), 1, 0.01),
+    "Binomial": (lambda f: dist.Binomial(100, logits=f), 1, 0.01),
+    "wide Bernoulli": (lambda f: dist.Bernoulli(logits=f), 100, 0.07),
+    "Bernoulli by probability": (lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)), 1, 0.01),
+    "classes": (lambda f: dist.Categorical(probs=jax.nn.softmax(jnp.stack([0 * f, f, -f], -1))), 1, 0.01),
+    "scale": (lambda f: dist.Normal(0.2, jnp.exp(f)), 1, 0.01),
 }
 
 
-@pytest.mark.parametrize("features", [1, 3])
-@pytest.mark.parametrize("name", mostly_slow(NARROW))
-def test_narrow_likelihoods_match_exact_filtering(name, features):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_likelihoods_match_exact_filtering(name):
     """60 rows; with 64 fixed nodes the log evidence was wrong by 1.1 to 20, and 2 to 90 % of the updates refused."""
-    likelihood, log_likelihood, scale, tolerance = NARROW[name]
-    random = np.random.default_rng(0)
-    x = random.normal(size=(60, features)) * scale
-    f = x @ np.array([0.8, -1.9, 0.5])[:features]
-    y = {
-        "Poisson": random.poisson(np.exp(np.minimum(f + 3, 6))),
-        "Binomial": random.binomial(100, expit(f)),
-        "wide Bernoulli": f > 0,
-    }.get(name, f + random.laplace(size=60) * (0.5 if name == "Laplace" else 0.05))
-    options = {"likelihood": likelihood, "orders": np.arange(60)[None], "means": {"w": np.zeros(features)}}
-    _, fit = learn(linear_model, x, y.astype(float), **options)
-    mean, sd, evidence = filtered(x, y, log_likelihood)
+    likelihood, scale, tolerance = LIKELIHOODS[name]
+    x = np.random.default_rng(0).normal(size=(60, 3)) * scale
+    y = np.asarray(likelihood(x @ np.array([0.8, -1.9, 0.5])).sample(jax.random.key(0)))
+    options = {"likelihood": likelihood, "orders": np.arange(60)[None], "means": {"w": np.zeros(3)}}
+    _, fit = learn(linear_model, x, y, **options)
+    mean, sd, evidence = filtered(x, y, likelihood)
     assert fit.refused.max() == 0
     np.testing.assert_allclose((fit.state.weights["w"].mean - mean) / sd, 0, atol=tolerance)
     np.testing.assert_allclose(np.sqrt(fit.state.weights["w"].var), sd, rtol=tolerance)
     assert -float(fit.losses[0]) == pytest.approx(evidence, abs=0.02)
 
 
+def narrow(f):
+    return dist.Laplace(f, 0.01)
+
+
 @pytest.mark.filterwarnings("ignore:AutoADF refused")
 def test_data_that_contradict_the_model_are_refused():
     """y ~ Laplace(w, 0.01), 40 and 60 prior sd from the mean: beyond 50 of them the weight stays as it was."""
-
-    def model(x, y=None):
-        linear_model(x, y, lambda f: dist.Laplace(f, 0.01))
-
-    guide, near = learn(model, np.ones((1, 1)), np.array([40.0]), means={"w": [0.0]})
-    far = guide.run(
-        jax.random.key(0),
-        np.ones((1, 1)),
-        np.array([60.0]),
-        init_means={"w": [0.0]},
-        num_epochs=1,
-        progress_bar=False,
+    near, far = (
+        learn(linear_model, np.ones((1, 1)), np.array([y]), likelihood=narrow, means={"w": [0.0]})[1]
+        for y in (40.0, 60.0)
     )
-    mean, sd, _ = filtered(np.ones((1, 1)), [40.0], lambda f, y: stats.laplace.logpdf(f, y, 0.01))
+    mean, sd, _ = filtered(np.ones((1, 1)), [40.0], narrow)
     assert (near.refused[0], far.refused[0]) == (0.0, 1.0)
     np.testing.assert_allclose((near.state.weights["w"].mean - mean) / sd, 0, atol=0.01)
     np.testing.assert_allclose(np.sqrt(near.state.weights["w"].var), sd, rtol=0.01)
@@ -333,10 +229,10 @@ def test_two_classes_are_exact(x64):
             np.testing.assert_allclose(score[0], np.log(expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize("classes", mostly_slow([3, 4]))
-def test_variance_of_class_probabilities(classes):
+@pytest.mark.slow
+def test_variance_of_class_probabilities():
     """Logits of small variances: the linearization is off by their order, 0.02. By quadrature over all logits."""
-    random = np.random.default_rng(classes)
+    random, classes = np.random.default_rng(3), 3
     mean, var = random.normal(size=classes), random.uniform(0.005, 0.02, classes)
     node, weight = np.polynomial.hermite_e.hermegauss(12)
     grids = np.stack(np.meshgrid(*[node] * classes, indexing="ij"), -1) * np.sqrt(var) + mean
@@ -363,14 +259,13 @@ def log_normal(m, v):
 
 # Likelihood; E y, Var y and Var E[y | f] by the mean and variance of the predictor f.
 PREDICTED = {
-    "Normal": (lambda f: dist.Normal(f, 0.5), lambda m, v: (m, v + 0.25, v)),
     # log sigma ~ N(-0.5, 0.3^2): E sigma^2 = exp(-1 + 2 * 0.3^2)
     "Normal, random noise": (dist.Normal, lambda m, v: (m, v + np.exp(-0.82), v)),
     "Poisson": (lambda f: dist.Poisson(jnp.exp(f)), log_normal),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(PREDICTED, "Normal, random noise", "Poisson"))
+@pytest.mark.parametrize("name", ["Normal, random noise", pytest.param("Poisson", marks=pytest.mark.slow)])
 def test_predictive_moments_are_exact(name):
     """By hand, for parameters of our choice: with the noise of an observation and without it."""
     likelihood, moments = PREDICTED[name]
@@ -390,27 +285,149 @@ def test_predictive_moments_are_exact(name):
         np.testing.assert_allclose(found[1], var, rtol=1e-5)
 
 
-# -- random starts and orders --------------------------------------------------------------------------
+# -- priors of the predictor ---------------------------------------------------------------------------
+
+
+def moments(at, log_density):
+    """Mean and variance of a density on a grid."""
+    density = np.exp(log_density - log_density.max())
+    mean = (density * at).sum() / density.sum()
+    return mean, (density * (at - mean) ** 2).sum() / density.sum()
+
+
+# Prior of an intercept, its density by SciPy, and errors allowed in posterior sd and variance.
+INTERCEPTS = {
+    "mixture": (
+        lambda: dist.MixtureSameFamily(dist.Categorical(jnp.full(2, 0.5)), dist.Normal(0.0, jnp.array([2.0, 6.0]))),
+        lambda b: np.log(stats.norm.pdf(b, 0, 2) + stats.norm.pdf(b, 0, 6)),
+        (0.04, 0.02),
+    ),
+    "positive": (lambda: dist.HalfNormal(4.0), lambda b: stats.halfnorm.logpdf(b, scale=4), (0.4, 0.1)),
+}
 
 
 @pytest.mark.slow
-def test_random_starts_are_as_wide_as_the_prior_by_fan_in():
-    """Masked rows teach nothing: the means stay where they started, N(loc, prior variance / fan-in)."""
+@pytest.mark.parametrize("name", INTERCEPTS)
+def test_an_intercept_with_any_prior_is_learned(name):
+    """40 points around 5: the posterior of the intercept is one-dimensional.
 
-    def model(x, mask, y=None):
-        w = numpyro.sample("w", dist.Normal(3.0, 2.0).expand([50, 40]).to_event(2))
-        tau = numpyro.sample("tau", dist.Gamma(3.0, 8.0))  # E 1 / tau = 4
-        v = numpyro.sample("v", dist.Normal(-1.0, tau**-0.5).expand([2000]).to_event(1))
-        numpyro.sample("y", dist.Normal(x * (w.sum() + v.sum()), 1.0).mask(mask), obs=y)
+    A normal of the same moments stands for the prior, of a positive site for that of its logarithm.
+    """
+    prior, log_prior, (of_mean, of_variance) = INTERCEPTS[name]
+    y, b = 5 + np.random.default_rng(0).normal(size=40), np.linspace(0.001, 10, 4001)
 
-    keys, data = jax.random.split(jax.random.key(0), 2), (np.ones(1), np.array([False]), np.ones(1))
-    fit = guides.AutoADF(model).run(keys, *data, num_epochs=1, progress_bar=False)
-    for site, loc, sd in (("w", 3.0, 2 / 50**0.5), ("v", -1.0, 2 / 2000**0.5)):
-        one, two = fit.params[f"{site}_auto_loc"]
-        for means in (one, two):  # 2000 numbers: 4.5 standard errors of their mean and of their sd
-            assert float(means.mean()) == pytest.approx(loc, abs=4.5 * sd / 2000**0.5)
-            assert float(means.std()) == pytest.approx(sd, rel=4.5 / 4000**0.5)
-        assert np.abs(np.corrcoef(np.ravel(one), np.ravel(two))[0, 1]) < 4.5 / 2000**0.5
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1e-3))
+        numpyro.sample("y", dist.Normal(x * (w + numpyro.sample("b", prior())), 1.0), obs=y)
+
+    guide, fit = learn(model, np.ones(40), y, means={"w": 0.0, "b": 0.0} if name == "mixture" else {"w": 0.0})
+    mean, variance = guide.predictive_moments(fit.params, np.ones(1), noise=False)
+    exact, exact_variance = moments(b, log_prior(b) + stats.norm.logpdf(y[:, None], b).sum(0))
+    np.testing.assert_allclose(mean, exact, rtol=0, atol=of_mean * exact_variance**0.5)
+    np.testing.assert_allclose(variance, exact_variance, rtol=of_variance)
+
+
+# -- scales --------------------------------------------------------------------------------------------
+
+
+def test_a_learned_scale_and_its_weights_have_their_exact_moments():
+    """Four weights, each seen with sd 1 in each of two epochs: the cavities are exact, and so are the moments.
+
+    Averages over the posterior of the scale, which enters as itself: even a Gamma is refined by quadrature.
+    """
+    loc, away = np.array([0.7, -2.0, 0.0, 1.0]), np.array([0.5, -1.0, 2.0, 5.0])
+
+    def model(x, y=None):
+        w = numpyro.sample("w", dist.Normal(loc, numpyro.sample("scale", dist.Gamma(5.0, 5.0))).to_event(1))
+        numpyro.sample("y", dist.Normal(w[x], 1.0), obs=y)
+
+    _, fit = learn(model, np.arange(4), loc + away, means={"w": loc}, num_epochs=2)
+    u = np.linspace(-5, 3, 8001)  # the logarithm of the scale
+    scale = np.exp(u)
+    log_density = stats.gamma.logpdf(scale, 5, scale=0.2) + u
+    log_density += stats.norm.logpdf(away[:, None], 0, np.sqrt(0.5 + scale**2)).sum(0)
+    np.testing.assert_allclose(fit.state.hyperparameters["scale"], moments(u, log_density), rtol=1e-3)
+    density = np.exp(log_density) / np.exp(log_density).sum()
+    var = 1 / (2 + 1 / scale**2)
+    mean = loc[:, None] + 2 * var * away[:, None]
+    first, second = (density * mean).sum(1), (density * (var + mean**2)).sum(1)
+    np.testing.assert_allclose(fit.state.weights["w"].mean, first, rtol=1e-3)
+    np.testing.assert_allclose(fit.state.weights["w"].var, second - first**2, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_sites_in_their_own_plates():
+    """Weights and scales in plates, written by hand; ARD over the features of a linear model."""
+
+    def model(x, y=None):
+        with numpyro.plate("features", x.shape[1]):
+            w = numpyro.sample("w", dist.Normal(0.0, numpyro.sample("tau", dist.Gamma(4.0, 4.0)) ** -0.5))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.1), obs=y)
+
+    x = np.random.default_rng(0).normal(size=(200, 3))
+    y = x @ np.array([3.0, 0.0, 0.01])
+    _, fit = learn(model, x, y, num_epochs=3)
+    tau = fit.state.hyperparameters["tau"]
+    # Given w the mean of tau is (4 + 1/2) / (4 + w^2 / 2): 0.53 and 1.125. The published update of a Gamma takes the
+    # Student t that it implies for w as normal, which costs 3 % at w = 0 and 30 % at w = 3.
+    np.testing.assert_allclose((tau.concentration / tau.rate)[1:], 1.125, rtol=0.05)
+    assert 0.3 < float(tau.concentration[0] / tau.rate[0]) < 0.53
+
+
+# -- masks ---------------------------------------------------------------------------------------------
+
+
+# Likelihood, a value that is seen and one that is masked.
+MASKED = {
+    "Normal": (lambda w: dist.Normal(w, 1.0), 1.0, 50.0),
+    "Gamma noise": (lambda w: dist.Normal(w, numpyro.sample("tau", dist.Gamma(6.0, 6.0)) ** -0.5), 1.0, 50.0),
+    "Student t": (lambda w: dist.StudentT(4.0, w, numpyro.sample("s", dist.LogNormal(0.0, 0.25))), 1.0, 50.0),
+    "Categorical, invalid where masked": (lambda w: dist.Categorical(logits=w * jnp.array([0.0, 1.0])), 1, 9),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "Normal" else pytest.mark.slow) for n in MASKED])
+def test_masked_rows_do_not_count(name):
+    """Fitting with masked rows is fitting without them, whatever their values."""
+    likelihood, seen, hidden = MASKED[name]
+
+    def model(y, mask):
+        fn = likelihood(numpyro.sample("w", dist.Normal(0.0, 1.0)))
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", fn.mask(mask), obs=y)
+
+    def learned(y, mask):
+        return learn(model, y, mask, means={"w": 0.0}, orders=np.arange(len(y))[None])
+
+    mask = np.array([False, True, False, True])
+    y = np.where(mask, seen, hidden)
+    (guide, found), (_, without) = learned(y, mask), learned(y[mask], mask[mask])
+    for one, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(without.state), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.losses, without.losses, rtol=1e-6)
+    score = np.asarray(guide.log_predictive_density(found.params, y, mask))
+    np.testing.assert_array_equal(np.abs(score) < 1e-6, ~mask)
+
+
+@pytest.mark.parametrize("event", [pytest.param(False, id="outputs"), pytest.param(True, id="rows")])
+@pytest.mark.slow
+def test_masked_outputs_of_one_row(event):
+    """Two outputs per row with their own weights: a mask inside ``to_event`` hides outputs, outside whole rows."""
+    y = np.array([[1.0, 50.0], [2.0, 3.0]])
+    mask = np.array([True, False]) if event else np.array([[True, False], [True, True]])
+
+    def model(x, y, mask):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        fn = dist.Normal(x[:, None] * w, 1.0)
+        numpyro.sample("y", fn.to_event(1).mask(mask) if event else fn.mask(mask).to_event(1), obs=y)
+
+    _, fit = learn(model, np.ones(2), y, mask, means={"w": np.zeros(2)})
+    expected = ((0.5, 25.0), (1 / 2, 1 / 2)) if event else ((1.0, 1.5), (1 / 3, 1 / 2))
+    np.testing.assert_allclose(fit.state.weights["w"], expected, rtol=1e-12)
+
+
+# -- random orders ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

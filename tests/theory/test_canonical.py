@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 from helpers import refused
 from numpyro.diagnostics import split_gelman_rubin
-from orbits import around, assert_close, outputs_of, scattered
+from orbits import around, assert_close, scattered
 
 from numpyro_bnn import nn, symmetry
 from numpyro_bnn.symmetry import JointScale, Permutation, Rescale, Scale, Shift, SignFlip, canonical
@@ -29,17 +29,8 @@ def r_hats(draws):
     return np.concatenate([np.ravel(split_gelman_rubin(v)) for v in draws.values() if np.ptp(v) > 1e-6])
 
 
-@pytest.mark.parametrize(
-    ("activation", "norm"),
-    [
-        ("relu", nn.BatchNorm()),
-        pytest.param("tanh", nn.LayerNorm(), marks=pytest.mark.slow),
-        pytest.param("tanh", None, marks=pytest.mark.slow),
-        pytest.param("relu", None, marks=pytest.mark.slow),
-        pytest.param("tanh", nn.BatchNorm(), marks=pytest.mark.slow),
-        pytest.param("relu", nn.LayerNorm(), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "norm"), [("relu", nn.BatchNorm()), ("tanh", nn.LayerNorm())])
 def test_chains_that_are_copies_of_one_another_agree_after_canonical(activation, norm):
     """Independent draws: with 4 half chains of 100 draws R-hat^2 - 1 is about (chi^2_3 / 3 - 1) / 100.
 
@@ -52,15 +43,6 @@ def test_chains_that_are_copies_of_one_another_agree_after_canonical(activation,
     # Norms and effective scales need no labels, and agree before.
     for name, summary in symmetry.invariants(draws, symmetries).items():
         assert r_hats({name: summary}).max() < 1.05
-
-
-def test_units_that_swap_within_a_chain_are_brought_back():
-    """Draws hop between all labelings: after canonical they scatter around one point as much as they did before."""
-    symmetries, draws = of_network(nn.MLP([6, 2], "tanh"), (3,))
-    hopping = scattered(draws, symmetries)
-    settled = canonical(hopping, symmetries)
-    assert all(settled[site].std((0, 1)).max() < 0.15 for site in draws)
-    assert hopping["net/Dense_0.kernel"].std((0, 1)).min() > 0.3
 
 
 def test_signs_and_order_are_decided_together():
@@ -100,13 +82,6 @@ def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
     np.testing.assert_array_equal(canonical({"w": -draws}, [SignFlip([("w", 1)])])["w"], draws)
 
 
-def test_a_second_run_takes_the_labels_of_a_reference():
-    symmetries, draws = of_network(nn.MLP([5, 4, 1], "relu"), (2,), 0.05, 5)
-    first = canonical(draws, symmetries)
-    mean = {site: value.mean((0, 1)) for site, value in first.items()}
-    assert_close(canonical(scattered(draws, symmetries, by_chain=True), symmetries, mean), first, 1e-4)
-
-
 def test_gauges():
     """Norms of the square root of d, means of 0; zero weights stay; hyper-parameters and other sites stay."""
     rng = np.random.default_rng(0)
@@ -134,21 +109,15 @@ def test_scales_are_fixed_in_the_order_of_the_layers():
             np.testing.assert_allclose((kernel**2).sum(2), kernel.shape[2])
 
 
-def test_draws_of_mcmc_and_of_a_file_keep_their_form_and_their_function():
+def test_draws_of_mcmc_and_of_a_file_keep_their_form():
     """A non-centered network in single precision: bases and scales stay; ArviZ names and arrays give the same."""
-    net = nn.MLP([3, 1], "tanh")
-    symmetries, draws = of_network(net, (2,), num_draws=20)
+    symmetries, draws = of_network(nn.MLP([3, 1], "tanh"), (2,), num_draws=20)
     draws = {site: jnp.asarray(v, jnp.float32) for site, v in draws.items()}
     draws |= {f"{site}_base": v / 2 for site, v in draws.items() if "kernel" in site} | {"sigma": jnp.ones((2, 20))}
     placed = canonical(draws, symmetries)
     assert {n: (v.shape, v.dtype) for n, v in placed.items()} == {n: (v.shape, v.dtype) for n, v in draws.items()}
     for site in ("net/Dense_0.kernel_base", "sigma"):
         np.testing.assert_array_equal(placed[site], draws[site])
-    outputs = outputs_of(net, (2,))
-    before, after = (
-        outputs({name: np.asarray(at[f"net/{name}"]) for name in net.param_shapes((2,))}) for at in (draws, placed)
-    )
-    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4)
     arrays = {
         site.replace("/", "."): (("chain", "draw", *(f"{site}_{i}" for i in range(v.ndim - 2))), np.asarray(v))
         for site, v in draws.items()
@@ -198,12 +167,8 @@ def test_orbit_coordinates_move_by_the_group_element(x64):
         before, after = (symmetry.orbit_coordinates(d, [s])[s.name] for d in (draws, draws | moved))
         np.testing.assert_allclose(after - before, np.broadcast_to(factor * g, before.shape), atol=1e-10)
     assert symmetry.orbit_coordinates(draws, [SignFlip([("w", 1)]), Permutation([("w", 1)])]) == {}
-
-
-def test_symmetries_of_one_name_are_kept_apart():
-    draws = {"w": np.ones((1, 2, 3, 2)), "v": np.ones((1, 2, 2, 1)), "u": np.ones((1, 2, 2, 1))}
-    pair = [Rescale([("w", 1)], [("v", 0)]), Rescale([("w", 1)], [("u", 0)])]
-    assert list(symmetry.orbit_coordinates(draws, pair)) == ["Rescale(w)", "Rescale(w, u)"]
+    alike = [Rescale([("w", 1)], [("v", 0)]), Rescale([("w", 1)], [("b", 0)])]
+    assert list(symmetry.orbit_coordinates(draws, alike)) == ["Rescale(w)", "Rescale(w, b)"]
 
 
 # -- refusals --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""ELBOs with one draw per row: the expectation of NumPyro's, less variance, exact divergences, what they refuse."""
+"""ELBOs with one draw per row: the expectation of NumPyro's, exact divergences, which rows share a draw, refusals."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -10,14 +10,13 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from helpers import refused
-from jax import random
+from jax import lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Trace_ELBO
-from numpyro.infer.autoguide import AutoNormal
 from scipy import stats
-from zoo import ZOO, hierarchical
+from zoo import ZOO
 
 from numpyro_bnn import nn, priors, random_network
 from numpyro_bnn.guides import TraceFlipout_ELBO, TraceLocalReparam_ELBO
@@ -35,22 +34,20 @@ def weight(name, *shape, scale=1.0):
     return numpyro.sample(name, dist.Normal(0.0, scale).expand(shape).to_event(len(shape)))
 
 
-def observe(mean, y, size=None):
-    with numpyro.plate("data", size or len(y), subsample_size=len(y)):
+def observe(mean, y):
+    with numpyro.plate("data", len(y)):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
 
-def mean_field(model, *args, scale=0.2):
+def mean_field(model, *args):
     """Independent normals, positive where the model is, and parameters away from the prior."""
     trace, draws, params = {}, np.random.default_rng(2), {}
     jax.eval_shape(lambda: trace.update(handlers.trace(handlers.seed(model, 0)).get_trace(*args)))
     sites = {name: site for name, site in trace.items() if site["type"] == "sample" and not site["is_observed"]}
     for name, site in sites.items():
         shape = site["value"].shape
-        params |= {
-            f"{name}_loc": jnp.asarray(0.4 * draws.normal(size=shape)),
-            f"{name}_scale": jnp.full(shape, scale),
-        }
+        params[f"{name}_loc"] = jnp.asarray(0.4 * draws.normal(size=shape))
+        params[f"{name}_scale"] = jnp.full(shape, 0.2)
 
     def guide(*args):
         for name, site in sites.items():
@@ -106,14 +103,6 @@ def images(x, y):
         numpyro.sample("y", dist.Categorical(logits=net(h)), obs=y)
 
 
-def subsampled(x, y):
-    """A plate of the data, a local latent variable for every row."""
-    w, v = weight("w", 3, 4), weight("v", 4)
-    with numpyro.plate("data", len(x), subsample_size=5) as i:
-        u = numpyro.sample("u", dist.Normal(0.0, 0.5))
-        numpyro.sample("y", dist.Normal(jnp.tanh(x[i] @ w) @ v + u, 1.0), obs=y[i])
-
-
 def by_hand(x, y):
     """Likelihood in a factor, group effects, a transposed weight, a loop over one data point."""
     w, effect = weight("w", 2, 3), weight("effect", 4)
@@ -124,14 +113,7 @@ def by_hand(x, y):
 # Model, its data, sites that are drawn once, sites that always get flipout; the others are drawn as the ELBO says.
 MODELS = {
     "centered": (centered, (X, Y), {"tau", "mu"}, set()),
-    "noncentered": (
-        hierarchical,
-        ZOO["hierarchical"].data,
-        {"sigma", "net/Dense_0.kernel_scale", "net/Dense_1.kernel_scale"},
-        set(),
-    ),
     "images": (images, (IMAGES, LABELS[:6]), set(), {"flax/layers_0.kernel", "net/Conv2d_0.kernel"}),
-    "subsampled": (subsampled, (X, Y), {"u"}, set()),
     "by hand": (by_hand, (X, LABELS), set(), set()),
 }
 
@@ -144,10 +126,6 @@ def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
     model, data, plain, flipout = MODELS[name]
     args = tuple(map(jnp.asarray, data))
     guide, params = mean_field(model, *args)
-    if model is subsampled:
-        guide = AutoNormal(model, init_scale=0.2)
-        trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args)
-        params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
     expected = draws_of(Trace_ELBO(), model, guide, params, args)
     for elbo, rowwise in ((TraceLocalReparam_ELBO(), LOCAL), (TraceFlipout_ELBO(), FLIPOUT)):
         report = elbo.report(model, guide, params, *args)
@@ -157,44 +135,20 @@ def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
 
 
 @pytest.mark.slow
-def test_guides_with_dependent_sites_and_factors_have_the_right_expectation():
-    """q(tau | w) keeps `w` plain and its divergence drawn, q(v | tau) is exact given tau, the factor of the guide
-    depends on `u` and sees its plain draw; some divergences have no formula. Failure rate 1e-4."""
+def test_guides_with_factors_have_the_right_expectation():
+    """The factor of the guide depends on `w` and sees its plain draw. Failure rate 1e-4."""
 
     def model(x, y):
-        tau = numpyro.sample("tau", dist.LogNormal(-1.0, 0.3))
-        h = jnp.tanh(x @ weight("w", 3, 4, scale=tau)) @ weight("v", 4, scale=tau)
-        observe(h + x @ weight("u", 3), y)
-        with handlers.scale(scale=0.5):
-            weight("scaled")
-        numpyro.sample("masked", dist.Normal(0.0, 1.0).expand([2]).mask(jnp.array([True, False])).to_event(1))
-        numpyro.sample("heavy", dist.StudentT(4.0, 0.0, 1.0))
-        numpyro.sample("gamma", dist.Gamma(2.0, 2.0))
+        observe(x @ weight("w", 3), y)
 
     def guide(x, y):
-        w = numpyro.sample("w", dist.Normal(numpyro.param("w_loc"), 0.3).to_event(2))
-        tau = numpyro.sample("tau", dist.LogNormal(-1.0 + jnp.mean(w**2), 0.2))
-        numpyro.sample("v", dist.Normal(numpyro.param("v_loc") * tau, 0.3 * tau).to_event(1))
-        u = numpyro.sample("u", dist.Normal(numpyro.param("u_loc"), 0.3).to_event(1))
+        w = numpyro.sample("w", dist.Normal(numpyro.param("loc"), 0.3).to_event(1))
         z = numpyro.sample("z", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
-        numpyro.factor("r", -jnp.sum((u - z) ** 2))
-        numpyro.sample("scaled", dist.Normal(numpyro.param("loc"), 0.5))
-        numpyro.sample("masked", dist.Normal(numpyro.param("loc") * jnp.ones(2), 0.5).to_event(1))
-        numpyro.sample("heavy", dist.Normal(numpyro.param("loc"), 0.5))
-        numpyro.sample("gamma", dist.Gamma(3.0, 2.0))
+        numpyro.factor("r", -jnp.sum((w - z) ** 2))
 
-    args = tuple(map(jnp.asarray, (X, Y)))
-    params = {
-        "w_loc": 0.1 * jnp.ones((3, 4)),
-        "v_loc": jnp.ones(4),
-        "u_loc": 0.1 * jnp.ones(3),
-        "loc": jnp.array(0.3),
-    }
+    args, params = tuple(map(jnp.asarray, (X, Y))), {"loc": 0.3 * jnp.ones(3)}
     elbo = TraceLocalReparam_ELBO()
-    report = elbo.report(model, guide, params, *args)
-    assert report["tau"] == "plain: its guide is a LogNormal, not independent normals"
-    assert report["w"] == "plain: the guide of 'tau' depends on it"
-    assert report["v"] == report["u"] == LOCAL
+    assert elbo.report(model, guide, params, *args) == {"w": LOCAL}
     expected = draws_of(Trace_ELBO(), model, guide, params, args)
     assert same_mean(draws_of(elbo, model, guide, params, args, seed=1), expected)
 
@@ -232,11 +186,6 @@ def test_report_gives_the_reason_for_every_plain_site():
 # -- divergences -----------------------------------------------------------------------------------------
 
 
-def gaussian_kl(loc, scale, prior_loc, prior_scale):
-    ratio = (scale / prior_scale) ** 2
-    return 0.5 * np.sum(ratio + ((loc - prior_loc) / prior_scale) ** 2 - 1 - np.log(ratio))
-
-
 def test_divergences_are_exact():
     """Without a likelihood the loss is KL(q || p): known, and without variance, with expanded sites and scales."""
 
@@ -245,6 +194,8 @@ def test_divergences_are_exact():
         numpyro.sample("batch", dist.Normal(jnp.zeros(2), jnp.array([1.0, 3.0])))
         with numpyro.plate("plate", 10, subsample_size=5):
             numpyro.sample("local", dist.Normal(1.0, 2.0))
+        with handlers.scale(scale=0.5):
+            numpyro.sample("scaled", dist.Normal(0.0, 1.0))
         numpyro.factor("likelihood", 0.0)
 
     def guide():
@@ -252,9 +203,15 @@ def test_divergences_are_exact():
         numpyro.sample("batch", dist.Normal(jnp.ones(2), 0.5))
         with numpyro.plate("plate", 10, subsample_size=5):
             numpyro.sample("local", dist.Normal(0.0, 0.1))
+        with handlers.scale(scale=0.5):
+            numpyro.sample("scaled", dist.Normal(2.0, 0.5))
+
+    def gaussian_kl(loc, scale, prior_loc, prior_scale):
+        ratio = (scale / prior_scale) ** 2
+        return 0.5 * np.sum(ratio + ((loc - prior_loc) / prior_scale) ** 2 - 1 - np.log(ratio))
 
     exact = gaussian_kl(np.ones(6), 0.3, 0.5, 2.0) + gaussian_kl(np.ones(2), 0.5, 0.0, np.array([1.0, 3.0]))
-    exact += gaussian_kl(np.zeros(10), 0.1, 1.0, 2.0)
+    exact += gaussian_kl(np.zeros(10), 0.1, 1.0, 2.0) + 0.5 * gaussian_kl(2.0, 0.5, 0.0, 1.0)
     with pytest.warns(UserWarning, match="no likelihood depends on it"):
         losses = draws_of(TraceFlipout_ELBO(), model, guide, {"unused": 0.0}, count=5)[:, -1]
     np.testing.assert_allclose(losses, exact, rtol=1e-5)
@@ -272,6 +229,10 @@ def test_divergence_from_a_prior_that_is_drawn_from_the_site():
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
         numpyro.sample("tau", dist.LogNormal(0.5 * w, 0.1))
 
+    assert TraceLocalReparam_ELBO().report(model, guide, {}) == {
+        "w": "plain: the guide of 'tau' depends on it",
+        "tau": "plain: its guide is a LogNormal, not independent normals",
+    }
     with pytest.warns(UserWarning, match="every site is drawn once"):
         losses = draws_of(TraceLocalReparam_ELBO(), model, guide, {"unused": 0.0})[:, -1]
     of_tau = 0.5 * (0.1**2 + 0.25 - 1) - np.log(0.1)
@@ -279,31 +240,10 @@ def test_divergence_from_a_prior_that_is_drawn_from_the_site():
     assert abs(losses.mean() - exact) < 4 * losses.std() / COUNT**0.5
 
 
-# -- variance and cost -----------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_gradient_variance_is_at_most_half():
-    """Two-layer network, B = 128 of 1000 rows: summed variance of the gradient, 500 draws.
-
-    The ratios are near 0.1, with a relative standard error near 0.1: the limit cannot be met by chance.
-    """
-    x = np.random.default_rng(0).normal(size=(128, 5)).astype(np.float32)
-    args = jnp.asarray(x), jnp.asarray(np.sin(x[:, 0]))
-
-    def model(x, y):
-        net = random_network("net", nn.MLP([20, 20, 1], "relu"), x.shape[1:], priors.Normal())
-        observe(net(x)[..., 0], y, size=1000)
-
-    guide, params = mean_field(model, *args, scale=0.1)
-    variance = {
-        elbo: draws_of(elbo(), model, guide, params, args, 500)[:, :-1].var(0).sum()
-        for elbo in (Trace_ELBO, TraceLocalReparam_ELBO, TraceFlipout_ELBO)
-    }
-    assert variance[TraceLocalReparam_ELBO] < 0.5 * variance[Trace_ELBO]
-    assert variance[TraceFlipout_ELBO] < 0.5 * variance[Trace_ELBO]
-
-
 def test_cost_of_a_step_is_near_that_of_a_deterministic_one():
     """Arithmetic the compiler counts, gradient of a small convolutional network: at most 2.2 times."""
     net = nn.Sequential([nn.Conv2d(16, 5), nn.Activation("relu"), nn.MaxPool(2), nn.Flatten(), nn.Dense(10)])
@@ -384,3 +324,148 @@ def test_models_with_state_or_unguided_sites_are_refused(what):
 
     with refused("model", what):
         TraceFlipout_ELBO().loss(random.key(0), {}, model, lambda: weight("w", 2))
+
+
+# -- which rows share a draw ---------------------------------------------------------------------------------
+
+BOTH = {"local": TraceLocalReparam_ELBO, "flipout": TraceFlipout_ELBO}
+
+
+def seen(elbo, terms, shapes, *args):
+    """What the likelihood sees of weights N(0, 1): the report, and a function that draws values h by name.
+
+    ``terms(name, weight, *args)`` gives h and terms of the likelihood. A parameter at zero adds itself times h, which
+    keeps rows apart; the gradient of the bound with respect to it is h.
+    """
+
+    def prior(shape):
+        return dist.Normal(jnp.zeros(shape), 1.0).to_event(len(shape))
+
+    def model(*args):
+        for name, shape in shapes.items():
+            h, likelihood = terms(name, numpyro.sample(name, prior(shape)), *args)
+            numpyro.factor(f"terms {name}", likelihood)
+            numpyro.factor(f"seen {name}", numpyro.param(f"tilt {name}", jnp.zeros(h.shape)) * h)
+
+    def guide(*args):
+        for name, shape in shapes.items():
+            numpyro.sample(name, prior(shape))
+
+    sizes = {name: jax.eval_shape(partial(terms, name), jnp.zeros(shape), *args)[0] for name, shape in shapes.items()}
+    tilts = {f"tilt {name}": jnp.zeros(h.shape) for name, h in sizes.items()}
+
+    def draw(count):
+        keys = random.split(random.key(0), count)
+        losses = jax.vmap(lambda key: jax.grad(lambda at: -elbo.loss(key, at, model, guide, *args))(tilts))
+        found = jax.jit(losses)(keys)
+        return {name: np.asarray(found[f"tilt {name}"]) for name in shapes}
+
+    return elbo.report(model, guide, tilts, *args), draw
+
+
+B, K = 4, 6
+APART, PAIRS, SHARED = (0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0)  # rows with the same number share a draw
+
+# Function of h = x @ w, (4, 6), whose outputs are terms, and the rows that may have draws of their own.
+FUNCTIONS = {
+    "elementwise": (lambda h: jnp.exp(-jnp.abs(jnp.sin(h))) / (1 + h**2), APART),
+    "softmax of features": (lambda h: jax.nn.log_softmax(h), APART),
+    "softmax of rows": (lambda h: jax.nn.log_softmax(h, axis=0), SHARED),
+    "mean of terms": (lambda h: jnp.mean(jnp.tanh(h)) / 3, APART),
+    "square of a mean": (lambda h: jnp.mean(h, 0) ** 2, SHARED),
+    "centered rows, linear": (lambda h: (h - h.mean(0)) @ jnp.ones((K, K)), APART),
+    "centered rows, squared": (lambda h: (h - h.mean(0)) ** 2, SHARED),
+    "Gram matrix of features": (lambda h: jnp.exp(h.T @ h), SHARED),
+    "outer product within rows": (lambda h: jnp.tanh(jnp.einsum("bi,bj->bij", h, h)), APART),
+    "mixing product": (lambda h: jnp.tanh(jnp.ones((2, B)) @ h), SHARED),
+    "transposed and back": (lambda h: jnp.sin(jnp.tanh(h).T.reshape(2, 3, B)).transpose(2, 0, 1) ** 2, APART),
+    "rows split and merged": (lambda h: jnp.sin(jnp.tanh(h.reshape(2, 2, K)).reshape(B, K)), APART),
+    "rows mixed in pairs": (lambda h: jnp.cumsum(h.reshape(2, 2, K), 1) ** 2, PAIRS),
+    "rows and features merged": (lambda h: jnp.sin(h.reshape(-1)).reshape(B, K), APART),
+    "maximum of features": (lambda h: h.max(1), APART),
+    "maximum of rows": (lambda h: h.max(0), SHARED),
+    "shifted rows": (lambda h: h[1:] * h[:-1], SHARED),
+    "slice of features": (lambda h: jnp.exp(h[:, 1:3]) + jnp.flip(h, 1)[:, :2], APART),
+    "flipped rows": (lambda h: h * h[::-1], SHARED),
+    "sorted features": (lambda h: jnp.sort(h, 1) ** 2, APART),
+    "sorted rows": (lambda h: jnp.sort(h, 0) ** 2, SHARED),
+    "lookup in every row": (lambda h: jnp.exp(h[jnp.arange(B), jnp.array([0, 2, 1, 1])]), APART),
+    "lookup of a row": (lambda h: h[jnp.array([0, 0, 1, 2])] * h, SHARED),
+    "take along axis": (lambda h: jnp.take_along_axis(jax.nn.log_softmax(h), jnp.ones((B, 1), int), 1), APART),
+    "concatenated rows": (lambda h: jnp.cumsum(jnp.concatenate([h**2, jnp.sin(h)], 0), 0), APART),
+    "concatenated rows, squared": (lambda h: jnp.concatenate([h, 2 * h], 0) ** 2, SHARED),  # more than needed
+    "where": (lambda h: jnp.where(h > 0, h, jnp.expm1(h)) ** 2, APART),
+    "where decided by the mean": (lambda h: jnp.where(h.mean(0) > 0, h, h**2), SHARED),
+    "loop": (lambda h: lax.fori_loop(0, 3, lambda _, h: jnp.sin(h), h), SHARED),
+    "linear algebra": (lambda h: jnp.linalg.inv(h[:, :4] + 9 * jnp.eye(4)), SHARED),
+    "pooling within rows": (lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2, APART),
+    "pooling over rows": (lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID"), SHARED),
+    "convolution over rows": (lambda h: jnp.tanh(jnp.convolve(h[:, 0], jnp.ones(2))), SHARED),
+}
+
+
+@cache
+def rows_of_functions():
+    """How each function's weight is drawn, and the product of equal inputs with it as each row sees it, (4, 6)."""
+
+    def terms(name, w, x):
+        h = x @ w
+        return h, FUNCTIONS[name][0](h)
+
+    report, draw = seen(TraceLocalReparam_ELBO(), terms, dict.fromkeys(FUNCTIONS, (3, K)), jnp.ones((B, 3)))
+    return report, {name: h[0] for name, h in draw(1).items()}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_share_a_draw_where_they_mix(name):
+    report, h = (found[name] for found in rows_of_functions())
+    rows = FUNCTIONS[name][1]
+    assert report.startswith({APART: LOCAL, PAIRS: FLIPOUT, SHARED: "plain: its rows mix in"}[rows])
+    same = np.isclose(h[:, None], h[None], rtol=1e-5).all(-1)
+    np.testing.assert_array_equal(same, np.equal.outer(rows, rows))
+
+
+@pytest.mark.parametrize("elbo", BOTH)
+def test_positions_of_a_row_see_the_same_weights(elbo):
+    """Weights N(0, 1) of 3 inputs: a sum over 4 equal positions has the variance 4^2 3, one over e_1, e_2, e_3 has 3.
+
+    The variance of 4 times 2000 draws has a relative standard error of 1.6 %: five of them, a failure rate of 6e-7.
+    """
+    inputs = {"equal": jnp.ones((2, 4, 3)), "different": jnp.stack([jnp.eye(3)] * 2)}
+
+    def terms(name, w):
+        h = (inputs[name] @ w).sum(1)
+        return h, -jnp.sum(h**2)
+
+    _, draw = seen(BOTH[elbo](), terms, dict.fromkeys(inputs, (3, 2)))
+    h = draw(2000)
+    assert h["equal"].var() == pytest.approx(48, rel=0.08)
+    assert h["different"].var() == pytest.approx(3, rel=0.08)
+
+
+# Number of inputs of x = (1, 0), and a function of x and the weight that gives two outputs.
+FLIPOUT_USES = {
+    "dense": (2, lambda x, w: x @ w),
+    "by position": (2, lambda x, w: (jnp.stack([x, x, x], 1) @ w).sum(1) / 3),
+    "broadcast": (1, lambda x, w: 0.0 * x + w[0]),
+}
+
+
+def test_flipout_signs_of_all_rows_and_outputs_are_independent():
+    """70 equal rows of two outputs h_bj = t_bj r_b e_j: h_b0 and h_c0, and the products h_b0 h_b1 and h_c0 h_c1, have
+    independent signs. 4000 draws, 5.7 standard errors: one of at most 9900 correlations exceeds them in 1e-4."""
+    rows, count = 70, 4000
+    uses = {name: (inputs, 2) for name, (inputs, _) in FLIPOUT_USES.items()}
+
+    def terms(name, w, x):
+        h = FLIPOUT_USES[name][1](x, w)
+        return h, h[:, 0] * h[:, 1]
+
+    report, draw = seen(TraceFlipout_ELBO(), terms, uses, jnp.tile(jnp.array([1.0, 0.0]), (rows, 1)))
+    assert report == dict.fromkeys(uses, FLIPOUT)
+    for name, h in draw(count).items():
+        signs = np.sign(h).astype(float)
+        np.testing.assert_allclose(np.abs(h), np.abs(h[:, :1]).repeat(rows, 1), rtol=1e-5)  # one perturbation
+        for flat in (signs.reshape(count, -1), signs.prod(-1)):
+            assert np.abs(flat.mean(0)).max() < 5.7 / count**0.5, name
+            assert np.abs(flat.T @ flat / count - np.eye(flat.shape[1])).max() < 5.7 / count**0.5, name

@@ -6,7 +6,6 @@ KL(q || p) = (sum log P_ii - log det P) / 2.
 """
 
 import re
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +32,10 @@ def mean_field(width=1.0):
     return {"w_auto_loc": jnp.asarray(MEAN), "w_auto_scale": jnp.asarray(width / np.sqrt(np.diag(PRECISION)))}
 
 
-def judged(width=1.0, guide=None, params=None, x=X, y=Y, rng_key=None, model=None, **options):
+def judged(width=1.0, guide=None, params=None, y=Y, rng_key=None, model=None, **options):
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     guide = AutoNormal(line) if guide is None else guide
-    return evidence(guide, params or mean_field(width), x, y, rng_key=rng_key, model=model, **options)
-
-
-@cache
-def many(width):
-    """Log weights of a mean field so many times as wide as the best, enough for repetitions: 400 times 200."""
-    return judged(width, rng_key=jax.random.key(2), num_samples=80_000).log_weights
+    return evidence(guide, params or mean_field(width), X, y, rng_key=rng_key, model=model, **options)
 
 
 # -- the bounds ------------------------------------------------------------------------------------------
@@ -68,34 +61,22 @@ def test_mean_field_has_the_elbo_of_theory():
 
     2 P - diag(P) is not positive definite: weights of the best mean field have no variance, the bound no error.
     """
-    found, wide = summarize(many(1.0)), summarize(many(2.0))
+    found, wide = (judged(width, rng_key=jax.random.key(2), num_samples=80_000) for width in (1.0, 2.0))
     assert KL > 0.4  # or there would be nothing to close
     assert abs(found.elbo - (LOG_Z - KL)) < 4 * found.elbo_se
     assert abs(wide.iw_bound - wide.iw_bias - LOG_Z) < 4 * wide.iw_se
-    assert wide.elbo < LOG_Z - 0.5
     assert np.linalg.eigvalsh(2 * PRECISION - np.diag(np.diag(PRECISION)))[0] < 0
     assert found.verdict != "good"
 
 
-def test_standard_errors_are_honest():
-    """Over 400 repetitions with 200 draws of a guide twice as wide: errors, coverage and bias are those reported."""
-    # The fourth moment of the weights is finite, so that the variance of their variance is.
-    assert np.linalg.eigvalsh(4 * PRECISION - 3 * np.diag(np.diag(PRECISION)) / 4)[0] > 0
-    repeated = [summarize(part) for part in many(2.0).reshape(400, 200)]
-    elbo, elbo_se, bound, bound_se, bias = (
-        np.array([getattr(part, name) for part in repeated])
-        for name in ("elbo", "elbo_se", "iw_bound", "iw_se", "iw_bias")
-    )
-    exact = many(2.0).mean()  # known 20 times better than from 200 draws
-    # A standard deviation of 400 values has a relative error near 1 / sqrt(800) = 3.5 %, coverage of 95 % one of
-    # 1.1 %: four of them.
-    assert elbo.std() / elbo_se.mean() == pytest.approx(1.0, abs=0.14)
-    assert bound.std() / bound_se.mean() == pytest.approx(1.0, abs=0.14)
-    assert np.mean(np.abs(elbo - exact) < 1.96 * elbo_se) > 0.95 - 4 * 0.011
-    assert np.mean(np.abs(bound - bias - LOG_Z) < 1.96 * bound_se) > 0.95 - 4 * 0.011
-    # The bias is a mean of 400, known to its standard error.
-    assert abs(bound.mean() - LOG_Z - bias.mean()) < 4 * bound.std() / 20
-    assert bias.mean() < 0
+def test_a_narrow_guide_is_reported():
+    """For one narrower by 0.1 in standard deviation the tail index is 1 - 0.1^2 along each axis."""
+    found = judged(0.1, num_samples=4000)
+    assert found.pareto_k > 0.7
+    report = str(found)
+    shown = r"Evidence from 4000 draws of the guide, 24 observations\n  ELBO +-?\d+\.\d\d ± \d+\.\d\d\n"
+    assert re.search(shown, report)
+    assert "unreliable: the guide misses part of the posterior" in report
 
 
 def test_summary_of_known_weights():
@@ -110,34 +91,18 @@ def test_summary_of_known_weights():
 
 
 def test_impossible_draws_leave_the_importance_bound():
-    """A weight of zero makes the ELBO minus infinity."""
     found = summarize(np.r_[-np.inf, np.zeros(99)])
     assert found.elbo == -np.inf
     assert found.iw_bound == pytest.approx(np.log(0.99))
     assert found.ess == pytest.approx(99)
     nothing = summarize([-np.inf, -np.inf])
-    assert nothing.iw_bound == -np.inf
-    assert nothing.verdict == "unreliable"
+    assert (nothing.iw_bound, nothing.verdict) == (-np.inf, "unreliable")
 
 
 # -- k-hat -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "least", "most"), [(2.0, -np.inf, 0.5), (0.1, 0.7, np.inf)])
-def test_k_hat_separates_a_wide_guide_from_a_narrow_one(width, least, most):
-    """A guide wider than the posterior in all directions has bounded weights; for one narrower by 0.1 in standard
-    deviation the tail index is 1 - 0.1^2 along each axis (estimates from 4000 draws: 0.9 to 1.2)."""
-    found = judged(width, num_samples=4000)
-    assert least < found.pareto_k < most
-    assert found.verdict == ("unreliable" if width < 1 else "good")
-    report = str(found)
-    assert re.search(
-        r"Evidence from 4000 draws of the guide, 24 observations\n  ELBO +-?\d+\.\d\d ± \d+\.\d\d\n", report
-    )
-    assert ("unreliable: the guide misses part of the posterior" in report) == (width < 1)
-
-
-@pytest.mark.parametrize("k", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("k", [0.2, 0.9])
 def test_k_hat_of_known_tails(k):
     """w = exp(k E) with E exponential has a Pareto tail of index k: 20 estimates from 4000 draws, of which each has a
     standard deviation near 0.08; the prior of the estimator (k = 0.5 with 10 of about 190 observations) shifts it by
@@ -159,19 +124,9 @@ def test_k_hat_of_equal_impossible_and_few_weights():
 # -- what it is computed on ------------------------------------------------------------------------------
 
 
-SAME = {
-    "minibatches": {"batch_size": 7},
-    "chunks": {"draws_per_chunk": 6},
-    "JAX arrays": {"x": jnp.asarray, "y": jnp.asarray},
-    "a legacy key": {"rng_key": jax.random.PRNGKey},
-}
-
-
-@pytest.mark.parametrize("what", SAME)
-def test_weights_do_not_depend_on(what):
-    """On batch sizes, since all data are used, and on the form of the arguments."""
-    given = {"x": X, "y": Y, "rng_key": 0}
-    options = {name: value(given[name]) if callable(value) else value for name, value in SAME[what].items()}
+@pytest.mark.slow
+def test_weights_do_not_depend_on_batches_chunks_and_the_kind_of_key():
+    options = {"batch_size": 7, "draws_per_chunk": 6, "rng_key": jax.random.PRNGKey(0)}
     expected, found = (judged(num_samples=20, **changes).log_weights for changes in ({}, options))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -184,6 +139,7 @@ def test_other_values_compile_nothing(compiled):
     assert len(compiled) == before
 
 
+@pytest.mark.slow
 def test_masked_values_are_not_counted_as_observations(key):
     def masked(x, y, rows):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -201,17 +157,15 @@ def test_masked_values_are_not_counted_as_observations(key):
 
 def test_a_guide_with_auxiliary_variables_keeps_its_bound(key):
     """q(z) is the posterior N(1/2, 1/2), made of two normals; with the exact reverse r(u | z) the bound is tight."""
-    half = 0.5**0.5
 
     def model(y):
         z = numpyro.sample("z", dist.Normal(0.0, 1.0))
         numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
     def auxiliary(y):
-        u = numpyro.sample("u", dist.Normal(0.0, half * half), infer={"is_auxiliary": True})
-        z = numpyro.sample("z", dist.Normal(0.5 + u, half * half))
-        reverse = dist.Normal((z - 0.5) / 2, half * half / 2**0.5)
-        numpyro.factor("reverse", -reverse.log_prob(u))
+        u = numpyro.sample("u", dist.Normal(0.0, 0.5), infer={"is_auxiliary": True})
+        z = numpyro.sample("z", dist.Normal(0.5 + u, 0.5))
+        numpyro.factor("reverse", -dist.Normal((z - 0.5) / 2, 8**-0.5).log_prob(u))
 
     found = evidence(auxiliary, {}, 1.0, rng_key=key, model=model)
     assert found.elbo == pytest.approx(scipy.stats.norm(0, 2**0.5).logpdf(1.0), abs=1e-5)

@@ -1,32 +1,17 @@
-"""Gaussian guides: families and targets, sites that follow their scales, starts, closed forms, refusals."""
+"""Gaussian guides: sites that follow their scales, starts, closed forms, refusals."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from helpers import refused
 from numpyro import handlers
-from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO, init_to_value
+from numpyro.infer import Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoNormal
-from scipy.linalg import block_diag
 
 from numpyro_bnn import guides, nn, priors, random_network
-
-
-def fit(model, guide, *args):
-    """Parameters after Adam with a rate that falls to zero."""
-    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, 3000))
-    svi = SVI(model, guide, optimizer, Trace_ELBO(num_particles=20))
-    return guides.fit(svi, jax.random.key(0), 3000, *args, progress_bar=False).params
-
-
-def divergence(guide, params, *args):
-    """KL(q || p) of a model without data, minus its ELBO, and the standard error."""
-    found = guides.evidence(guide, params, *args, rng_key=jax.random.key(99), num_samples=4000)
-    return -found.elbo, found.elbo_se
 
 
 def first_params(guide, *args):
@@ -35,118 +20,40 @@ def first_params(guide, *args):
     return {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
 
 
-# -- targets that a family contains ------------------------------------------------------------------------
+# -- blocks, and sites that follow their scales ------------------------------------------------------------
 
 
-def gaussian_over(shapes, covariance):
-    """Sites whose joint distribution is a Gaussian with this covariance."""
-    root = np.linalg.cholesky(covariance)
-
+def test_a_structured_guide_has_a_block_for_each_layer():
     def model():
-        flat = [numpyro.sample(n, dist.Normal().expand(s).to_event(len(s)).mask(False)) for n, s in shapes.items()]
-        z = jnp.concatenate([jnp.ravel(value) for value in flat])
-        numpyro.factor("target", dist.MultivariateNormal(jnp.arange(len(z)) / 4, scale_tril=root).log_prob(z))
+        random_network("net", nn.MLP([2, 1], "tanh"), (3,), priors.Normal())
 
-    return model
-
-
-def covariance_of(seed, size):
-    factor = np.tril(np.random.default_rng(seed).normal(size=(size, size))) / 2 + np.eye(size)
-    return factor @ factor.T
+    params = first_params(guides.AutoStructured(model))
+    assert [value.shape for name, value in params.items() if name.endswith("tril")] == [(8, 8), (3, 3)]
 
 
-FACTOR = np.random.default_rng(2).normal(size=(5, 1))
-TARGETS = {
-    "full rank": (
-        lambda model: guides.AutoStructured(model, blocks=["*"]),
-        {"a": (2,), "b": ()},
-        covariance_of(0, 3),
-    ),
-    "per layer": (
-        guides.AutoStructured,
-        {"net/Dense_0.kernel": (2, 2), "net/Dense_0.bias": (2,), "net/Dense_1.kernel": (2, 1)},
-        block_diag(covariance_of(3, 6), covariance_of(4, 2)),
-    ),
-    "low rank": (
-        lambda model: guides.AutoBlocks(model, {"*": guides.LowRank(1)}),
-        {"a": (2, 2), "b": (1,)},
-        np.diag([1.0, 0.3, 0.5, 2.0, 1.0]) + FACTOR @ FACTOR.T,
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_family_reaches_a_target_it_contains(name):
-    make, shapes, covariance = TARGETS[name]
-    model = gaussian_over(shapes, covariance)
-    guide = make(model)
-    params = fit(model, guide)
-    kl, error = divergence(guide, params)
-    assert kl + 3 * error < 0.01
-    # Where q = p, log q - log p is one number: the density is right everywhere, not on the average only.
-    assert error * 4000**0.5 < 0.2
-
-
-# -- guides that follow their scales -----------------------------------------------------------------------
-
-
-def funnel():
-    """Neal's funnel with three levels: all of it is Gaussian given the scale, and the scale is log-normal."""
+def levels(batch_size=None):
+    """Three levels, all Gaussian given a scale that is log-normal; the last has a site per row."""
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
     mu = numpyro.sample("mu", dist.Normal(1.0, tau))
     numpyro.sample("w", dist.Normal(mu, 2 * tau).expand([4]).to_event(1))
+    with numpyro.plate("data", 6, subsample_size=batch_size):
+        numpyro.sample("z", dist.Normal(0.0, tau))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [None, guides.FullRank()], ids=["mean field", "full rank"])
-def test_conditioning_on_scales_makes_the_funnel_exact(family):
-    blocks = {"*": family} if family else {}
-    plain, given = (guides.AutoBlocks(funnel, blocks, condition_on_scales=c) for c in (False, True))
-    kl, error = divergence(given, fit(funnel, given))
-    assert kl + 3 * error < 0.01
-    kl, error = divergence(plain, fit(funnel, plain))
-    assert kl - 3 * error > 0.5
-
-
-@pytest.mark.slow
-def test_local_sites_follow_their_scale_in_minibatches():
-    """Sites in a subsampled plate: parameters of full size, and the exact posterior, so that the loss is unbiased."""
-
-    def model(batch_size):
-        tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
-        with numpyro.plate("data", 6, subsample_size=batch_size):
-            z = numpyro.sample("z", dist.Normal(0.0, tau))
-            numpyro.deterministic("double", 2 * z)
-
-    guide = guides.AutoMeanField(model, condition_on_scales=True)
-    params = fit(model, guide, 2)
+def test_a_guide_that_follows_its_scales_contains_them_all():
+    """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of a minibatch 0."""
+    guide, batch_size = guides.AutoBlocks(levels, {"w": guides.FullRank()}, condition_on_scales=True), 2
+    params = first_params(guide, batch_size)
     assert params["z_auto_loc"].shape == (6,)
-    whole = guides.AutoMeanField(model, condition_on_scales=True)
-    kl, error = divergence(whole, params, 6)
-    assert kl + 3 * error < 0.02
-    draws = guide.sample_posterior(jax.random.key(0), params, sample_shape=(5,))
-    assert draws["double"].shape == (5, 6)
-    np.testing.assert_allclose(draws["double"], 2 * draws["z"], rtol=1e-6)
+    params = {name: jnp.full_like(value, float(name.endswith("scale"))) for name, value in params.items()}
+    params |= {"auto_w_scale_tril": jnp.eye(4)}
 
+    def loss(key):
+        return Trace_ELBO().loss(key, params, levels, guide, batch_size)
 
-def test_the_evidence_of_minibatches_is_that_of_all_rows():
-    """With a site per row that follows its scale: the draws, on all rows, have the same weights."""
-
-    def model(y, batch_size=None):
-        tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.5))
-        with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
-            numpyro.sample("y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, tau)), 0.5), obs=y[i])
-
-    weights, y = [], jnp.linspace(-1.0, 1.0, 6)
-    for batch_size in (2, None):
-        guide = guides.AutoMeanField(model, condition_on_scales=True)
-        svi = SVI(model, guide, optax.adam(0.01), Trace_ELBO())
-        params = svi.get_params(svi.init(jax.random.key(0), y, batch_size=batch_size))
-        params |= {"z_auto_loc": y, "z_auto_scale": 0.5 + 0.1 * y}
-        options = {"rng_key": jax.random.key(1), "num_samples": 3, "batch_size": batch_size}
-        weights.append(guides.evidence(guide, params, y, **options).log_weights)
-    np.testing.assert_allclose(*weights, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(0), 5)), 0.0, atol=1e-4)
+    found = guides.evidence(guide, params, batch_size, rng_key=jax.random.key(1), num_samples=5)
+    np.testing.assert_allclose(found.log_weights, 0.0, atol=1e-4)
 
 
 def scaled_about_a_mean():
@@ -162,8 +69,7 @@ CONDITIONED = {"mean field": ({}, "w_auto", "scale"), "block": ({"w": guides.Ful
 
 @pytest.mark.parametrize("form", CONDITIONED)
 def test_conditioned_weights_follow_their_scale_and_mean(form):
-    """w = mean + scale u with u ~ N(loc, sd^2) has the density log N((w - mean) / scale; loc, sd^2) - 3 log scale.
-    With u nearly constant, w = mean + scale loc in every draw. A start w = 1, 2, 3 with mean 0.5 and scale 2 is
+    """With u nearly constant, w = mean + scale loc in every draw. A start w = 1, 2, 3 with mean 0.5 and scale 2 is
     u = (w - 0.5) / 2; the sd of w, 0.1, is 0.05 of u."""
     blocks, prefix, of_scale = CONDITIONED[form]
     start = init_to_value(values={"w": jnp.array([1.0, 2.0, 3.0]), "mean": jnp.array(0.5), "scale": jnp.array(2.0)})
@@ -172,19 +78,9 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
     np.testing.assert_allclose(params[f"{prefix}_loc"], [0.25, 0.75, 1.25], rtol=1e-5)
     first = params[f"{prefix}_{of_scale}"]
     np.testing.assert_allclose(np.diagonal(first) if first.ndim == 2 else first, 0.05, rtol=1e-5)
-
-    def at(sd):
-        chosen = jnp.diag(sd) if first.ndim == 2 else sd
-        return params | {f"{prefix}_loc": loc, f"{prefix}_{of_scale}": chosen}
-
-    loc, sd = jnp.array([0.4, -1.0, 2.0]), jnp.array([0.5, 0.2, 1.5])
-    trace = handlers.trace(handlers.seed(handlers.substitute(guide, at(sd)), 3)).get_trace()
-    mean, scale = (trace.pop(name)["value"] for name in ("mean", "scale"))
-    u = (trace["w"]["value"] - mean) / scale
-    found = sum(site["fn"].log_prob(site["value"]) for site in trace.values() if site["type"] == "sample")
-    expected = dist.Normal(loc, sd).log_prob(u).sum() - 3 * jnp.log(scale)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
-    draws = guide.sample_posterior(jax.random.key(1), at(jnp.full(3, 1e-6)), sample_shape=(20,))
+    loc = jnp.array([0.4, -1.0, 2.0])
+    at = params | {f"{prefix}_loc": loc, f"{prefix}_{of_scale}": 1e-6 * jnp.sign(first)}
+    draws = guide.sample_posterior(jax.random.key(1), at, sample_shape=(20,))
     assert np.std(draws["mean"]) > 0.01
     expected = draws["mean"][:, None] + draws["scale"][:, None] * loc
     np.testing.assert_allclose(draws["w"], expected, rtol=1e-4, atol=1e-4)
@@ -193,6 +89,7 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
 # -- starts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wide_layers_start_with_unit_preactivations():
     """With n = 400 inputs of variance 1: sum w_i^2 is 1, where NumPyro's own start gives n 4 / 3."""
     x = jax.random.normal(jax.random.key(0), (100, 400))
@@ -214,17 +111,15 @@ def test_wide_layers_start_with_unit_preactivations():
 
 @pytest.mark.parametrize("centered", [True, False])
 def test_hierarchical_kernels_start_at_fan_in_scale(centered):
-    """The kernel itself, also when the model samples it as scale times unit normal: sd 0.1, uncertain by 0.01."""
+    """The kernel itself, also when the model samples it as scale times unit normal."""
 
     def model():
         prior = priors.Hierarchical(dist.LogNormal(3.0, 0.1), centered=centered, fan_in_scaling=False)
         random_network("net", nn.Dense(50), (100,), prior)
 
-    guide = guides.AutoMeanField(model, init_scale={"*_scale": 1e-4} if not centered else 0.1)
-    params = first_params(guide)
-    assert np.std(guide.median(params)["net/kernel"]) == pytest.approx(0.1, rel=0.05)  # 5 sd of 5000
-    draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(200,))["net/kernel"]
-    assert np.mean(np.std(draws, axis=0)) == pytest.approx(0.01, rel=0.15 if not centered else 0.01)
+    guide = guides.AutoMeanField(model)
+    found = guide.median(first_params(guide))["net/kernel"]
+    assert np.std(found) == pytest.approx(0.1, rel=0.05)  # 5 sd of 5000
 
 
 def test_spread_of_a_base_is_that_of_its_weight():
@@ -268,18 +163,6 @@ def test_first_scales_by_site():
 # -- closed forms ----------------------------------------------------------------------------------------
 
 
-def test_quantiles_of_a_block_are_those_of_its_marginals():
-    def model():
-        numpyro.sample("z", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-
-    guide = guides.AutoBlocks(model, {"z": guides.FullRank()})
-    params = first_params(guide) | {"auto_z_scale_tril": jnp.array([[0.5, 0.0], [1.2, 0.9]])}
-    sd = np.array([0.5, np.hypot(1.2, 0.9)])
-    found = guide.quantiles(params, [0.1, 0.8])["z"]
-    expected = params["auto_z_loc"] + dist.Normal(0.0, 1.0).icdf(jnp.array([[0.1], [0.8]])) * sd
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
 def test_low_rank_covariance_is_the_published_form():
     """diag(s) (I + F F') diag(s)."""
     scale, factor = jnp.array([0.5, 2.0, 1.5]), jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]])
@@ -292,8 +175,7 @@ def test_low_rank_covariance_is_the_published_form():
 
 @pytest.mark.core
 def test_mean_field_is_numpyros_auto_normal_with_another_start():
-    """The same parameters by the same names, densities and draws, in plates with local sites too; a divergence from
-    normal priors that TraceMeanField_ELBO has in closed form."""
+    """The same parameters by the same names, densities and draws, in plates with local sites too."""
 
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -318,16 +200,8 @@ def test_mean_field_is_numpyros_auto_normal_with_another_start():
             np.testing.assert_allclose(traces[0][name]["fn"].log_prob(site["value"]), expected, rtol=1e-6)
             assert traces[0][name]["scale"] == site["scale"]
 
-    def prior():
-        numpyro.sample("w", dist.Normal(1.0, 2.0).expand([3, 2]).to_event(2))
 
-    guide = guides.AutoMeanField(prior)
-    params = first_params(guide)
-    q = dist.Normal(params["w_auto_loc"], params["w_auto_scale"])
-    found = TraceMeanField_ELBO().loss(jax.random.key(0), params, prior, guide)
-    np.testing.assert_allclose(found, dist.kl_divergence(q, dist.Normal(1.0, 2.0)).sum(), rtol=1e-5)
-
-
+@pytest.mark.slow
 def test_quantiles_behind_falling_and_mixing_transforms():
     """Sites below a bound, and points of a simplex: quantiles agree with draws."""
 
@@ -339,8 +213,6 @@ def test_quantiles_behind_falling_and_mixing_transforms():
     params, q = first_params(guide), np.array([0.1, 0.5, 0.7, 0.9])
     found = guide.quantiles(params, q)
     draws = guide.sample_posterior(jax.random.key(5), params, sample_shape=(4000,))
-    assert found["below"].shape == (4,)
-    assert found["shares"].shape == (4, 3)
     for name, value in draws.items():
         share = np.mean(value[:, None] < found[name], axis=0).reshape(4, -1)
         bound = 5 * (q * (1 - q) * (1 / 4000 + 1 / 4096)) ** 0.5  # 16 shares, at 6e-7

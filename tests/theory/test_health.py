@@ -4,12 +4,10 @@ import json
 import warnings
 from functools import partial
 
-import arviz as az
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-import numpyro.distributions as dist
 import pytest
 from helpers import group, group_names, results
 from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Gibbs, Trace_ELBO
@@ -91,33 +89,44 @@ def test_a_healthy_result_is_silent_and_every_check_is_made(dtype):
     assert {finding.name for finding in made.findings if finding.verdict == "ok"} == all_checks()
 
 
+def attrs(**changes):
+    """Other attributes."""
+    return lambda made: made.attrs.update(changes)
+
+
+def stats(name, place, value):
+    """Another statistic at a place."""
+    return lambda made: made.stats[name].__setitem__(place, value)
+
+
+def hot(name):
+    return stats(name, 1, -7.5)
+
+
+def energy(value, bias=0.05):
+    return attrs(mean_energy_variance=f"[0.0004, {value}, 0.0004, 0.0004]", implied_bias=bias)
+
+
+def impossible(value):
+    return lambda made: made.impossible.__setitem__((2, 7, 3), value)
+
+
 def diverged(made):
     made.w[2, 150:] = np.nan
     made.f[2, 150:] = np.nan
     made.attrs["first_divergence"] = "[-1, -1, 17, -1]"
 
 
-def impossible(value):
-    def change(made):
-        made.impossible[2, 7, 3] = value
-
-    return change
-
-
-def few_steps(made):
-    made.attrs["steps_needed"] = 50_000.0
-
-
 def nan_chain(made):
     made.w[1], made.f[1] = np.nan, np.nan
 
 
-def frozen(made):
-    made.w[1], made.f[1] = made.w[1, 0], made.f[1, 0]
+def holds(chain, draws):
+    def change(made):
+        for values in (made.w, made.f):
+            values[chain, draws] = values[chain, draws.start]
 
-
-def stuck_for_a_while(made):
-    made.w[3, 20:60], made.f[3, 20:60] = made.w[3, 20], made.f[3, 20]
+    return change
 
 
 def nearly_frozen(made):
@@ -125,57 +134,15 @@ def nearly_frozen(made):
     made.f[0] = made.w[0] @ made.x.T
 
 
-def diverging(made):
-    made.stats["diverging"][1, :30] = True
+def dead(*chains):
+    """As good as constant; with one such chain the mean over the chains still explains most."""
 
-
-def hardly_moved(made):
-    made.attrs["frozen_chains"] = "[2]"
-
-
-def of_replicas(made):
-    """Chain 2 of 4 with two replicas each; 3 is one of chain 1 that is not exported."""
-    made.attrs |= {"frozen_chains": "[3, 4]", "num_replicas": 2}
-
-
-def rejected(made):
-    made.attrs["mean_accept_prob"] = "[0.6, 0.6, 0.6, 0.04]"
-
-
-def not_covered(made):
-    made.attrs["variance_covered"] = "[0.9, 0.21, 0.9, 0.9]"
-
-
-def energy(value, bias=0.05):
     def change(made):
-        made.attrs["mean_energy_variance"] = f"[0.0004, {value}, 0.0004, 0.0004]"
-        made.attrs["implied_bias"] = bias
+        for c in chains:
+            made.w[c] = 0.01 * made.rng.normal(size=(S, 2))
+        made.f = made.w @ made.x.T
 
     return change
-
-
-def refused(made):
-    made.attrs["refused_steps"] = "[0.0, 0.4, 0.0, 0.0]"
-
-
-def hot(name):
-    def change(made):
-        made.stats[name][1] -= 8.5
-
-    return change
-
-
-def dead_chain(made):
-    """As good as a constant: the mean over the chains still explains most."""
-    made.w[1] = 0.01 * made.rng.normal(size=(S, 2))
-    made.f[1] = made.w[1] @ made.x.T
-
-
-def all_dead(made):
-    for c in range(C):
-        made.w[c] = 0.01 * made.rng.normal(size=(S, 2))
-    made.f = made.w @ made.x.T
-    made.attrs["explained_by_members"] = json.dumps({"y": [0.95] * C})
 
 
 def other_mode(made):
@@ -196,29 +163,12 @@ def correlated(made):
     made.f = made.w @ made.x.T
 
 
-def saturated(made):
-    made.stats["n_steps"][:, ::4] = 1023
-
-
 def heavy_weights(made):
     made.attrs["pareto_k"], made.weight = 0.9, "w"  # of networks it is a note
 
 
-def rising(made):
-    made.attrs["elbo_rise"] = 30.0
-
-
-def falling(made):
-    made.attrs["elbo_rise"] = -30.0
-
-
 def years(made):
     made.x[:, 1] = 2000 + 10 * made.x[:, 1]
-    made.new = made.x.copy()
-
-
-def tiny_inputs(made):
-    made.x *= 1e-3
     made.new = made.x.copy()
 
 
@@ -244,33 +194,33 @@ FAILURES = {
     "a chain of NaN": (nan_chain, ["diverged"], "chain 1)"),
     "an observation without a density": (impossible(np.nan), ["support"], "0.50% of the draws of chain 2 have log"),
     "an impossible observation": (impossible(-np.inf), ["support"], "that are NaN or infinite"),
-    "a constant chain": (frozen, ["frozen"], "chain 1 holds one draw for 200 of its 200"),
-    "a long run of one draw": (stuck_for_a_while, ["frozen"], "chain 3 holds one draw for 40 of"),
+    "a constant chain": (holds(1, slice(0, S)), ["frozen"], "chain 1 holds one draw for 200 of its 200"),
+    "a long run of one draw": (holds(3, slice(20, 60)), ["frozen"], "chain 3 holds one draw for 40 of"),
+    "a tenth at one point": (holds(3, slice(20, 40)), ["frozen"], "chain 3"),
     "a chain that moves by rounding errors": (nearly_frozen, ["frozen"], "chain 0"),
-    "divergent transitions": (diverging, ["divergences"], "15.0% of the transitions of chain 1"),
-    "a chain that hardly moved in all its steps": (hardly_moved, ["moved"], "chains [2] accept below 1 %"),
-    "a first replica that hardly moved": (of_replicas, ["moved"], "chains [2] accept below 1 %"),
-    "a chain that accepts little": (rejected, ["acceptance"], "chain 3 accepts 4.0% of its proposals"),
-    "a chain that covers little": (not_covered, ["covered"], "chain 1 covers 21% of the posterior variance"),
+    "divergent transitions": (stats("diverging", (1, slice(30)), True), ["divergences"], "15.0%"),
+    "a chain that hardly moved": (attrs(frozen_chains="[2]"), ["moved"], "chains [2] accept below 1 %"),
+    "a first replica": (attrs(frozen_chains="[3, 4]", num_replicas=2), ["moved"], "chains [2] accept"),
+    "a chain that rejects": (attrs(mean_accept_prob="[0.6, 0.6, 0.6, 0.04]"), ["acceptance"], "chain 3 accepts 4.0%"),
+    "a chain that covers little": (attrs(variance_covered="[0.9, 0.21, 0.9, 0.9]"), ["covered"], "1 covers 21%"),
     "an energy variance of NaN": (energy("nan"), ["energy_variance"], "chain 1 is nan"),
     "an energy variance far above": (energy("0.1", 0.4), ["energy_variance"], "(implied error of a variance 0.4)"),
     "an energy variance far below": (energy("1e-10"), ["energy_variance"], "chain 1 is 1e-10"),
     "an implied bias that is large by design": (energy("0.0004", 1.66), ["energy_variance"], "a variance 1.7"),
-    "refused steps": (refused, ["refused_steps"], "chain 1 refused 40% of its steps"),
-    "too few steps on minibatches": (few_steps, ["steps"], "20000 steps, where the gradient noise asks for 5e+04"),
-    "a wrong configurational temperature": (hot("configurational_temperature"), ["temperature"], "chain 1 is -7.5"),
-    "a wrong kinetic temperature": (hot("kinetic_temperature"), ["temperature"], "kinetic temperature of chain 1"),
-    "a dead chain": (dead_chain, ["fit"], "chain 1 explains 0%, its member or the best chain 9"),
-    "dead chains": (all_dead, ["fit"], "its member or the best chain 95%"),
+    "refused steps": (attrs(refused_steps="[0.0, 0.4, 0.0, 0.0]"), ["refused_steps"], "chain 1 refused 40%"),
+    "too few steps on minibatches": (attrs(steps_needed=50_000.0), ["steps"], "the gradient noise asks for 5e+04"),
+    "a configurational temperature": (hot("configurational_temperature"), ["temperature"], "chain 1 is -7.5"),
+    "a kinetic temperature": (hot("kinetic_temperature"), ["temperature"], "kinetic temperature of chain 1"),
+    "a dead chain": (dead(1), ["fit"], "chain 1 explains 0%, its member or the best chain 9"),
+    "dead chains": (dead(*range(C)), ["fit"], "its member or the best chain 95%"),
     "a chain in another mode": (other_mode, ["rhat"], "within a chain)"),
     "chains that drift": (drifting, ["rhat"], "(at most 2"),
     "correlated draws": (correlated, ["ess"], "800 draws are worth"),
-    "saturated trees": (saturated, ["tree_depth"], "25% of the trees of chain 0 have the largest depth, 10"),
+    "saturated trees": (stats("n_steps", (slice(C), slice(0, S, 4)), 1023), ["tree_depth"], "25% of the trees of"),
     "a guide that misses the tails": (heavy_weights, ["pareto_k"], "0.90"),
-    "an ELBO that rises": (rising, ["elbo"], "changes by +30 nats"),
-    "an ELBO that falls": (falling, ["elbo"], "changes by -30 nats"),
+    "an ELBO that rises": (attrs(elbo_rise=30.0), ["elbo"], "changes by +30 nats"),
+    "an ELBO that falls": (attrs(elbo_rise=-30.0), ["elbo"], "changes by -30 nats"),
     "inputs far from 0": (years, ["standardized"], "1 of 2 columns of x are off: column 1 has mean 2e+03"),
-    "tiny inputs": (tiny_inputs, ["standardized"], "2 of 2 columns of x are off"),
     "an infinite input": (infinite_input, ["standardized", "extrapolation"], "1 of 2 columns of x are off: column 1"),
     "targets on a large scale": (large_targets, ["standardized"], "1 of 1 columns of y are off: column 0"),
     "a constant input": (constant_column, ["constant_inputs"], "constant columns: 1 of x"),
@@ -289,11 +239,7 @@ def test_every_check_fires_on_its_failure(failure):
     assert all(finding.advice.endswith(".") for finding in findings)
 
 
-def test_checks_fire_at_their_limits_and_not_before():
-    """A tenth of the draws at one point is frozen; small energy variances, and values of other replicas, are well."""
-    made = Made()
-    made.w[3, 20:40], made.f[3, 20:40] = made.w[3, 20], made.f[3, 20]
-    assert off(made.idata()) == ["frozen"]
+def test_small_energy_variances_and_values_of_other_replicas_are_well():
     healthy = Made()
     healthy.attrs["mean_energy_variance"] = "[1e-7, 1e-7, 1e-7, 1e-7]"  # above a millionth of its target
     healthy.attrs["refused_steps"] = "[0, 0.4, 0, 0, 0, 0, 0, 0]"  # two replicas a chain, the first exported
@@ -307,18 +253,21 @@ def test_every_check_has_a_failure():
 
 
 def test_notes_are_in_the_table_and_do_not_warn():
-    made = Made(draws=12)
     many = Made()
-    many.attrs["pareto_k"] = 0.9
-    many.attrs["restarts"] = str([0.0, 2.0, *[0.0] * (C - 2)])
+    many.attrs |= {"pareto_k": 0.9, "restarts": str([0.0, 2.0, 0.0, 0.0])}
     notes = {f.name: f.what for f in health(many.idata()).findings if f.verdict == "note"}
     assert notes.keys() == {"pareto_k", "restarts"}
     assert notes["restarts"] == "chain 1 started again 2 times in warm-up"
-    found = {finding.name: finding for finding in health(made.idata()).findings}
-    assert {name for name, finding in found.items() if finding.verdict == "note"} == {"few_draws"}
-    assert "rhat" not in found
+    found = {finding.name: finding for finding in health(Made(draws=12).idata()).findings}
+    assert {name for name, finding in found.items() if finding.verdict != "ok"} == {"few_draws"}
+    assert "rhat" not in found  # few draws are not judged by their mixing
     assert "12 draws in each chain" in found["few_draws"].what
-    assert health(made.idata()).warnings == ()
+
+
+def test_faults_of_the_data_are_reported_at_any_number_of_draws():
+    made = Made(draws=5)
+    made.x[:, 0], made.x[:, 1] = 1000 + 100 * made.x[:, 0], 1.0
+    assert off(made.idata()) == ["standardized", "constant_inputs", "extrapolation"]
 
 
 @pytest.mark.parametrize("group", ["posterior_predictive", "log_likelihood", "sample_stats", "observed_data"])
@@ -330,6 +279,13 @@ def test_checks_need_no_group_and_no_second_chain(group, chains):
     assert "rhat" in off(made.idata(without=(group,)))  # of the function, or of the log likelihood
 
 
+def test_inputs_of_models_without_network_are_their_own_affair():
+    made = Made()
+    made.weight = "w"
+    years(made)
+    assert off(made.idata()) == []
+
+
 def test_a_single_draw_and_a_result_without_draws_are_not_judged():
     assert off(Made(draws=1, chains=1).idata()) == []
     bare = results({"observed_data": {"y": (("data",), np.zeros(3))}})
@@ -338,7 +294,7 @@ def test_a_single_draw_and_a_result_without_draws_are_not_judged():
 
 def test_chains_keep_their_names_when_some_are_selected():
     made = Made()
-    dead_chain(made)
+    dead(1)(made)
     made.attrs |= {"refused_steps": "[0.0, 0.4, 0.0, 0.0]", "frozen_chains": "[2]"}
     idata = made.idata().sel(chain=[1, 3])
     assert "of y at the training rows chain 1" in health(idata).warnings[-1].what
@@ -385,15 +341,6 @@ def test_the_rise_of_noisy_losses_is_that_between_the_last_tenths():
     assert rise(noise + 0.01 * steps) == pytest.approx(-expected, abs=5 * error)
 
 
-def test_the_report_prints_as_a_table_and_survives_a_file(tmp_path):
-    made = Made()
-    energy("nan")(made)
-    report = health(made.idata())
-    assert len(str(report).splitlines()) == len(report.findings)
-    made.idata().to_netcdf(str(tmp_path / "fit.nc"))
-    assert str(health(tmp_path / "fit.nc")) == str(report)
-
-
 # --------------------------------------------------------------------------------------------------- real runs
 
 X = np.random.default_rng(1).normal(size=(60, 2)).astype(np.float32)
@@ -435,14 +382,11 @@ HEALTHY = {
     "PrecisionGibbs": lambda: Gibbs([(infer.PrecisionGibbs(scaled), SCALES), (NUTS(scaled), None)]),
 }
 MINIBATCH = ("SGLD", "PSGLD", "SGHMC", "SGNHT", "GGMC", "MCLMC")
-QUICK = ("NUTS", "MCLMC")
-CASES = {(kernel, None): kernel in QUICK for kernel in HEALTHY} | {(kernel, 20): False for kernel in MINIBATCH}
+CASES = [(kernel, None) for kernel in HEALTHY] + [(kernel, 20) for kernel in MINIBATCH]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "batch_size"),
-    [pytest.param(*k, marks=[] if quick else pytest.mark.slow) for k, quick in CASES.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "batch_size"), CASES)
 def test_healthy_runs_are_silent(kernel, batch_size):
     draws = 1000 if kernel in ("BarkerMH", "MALA", "GGMC") else 200
     made = HEALTHY[kernel]()
@@ -455,6 +399,7 @@ def test_healthy_runs_are_silent(kernel, batch_size):
     assert ("tree_depth" in found) == bool(fields)
     assert ("temperature" in found) == isinstance(made, infer.SGMCMCKernel)
     assert ("energy_variance" in found) == isinstance(made, infer.MCLMC)
+    assert idata.attrs.get("noisy_gradients", 0) == (batch_size is not None)
     assert as_json(health(idata)) == idata.attrs["health"]
 
 
@@ -472,9 +417,8 @@ GUIDES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("AutoMeanField", "AutoADF") else pytest.mark.slow) for n in GUIDES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
 def test_healthy_fits_are_silent(name):
     """A linear model: small correlations apart the guides hold its posterior. More epochs of ADF count rows twice."""
     guide = GUIDES[name](fixed)
@@ -485,57 +429,17 @@ def test_healthy_fits_are_silent(name):
     assert found == dict.fromkeys(expected | (set() if name == "AutoADF" else {"elbo"}), "ok")
 
 
-def test_a_fit_that_is_not_finished_is_reported():
-    guide = guides.AutoMeanField(fixed)
-    with pytest.warns(HealthWarning, match=r"- elbo: at the end of the fit the ELBO changes by \+[\d.]+ nats"):
+def test_a_fit_that_is_not_finished_is_reported_once():
+    guide, says = guides.AutoMeanField(fixed), r"1 of \d+ checks failed:\n- elbo: at the end .* by \+[\d.]+ nats"
+    with pytest.warns(HealthWarning, match=says) as caught:
         idata = bnn.to_inference_data(fitted(guide, 300, rate=0.003), guide=guide, args=(X, Y), log_likelihood=False)
+    assert [warning.filename for warning in caught] == [__file__]  # it points at the user's line
     assert verdicts(idata)["elbo"] == "warning"
-
-
-def test_a_frozen_run_is_reported_once():
-    """A step size below the resolution of float32: 60 draws are one point."""
-    mcmc = run(infer.SGHMC(model, 1e-15, steps_per_draw=5, warm_start=0.0), warmup=0, draws=60)
-    with pytest.warns(HealthWarning, match=r"1 of \d+ checks failed:\n- frozen: chain 0 holds one draw") as caught:
-        idata = bnn.to_inference_data(mcmc)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__  # it points at the user's line
-    assert verdicts(idata)["frozen"] == "warning"
-    assert verdicts(idata)["few_draws"] == "note"
-    mcmc = run(infer.MALA(model, 1e10, steps_per_draw=5, warm_start=0.0), warmup=0, draws=60)
-    with pytest.warns(HealthWarning, match="frozen"):
-        bnn.to_inference_data(mcmc)
-
-
-def test_few_draws_are_not_judged_by_their_mixing():
-    """BarkerMH does not mix in five draws; the note stays in the attributes."""
-    idata = bnn.to_inference_data(run(BarkerMH(model), warmup=5, draws=5))
-    assert {name for name, verdict in verdicts(idata).items() if verdict != "ok"} == {"few_draws"}
-
-
-def test_faults_of_the_data_are_reported_at_any_number_of_draws():
-    x = np.concatenate([1000 + 100 * X[:, :1], np.ones((60, 1), np.float32)], axis=1)
-    mcmc = run(BarkerMH(model), x, Y, warmup=5, draws=5)
-    with pytest.warns(HealthWarning) as caught:
-        bnn.to_inference_data(mcmc, predictions={"x": x + 2000})
-    (message,) = [str(warning.message) for warning in caught]
-    assert [line.split(":")[0] for line in message.splitlines()[1:]] == [
-        "- standardized", "- constant_inputs", "- extrapolation"
-    ]  # fmt: skip
-
-
-def test_inputs_of_models_without_network_are_their_own_affair():
-    def line(x, y=None):
-        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(w * (x - 2000.0), 1.0), obs=y)
-
-    idata = bnn.to_inference_data(run(BarkerMH(line), 2000 + X[:, 0], Y, draws=5), {"x": jnp.arange(3.0)})
-    assert verdicts(idata) == {"diverged": "ok", "support": "ok", "few_draws": "note"}
 
 
 @pytest.mark.slow
 def test_members_are_evaluated_with_the_draws():
-    """What the members explain is what their own export gives, and the draws are those of an export without them."""
+    """What the members explain is what their own export gives."""
     mcmc = run(infer.MCLMC(tanh, steps_per_draw=20), draws=100)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HealthWarning)
@@ -545,19 +449,15 @@ def test_members_are_evaluated_with_the_draws():
     mean = group(members, "posterior_predictive")["y_mean"].to_numpy()[:, 0]
     expected = 1 - ((mean - Y) ** 2).sum(1) / ((Y - Y.mean()) ** 2).sum()
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    draws = group(idata, "posterior")
-    first, last = ([draws[f"net.Dense_{i}.{name}"].to_numpy() for name in ("kernel", "bias")] for i in (0, 1))
-    hidden = np.tanh(X @ first[0] + first[1][..., None, :])
-    f = (hidden @ last[0] + last[1][..., None, :])[..., 0]
-    np.testing.assert_allclose(group(idata, "posterior_predictive")["y_mean"], f, rtol=1e-4, atol=1e-4)
 
 
-def test_the_report_of_a_file_is_that_of_the_export(tmp_path):
-    mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=5, warm_start=0.0), draws=20)
-    idata = bnn.to_inference_data(mcmc, predictions={"x": X[:5]})
-    idata.to_netcdf(str(tmp_path / "fit.nc"))
-    loaded = az.from_netcdf(str(tmp_path / "fit.nc"))
-    assert loaded.attrs["health"] == idata.attrs["health"] == as_json(health(loaded))
+def test_the_report_survives_a_file(tmp_path):
+    made = Made()
+    energy("nan")(made)
+    report = health(made.idata())
+    assert len(str(report).splitlines()) == len(report.findings)
+    made.idata().to_netcdf(str(tmp_path / "fit.nc"))
+    assert str(health(tmp_path / "fit.nc")) == str(report)
 
 
 def test_only_results_have_a_report():
@@ -566,7 +466,6 @@ def test_only_results_have_a_report():
             health(wrong)
 
 
-@pytest.mark.slow
 def test_advice_fits_the_kernel():
     """Tempering needs exact gradients, and is no advice for chains on minibatches."""
     apart, advice = Made(), {}
@@ -576,14 +475,10 @@ def test_advice_fits_the_kernel():
         (advice[noisy],) = [found.advice for found in health(apart.idata()).warnings if found.name == "rhat"]
     assert advice == {0: f"{advice[1][:-1]}, or `ParallelTempering`.", 1: advice[1]}
     assert advice[1].endswith("a longer warm start.")
-    for batch_size in (None, 20):
-        mcmc = run(infer.SGLD(model, 1e-3, steps_per_draw=2, warm_start=0.0), batch_size=batch_size, draws=4)
-        assert bnn.to_inference_data(mcmc).attrs["noisy_gradients"] == (batch_size is not None)
 
 
 def test_one_infinite_value_of_many_is_reported():
     """All parameters are looked at, whichever are judged."""
-    for place in range(0, 1000, 250):
-        w = np.random.default_rng(0).normal(size=(2, 50, 1000))
-        w[1, 20, place + 1] = np.inf
-        assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (1,)
+    w = np.random.default_rng(0).normal(size=(2, 50, 1000))
+    w[1, 20, 751] = np.inf
+    assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (1,)

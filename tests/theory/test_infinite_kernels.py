@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
-from numpyro.infer import Predictive
 
-from numpyro_bnn import nn, priors, random_network
+from numpyro_bnn import nn, priors
 from numpyro_bnn.infinite import empirical_ntk, nngp, ntk
 
 slow = pytest.mark.slow
@@ -30,14 +28,9 @@ NETWORKS = {
     "branches": lambda h: chain(
         nn.Dense(h), "relu", residual(nn.Dense(h), "softplus"), nn.LayerNorm(), nn.Dense(h), "tanh"
     ),
-    "erf": lambda h: nn.MLP([h, h, OUTPUTS], "erf"),
-    "gelu": lambda h: nn.MLP([h, h, OUTPUTS], "gelu"),
     "steep": lambda h: chain(nn.Dense(h), nn.Activation("leaky_relu", 0.4)),
-    "without bias": lambda h: nn.Sequential([nn.Dense(h, False), "relu", nn.Dense(OUTPUTS, False)]),
-    "norm of units": lambda h: nn.MLP([h, h, OUTPUTS], "erf", nn.LayerNorm()),
     "norm without gain": lambda h: nn.MLP([h, h, OUTPUTS], "relu", nn.LayerNorm(False, False)),
     "norm of activations": lambda h: chain(nn.Dense(h), "gelu", nn.LayerNorm(), nn.Dense(h), "relu"),
-    "norm of inputs": lambda h: chain(nn.LayerNorm(False, False), nn.Dense(h), "relu"),
     "residual": lambda h: chain(nn.Dense(h), residual("relu", nn.Dense(h)), "erf"),
     "shortcut": lambda h: chain(nn.Residual(nn.MLP([h, h], "erf"), nn.Dense(h)), "relu"),
     "pooled inputs": lambda h: chain(nn.MaxPool((2, 1)), "tanh", nn.Flatten(), nn.Dense(h), "relu"),
@@ -78,21 +71,6 @@ def test_derivatives_hold_where_inputs_meet(name, x64):
     np.testing.assert_allclose(jax.jit(jax.grad(value))(0.0), difference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["relu", pytest.param("erf", marks=slow), pytest.param("branches", marks=slow)])
-def test_derivatives_of_the_tangent_kernel(name, x64):
-    """Where no two inputs meet; where they do, that of ReLU has a kink, and the derivative along a scale holds."""
-    net, x, direction = NETWORKS[name](8), data()[:3], data(rows=3, seed=1)
-    apart = np.array([[0.0, -1.0, 0.5], [0.2, 0.0, 0.1], [-0.4, 0.6, 0.0]])
-
-    @jax.jit
-    def values(t):
-        moved, scaled = (ntk(net, inputs, prior=PRIOR) for inputs in (x + t * direction, (1 + t) * x))
-        return jnp.stack([jnp.sum(apart * moved), jnp.sum(scaled)])
-
-    _, slopes = jax.jvp(values, (0.0,), (1.0,))
-    np.testing.assert_allclose(slopes, (values(1e-5) - values(-1e-5)) / 2e-5, rtol=1e-5)
-
-
 # -- published closed forms, and integration -------------------------------------------------------------
 
 
@@ -121,23 +99,19 @@ def test_arcsine_kernel(x64):
     np.testing.assert_allclose(nngp(net, x, prior=prior), expected, rtol=1e-12)
 
 
-def test_deep_linear_network(x64):
-    """K_L = x.x'/D + L and T_L = (L + 1) x.x'/D + 1 + 2 + ... for unit variances."""
-    x = data()
-    gram, net = x @ x.T / 3, nn.MLP([8, 8, 8, 1], "identity")
-    np.testing.assert_allclose(nngp(net, x), gram + 4, rtol=1e-12)
-    np.testing.assert_allclose(ntk(net, x), 4 * gram + 10, rtol=1e-12)
+def test_linear_networks_with_a_shortcut(x64):
+    """K -> K + 1 and T -> T + K + 1 in each layer of unit variances; a shortcut adds both once more."""
+    x, net = data(), nn.Sequential([nn.Dense(8), residual(nn.Dense(8)), nn.Dense(1)])
+    gram = x @ x.T / 3
+    np.testing.assert_allclose(nngp(net, x), 2 * gram + 4, rtol=1e-12)
+    np.testing.assert_allclose(ntk(net, x), 5 * gram + 8, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("gain", "bias"), [(True, True), *(pytest.param(*p, marks=slow) for p in ((True, False), (False, True)))]
-)
-def test_gains_and_biases_of_a_norm_are_trained(gain, bias, x64):
+def test_gains_and_biases_of_a_norm_are_trained(x64):
     """Units u = h / sd have K / sd sd' and T / sd sd'; times a gain N(1, v) plus a bias N(0, c), both parameters:
     K -> (1 + v) K + c and T -> (1 + v) T + v K + c."""
-    x = data()
-    net = nn.Sequential([nn.Dense(8), nn.LayerNorm(gain, bias), nn.Dense(1)])
-    weight, c, v = 1.3**2, bias * 0.4**2, gain * 0.3**2
+    x, net = data(), nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(1)])
+    weight, c, v = 1.3**2, 0.4**2, 0.3**2
     first = weight * x @ x.T / 3 + 0.4**2
     sd = np.sqrt(np.diagonal(first))
     unit = first / np.outer(sd, sd)
@@ -150,9 +124,7 @@ def test_gains_and_biases_of_a_norm_are_trained(gain, bias, x64):
 PAIRS = np.array([(0.4, 1.3, 0.7), (-0.9, 1.0, 1.1), (2.9, 3.0, 3.0), (0.8, 2.0, 1.0)])  # covariance, variances
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("erf", "gelu", "leaky_relu") else slow) for n in nn.ACTIVATIONS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "leaky_relu" else slow) for n in nn.ACTIVATIONS])
 def test_activations_agree_with_integration(name, x64):
     """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on a fine grid."""
     layer = nn.Activation(name, 0.2) if name == "leaky_relu" else name
@@ -177,9 +149,8 @@ def test_activations_agree_with_integration(name, x64):
         np.testing.assert_allclose((tangent - kernel)[i, j] / (2 * k), slopes, **loose)
         if name != "identity":  # with E f and E f^2 of both
             means = [(weight * fn(units)).sum() for units in (one, other)]
-            sds = [
-                np.sqrt((weight * fn(units) ** 2).sum() - m**2) for units, m in zip((one, other), means, strict=True)
-            ]
+            squares = [(weight * fn(units) ** 2).sum() for units in (one, other)]
+            sds = np.sqrt(np.array(squares) - np.square(means))
             expected = (product - means[0] * means[1]) / (sds[0] * sds[1])
             np.testing.assert_allclose(nngp(norm, x, **options)[i, j] / 2, expected, **tolerance)
 
@@ -187,46 +158,26 @@ def test_activations_agree_with_integration(name, x64):
 # -- networks drawn from the prior -----------------------------------------------------------------------
 
 
-def covariance_of_draws(name, width, x, draws):
-    """E f f' over networks that `random_network` draws, and its standard errors."""
-
-    def model():
-        numpyro.deterministic("f", random_network("net", NETWORKS[name](width), x.shape[1:], PRIOR)(x))
-
-    f = Predictive(model, num_samples=draws, parallel=True)(jax.random.key(width))["f"]
-    f = np.asarray(f, np.float64)
-    products = np.einsum("snk,smk->snm", f, f) / OUTPUTS
-    return products.mean(0), products.std(0) / draws**0.5
-
-
-@EACH
-def test_covariance_of_drawn_networks(name):
-    """Twice the covariance at width 2 H less that at H has no error of order 1 / H; six standard errors."""
-    x = jnp.asarray(data(name, 3), jnp.float32)
-    (one, error), (other, second) = (covariance_of_draws(name, width, x, 800) for width in (16, 32))
-    kernel = np.asarray(nngp(NETWORKS[name](1), x, prior=PRIOR))
-    allowed = 6 * np.hypot(error, 2 * second)
-    assert (np.abs(2 * other - one - kernel) < allowed).all()
-    assert allowed.max() < 0.4 * kernel.max()  # so that it can fail
-
-
 @slow
 @pytest.mark.parametrize("name", NETWORKS)
-def test_tangent_kernels_of_drawn_networks(name, x64):
-    """The same for the mean of `empirical_ntk` over 150 networks, of widths 32 and 128."""
+def test_drawn_networks_have_these_kernels_in_the_limit(name, x64):
+    """Covariances E f f' and tangent kernels of 150 networks of widths 32 and 128: 4/3 and -1/3 have no error
+    of order 1 / width; six standard errors."""
     x, found = data(name, 3), []
     for width in (32, 128):
         net = NETWORKS[name](width)
         shapes = net.param_shapes(x.shape[1:])
         keys = dict(zip(shapes, jax.random.split(jax.random.key(width), len(shapes)), strict=True))
         draws = {n: np.asarray(PRIOR(n, s).expand(s).sample(keys[n], (150,))) for n, s in shapes.items()}
-        kernels = [empirical_ntk(net, {n: v[i] for n, v in draws.items()}, x, prior=PRIOR) for i in range(150)]
-        found.append((np.mean(kernels, 0), np.std(kernels, 0) / 150**0.5))
+        f = jax.jit(jax.vmap(lambda params, net=net: net.apply(params, jnp.asarray(x))))(draws)
+        tangents = [empirical_ntk(net, {n: v[i] for n, v in draws.items()}, x, prior=PRIOR) for i in range(150)]
+        both = np.stack([np.einsum("snk,smk->snm", f, f) / OUTPUTS, tangents], 1)
+        found.append((both.mean(0), both.std(0) / 150**0.5))
     (one, error), (other, second) = found
-    kernel = np.asarray(ntk(NETWORKS[name](1), x, prior=PRIOR))
+    kernels = np.stack([kernel(NETWORKS[name](1), x, prior=PRIOR) for kernel in (nngp, ntk)])
     allowed = 6 * np.hypot(error, 4 * second) / 3
-    assert (np.abs((4 * other - one) / 3 - kernel) < allowed).all()
-    assert allowed.max() < 0.3 * kernel.max()
+    assert (np.abs((4 * other - one) / 3 - kernels) < allowed).all()
+    assert (allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))).all()  # so that it can fail
 
 
 # -- priors ----------------------------------------------------------------------------------------------
@@ -240,10 +191,6 @@ EQUAL = {
         {"prior": {"Dense_0.*": priors.Normal(0.7), "Dense_1.*": priors.Normal(1.9)}},
     ),
     # Of hidden weights only the mean square matters; without fan-in scaling the width of the specification counts.
-    "scales by hidden unit": lambda: (
-        {"prior": {"Dense_1.kernel": dist.Normal(0.0, UNITS[:, None] / 8**0.5), "*": PRIOR}},
-        {"prior": {"Dense_1.kernel": priors.Normal(np.mean(UNITS**2) ** 0.5), "*": PRIOR}},
-    ),
     "weights that are not normal": lambda: (
         {"prior": {"Dense_1.kernel": priors.ScaleMixture(0.5, 1.2, 0.3), "*": PRIOR}},
         {"prior": {"Dense_1.kernel": priors.Normal((8 * (0.5 * 1.2**2 + 0.5 * 0.3**2)) ** 0.5), "*": PRIOR}},
@@ -276,23 +223,15 @@ def test_scales_by_input_multiply_the_inputs(x64):
         (SMALL, lambda: {"prior": priors.Normal(), "scales": {"a": 1.0}}, "no hyper-sites"),
         (SMALL, lambda: {"prior": priors.Hierarchical(), "scales": {"b": 1.0}}, "Dense_0.kernel_scale"),
         (SMALL, lambda: {"prior": priors.Laplace()}, "'Dense_0.kernel' that are not normal"),
-        (SMALL, lambda: {"prior": {"*.bias": priors.ScaleMixture(), "*": priors.Normal()}}, "'Dense_0.bias'"),
         (SMALL, lambda: {"prior": priors.StudentT(df=2.0)}, "infinite variance"),
         (SMALL, lambda: {"prior": dist.Normal(1.0, 1.0)}, "mean other than 0"),
-        (SMALL, lambda: {"prior": {"Dense_0.bias": dist.Normal(0, UNITS), "*": PRIOR}}, "alike"),
         (SMALL, lambda: {"prior": {"Dense_0.kernel": dist.Normal(0, UNITS), "*": PRIOR}}, "alike"),
-        (
-            SMALL,
-            lambda: {"prior": {"Dense_1.kernel": dist.MultivariateNormal(np.zeros((8, 1)), np.eye(1)), "*": PRIOR}},
-            "independent weights",
-        ),
         (nn.MLP([8, 1], "relu", nn.BatchNorm()), dict, "BatchNorm_0'.*LayerNorm"),
         (nn.Sequential([nn.Dense(8), "relu"]), dict, "End it with `nn.Dense`"),
         (nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]), dict, "needs normal inputs.*without activation"),
         (nn.Sequential([nn.LayerNorm(), nn.Dense(1)]), dict, "use_scale=False"),
         (nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]), dict, "before the block"),
         (nn.Sequential([nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]), dict, "needs weights"),
-        (nn.Sequential(["relu"]), dict, "End it with"),
         (nn.CNN([4], [1]), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "Conv2d_0.*Layers with a limit: Dense"),
         (nn.MaxPool(2), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "outputs of shape"),
         (SMALL, lambda: {"x1": np.full((2, 3), np.nan)}, "NaN"),

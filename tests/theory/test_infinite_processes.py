@@ -22,10 +22,9 @@ NEW = X[20:]
 
 
 @cache
-def process(outputs=1):
-    """The regression on the first 20 rows; a second output is the first, times -2."""
-    y = Y[:20] if outputs == 1 else np.stack([Y[:20], -2 * Y[:20]], 1)
-    return gp_regression(NET, X[:20], y, noise_sd=0.3, prior=PRIOR)
+def process():
+    """The regression on the first 20 rows."""
+    return gp_regression(NET, X[:20], Y[:20], noise_sd=0.3, prior=PRIOR)
 
 
 # -- exact regression ------------------------------------------------------------------------------------
@@ -49,22 +48,18 @@ def test_regression_is_conditioning():
     assert gp.jitter == 0
 
 
-def test_outputs_share_the_kernel():
-    one, both = process(), process(2)
-    np.testing.assert_allclose(both.predict(NEW).mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9)
+def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
+    """A second output is the first, times -2. Six standard errors of 4000 draws, for means and second moments."""
+    one, both = process(), gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR)
+    mean, covariance = both.predict(NEW)
+    np.testing.assert_allclose(mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9)
     other = gp_regression(NET, X[:20], -2 * Y[:20], noise_sd=0.3, prior=PRIOR)
     total = one.log_marginal_likelihood + other.log_marginal_likelihood
     np.testing.assert_allclose(both.log_marginal_likelihood, total, rtol=1e-10)
-
-
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_draws_have_the_moments_of_the_prediction(outputs):
-    """Six standard errors of 4000 draws, for means and second moments."""
-    mean, covariance = process(outputs).predict(NEW)
-    draws = process(outputs).sample(jax.random.key(1), NEW, (4000,))
+    draws = both.sample(jax.random.key(1), NEW, (4000,))
     variance = np.diagonal(covariance)
     error = np.sqrt((np.outer(variance, variance) + covariance**2) / 4000)
-    for drawn, center in zip(draws.reshape(4000, 5, -1).T, mean.reshape(5, -1).T, strict=True):
+    for drawn, center in zip(draws.T, mean.T, strict=True):
         assert (np.abs(drawn.mean(1) - center) < 6 * np.sqrt(variance / 4000)).all()
         assert (np.abs(np.cov(drawn) - covariance) < 6 * error).all()
 
@@ -86,10 +81,8 @@ def test_jitter_is_no_more_than_is_needed_and_is_reported():
         (r"\(N, K\)", lambda: gp_regression(NET, X, np.zeros((25, 1, 1)), noise_sd=0.1)),
         ("like the data", lambda: process().predict(np.zeros((2, 3)))),
         # NumPy would broadcast these, to densities of every pair or of one number at all inputs.
-        *(
-            (r"log_density: argument `y` got shape .*Pass \(5,\)", lambda s=s: process().log_density(NEW, np.ones(s)))
-            for s in ((5, 1), (4,), (1,), ())
-        ),
+        (r"log_density: argument `y` got shape .*Pass \(5,\)", lambda: process().log_density(NEW, np.ones((5, 1)))),
+        (r"log_density: argument `y` got shape .*Pass \(5,\)", lambda: process().log_density(NEW, np.ones(()))),
         ("'z'", lambda: to_inference_data(process(), predictions={"z": np.zeros((2, 2))})),
         ("'x'", lambda: to_inference_data(process(), predictions={"y": np.zeros(2)})),
         ("one row per new point", lambda: to_inference_data(process(), predictions={"x": np.zeros((2, 3))})),
@@ -166,15 +159,6 @@ def test_found_prior_serves_networks():
     np.testing.assert_allclose(sd[:, 0] * 2**0.5, found.scales["Dense_0.kernel"], rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_scales_that_data_leave_open_stay_near_the_start():
-    """ReLU layers trade their scales: the weak prior settles them, at next to no cost in evidence."""
-    net = nn.MLP([8, 8, 1], "relu")
-    held, free = (prior_fit(net, X, Y, log_sd=log_sd) for log_sd in (3.0, float("inf")))
-    assert np.ptp(np.log([held.scales[f"Dense_{i}.kernel"] for i in range(3)])) < 2.0
-    assert 0 <= free.log_marginal_likelihood - held.log_marginal_likelihood + 1e-3 < 2.0
-
-
 def test_a_strong_prior_holds_the_scales_and_leaves_the_noise():
     """Scales stay within 0.01 of the start of their logarithms; the noise, begun at 3, is the best given them."""
     found = prior_fit(NET, X[:20], Y[:20], prior=PRIOR, noise_sd=3.0, log_sd=1e-3)
@@ -197,7 +181,6 @@ def test_results_hold_the_draws_of_the_process():
     assert names | {"predictions_constant_data"} == group_names(idata)
     mean, covariance = gp.predict(NEW)
     predicted = group(idata, "predictions")
-    assert predicted["y_mean"].dims == ("chain", "draw", "data")
     drawn = predicted["y_mean"].to_numpy()[0]
     assert (np.abs(drawn.mean(0) - mean) < 6 * np.sqrt(np.diagonal(covariance) / 800)).all()
     assert (np.abs(predicted["y"].to_numpy()[0].var(0) / (np.diagonal(covariance) + 0.09) - 1) < 6 / 400**0.5).all()
@@ -209,7 +192,6 @@ def test_results_hold_the_draws_of_the_process():
         np.testing.assert_allclose(found.to_numpy()[0], stats.norm(f, 0.3).logpdf(y), rtol=1e-6)
     assert idata.attrs["algorithm"] == "GPRegression"
     assert idata.attrs["log_marginal_likelihood"] == gp.log_marginal_likelihood
-    np.testing.assert_array_equal(group(idata, "observed_data")["y"], Y[:20])
 
 
 def test_functions_at_new_rows_and_noise_are_drawn_independently():

@@ -55,8 +55,8 @@ def slow_but(fast, values):
     return [pytest.param(value, marks=[] if value == fast else pytest.mark.slow) for value in values]
 
 
-@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 2, 3, 4, 5, 6]))
-@pytest.mark.parametrize("length", slow_but(2, [2, 3, 4, 7]))
+@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 3]))
+@pytest.mark.parametrize("length", slow_but(2, [2, 3, 7]))
 def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as times, and one by one."""
     random = np.random.default_rng(RANDOM)
@@ -70,7 +70,7 @@ def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     np.testing.assert_allclose(guide.predictive(fit.params, new[:1]).output_variance["loc"], variance[:1], rtol=1e-8)
 
 
-@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 3]))
+@pytest.mark.parametrize("batch_size", slow_but(3, [None, 3]))
 def test_factors_of_time_major_layers(batch_size):
     """Inputs of all rows and times, gradients of them all, as the definition of the factors says."""
     random = np.random.default_rng(RANDOM)
@@ -84,6 +84,7 @@ def test_factors_of_time_major_layers(batch_size):
     np.testing.assert_allclose(guide.predictive(fit.params, x[:3]).output_variance["loc"], variance[:3], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_in_minibatches():
     """Rows that are carried through a loop over time do not mix; the state before the last time is damped."""
 
@@ -104,8 +105,9 @@ def test_a_recurrent_layer_in_minibatches():
 # -- plates --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", ["out", "data"])
-@pytest.mark.parametrize("structure", slow_but("kron", ["full", "kron"]))
+@pytest.mark.parametrize(
+    ("structure", "inner"), [("kron", "out"), pytest.param("full", "data", marks=pytest.mark.slow)]
+)
 def test_the_plate_of_the_data_has_the_rows(structure, inner):
     """Of plates in one another; the targets are independent, so that a Kronecker product is exact."""
 
@@ -165,15 +167,6 @@ def test_rows_that_influence_one_another_are_refused_in_every_chunk():
     x, y = np.random.default_rng(RANDOM).normal(size=(7, 3)), np.zeros(7)
     with pytest.raises(ValueError, match="one row changes the outputs of others"):
         run(centered, "full", (x, y, 3), {"w": np.zeros(3)})
-    normalized = nn.Sequential([nn.Dense(3), nn.BatchNorm(), nn.Dense(1)])
-
-    def network(x, y=None):
-        net = random_network("net", normalized, (3,))
-        with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(net(x)[..., 0], NOISE), obs=y)
-
-    with pytest.raises(ValueError, match="one row changes the outputs of others"):
-        run(network, "kron", (x, y), {})
 
 
 def test_predictions_normalize_by_the_training_rows():
@@ -198,6 +191,8 @@ def test_predictions_normalize_by_the_training_rows():
     jacobian = jax.jacrev(by_hand)(flat, x)
     covariance = np.linalg.inv(jacobian.T @ jacobian / NOISE**2 + np.eye(6))
     half = jax.jacrev(by_hand)(flat, new)
+    with pytest.raises(ValueError, match=r"one row changes the outputs of others.*batch normalization"):
+        run(model, "kron", (x, y), point)
     with pytest.warns(UserWarning, match="posterior sds from the mode"):
         guide, fit = run(model, "full", (x, y), point)
     for rows in (slice(None), slice(1)):
