@@ -21,7 +21,6 @@ from zoo import CLASSES, X, Y
 import numpyro_bnn as bnn
 from numpyro_bnn.estimators import Classifier, Regressor
 
-
 ROWS = X * np.array([2.0, 16.0]) + np.array([1.0, 20.0])
 TARGETS = 500 + 128 * (Y + np.where(np.arange(24) % 8 == 0, 6.0, 0.0))  # three outliers
 LABELS = np.array(["low", "middle", "high"])[CLASSES]
