@@ -34,10 +34,10 @@ def network(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
 
 
-def sample(model, *args, draws=3, chains=1, kernel=BarkerMH, extra_fields=(), **kwargs):
+def sample(model, *args, draws=3, warmup=10, chains=1, kernel=BarkerMH, extra_fields=(), **kwargs):
     """A short run; Barker's kernel compiles several times faster than NUTS, and the export does not care."""
     options = {"num_chains": chains, "chain_method": "sequential", "progress_bar": False}
-    mcmc = MCMC(kernel(model), num_warmup=10, num_samples=draws, **options)
+    mcmc = MCMC(kernel(model), num_warmup=warmup, num_samples=draws, **options)
     mcmc.run(jax.random.key(0), *args, extra_fields=extra_fields, **kwargs)
     return mcmc
 
@@ -205,7 +205,7 @@ def test_coords_of_new_rows_of_processes():
 def test_batch_norm_predicts_with_training_statistics_of_each_draw():
     """A prediction is about one point: alone or among others it is the same, and so is its score."""
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
-    run = sample(bnn.models.regression(net), X, Y, draws=20)
+    run = sample(bnn.models.regression(net), *ZOO["network"].args, draws=60, warmup=200)
     draws = {name.removeprefix("net/"): value for name, value in run.get_samples().items()}
     sigma = draws.pop("sigma")
     assert len(np.unique(sigma)) > 5  # the chain moves
