@@ -1,6 +1,8 @@
 """What all tests share: settings of JAX, fixtures, and the seconds of a processor that each file takes."""
 
+import gc
 import os
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.monitoring
 import pytest
+from jax._src.interpreters import mlir
 
 FLAGS = [
     # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
@@ -28,11 +31,29 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+gc.disable()  # imports make many objects and no garbage
+
 MEMORY_LIMIT_BYTES = 3 * 2**30  # of a worker: above it, compiled programs are dropped between files
 SLOWEST_FILES = 10
 
 
 # -- compiling ---------------------------------------------------------------------------------------
+
+
+class SharedContexts(threading.local):
+    """One context of MLIR for a hundred programs of a thread: JAX makes one for each, half of its lowering."""
+
+    def __init__(self, make):
+        self.make, self.left, self.context = make, 0, None
+
+    def __call__(self):
+        self.left = (self.left or 100) - 1
+        self.context = self.make() if self.left == 99 else self.context
+        return self.context
+
+
+if jax.__version_info__ < (0, 11):  # it is no public function of JAX; without this the tests are slower, no more
+    mlir.make_ir_context = SharedContexts(mlir.make_ir_context)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,6 +105,8 @@ class ProcessorSeconds:
         self.computed = ""  # the first file that uses a device when it is imported
 
     def pytest_collection_finish(self, session):
+        gc.freeze()  # what was imported stays
+        gc.enable()
         if self.computed and not getattr(session.config, "workerinput", None):
             raise pytest.UsageError(
                 f"{self.computed} computes at import: every worker pays for it, put it in a function"

@@ -24,7 +24,7 @@ def run_chains(kernel, *args, num_warmup=4, num_samples=6, num_chains=2, seed=0,
         num_samples=num_samples,
         num_chains=num_chains,
         chain_method="vectorized",
-        progress_bar=True,  # without it NumPyro compiles the loop anew in every run
+        progress_bar=False,
     )
     mcmc.run(jax.random.key(seed), *args, **(run_options or {}), **kwargs)
     return mcmc

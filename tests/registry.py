@@ -95,53 +95,34 @@ PRIORS: dict[str, PriorRow] = {
     "BySite": PriorRow(priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()), {"scale": ()}),
 }
 
-# Variants that another row of the same family also tests.
-PRIOR_VARIANTS = {
-    "Normal without scaling",
-    "Hierarchical centered",
-    "ARD centered",
-    "GammaPrecision centered",
-    "Horseshoe of inputs",
-    "GPFilters centered",
-}
-LAYER_VARIANTS = {
-    "Dense without bias",
-    "Conv2d VALID, strides, no bias",
-    "Conv2d padded",
-    "MaxPool SAME",
-    "MaxPool global",
-    "AvgPool SAME",
-    "AvgPool global",
-    "Flatten rank 2",
-    "BatchNorm of images",
-    "BatchNorm without gain and shift",
-    "LayerNorm without gain",
-    "Residual with shortcut",
-    "MLP with norm",
-    "CNN",
-    "ResNet",
-    *(f"Activation {name}" for name in nn.ACTIVATIONS if name != "relu"),
-}
-
 # (test, row): cause. A row that no longer fails, fails the suite.
+GRID = "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
 KNOWN_FAILURES: dict[tuple[str, str], str] = {
-    ("test_prior_takes_equinox_convolutions", "GPFilters"): (
-        "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
-    ),
-    ("test_prior_takes_equinox_convolutions", "GPFilters centered"): (
-        "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
-    ),
+    ("test_prior_takes_equinox_convolutions", "GPFilters"): GRID,
+    ("test_prior_takes_equinox_convolutions", "GPFilters centered"): GRID,
     ("test_prior_takes_equinox_convolutions", "Centered"): "its given values are those of a dense layer of this name",
 }
 
 
-def rows(table: Mapping[str, Any], test: str, slow: Collection[str] = ()) -> list[Any]:
-    """Parameters of a contract test; known failures must fail. Rows in ``slow`` run in `make test-all`."""
-    params = []
+def firsts(table: Mapping[str, Any]) -> set[str]:
+    """Names of the rows whose class no earlier row has; the others are its variants."""
+    found: dict[Any, str] = {}
+    for name, row in table.items():
+        made = getattr(row[0], "func", row[0])
+        found.setdefault(made if isinstance(made, type) else type(made), name)
+    return set(found.values())
+
+
+def rows(table: Mapping[str, Any], test: str = "", fast: Collection[str] | None = None) -> list[Any]:
+    """Parameters of a contract test; known failures must fail. Only the ``fast`` rows run in `make test`.
+
+    :param fast: names of rows, by default the first row of each class.
+    """
+    fast, params = firsts(table) if fast is None else fast, []
     for name, row in table.items():
         cause = KNOWN_FAILURES.get((test, name))
         marks: list[Any] = [pytest.mark.xfail(reason=cause, strict=True)] if cause else []
-        marks += [pytest.mark.slow] if name in slow else []
+        marks += [] if name in fast else [pytest.mark.slow]
         params.append(pytest.param(row, id=name, marks=marks))
     return params
 
@@ -158,27 +139,28 @@ class KernelRow(NamedTuple):
     microcanonical: bool = False
 
 
-# Few steps per draw, all stages of the warm-up, every option at least once.
-_SHORT: dict[str, Any] = {"steps_per_draw": 3, "warm_start": 0.5}
+# Few steps per draw, every option at least once; all stages of the warm-up for one kernel of each kind.
+_SHORT: dict[str, Any] = {"steps_per_draw": 3, "warm_start": 0.0}
+_WARM = _SHORT | {"warm_start": 0.5}
 
 KERNELS: dict[str, KernelRow] = {
-    "SGLD": KernelRow(partial(infer.SGLD, **_SHORT)),
+    "SGLD": KernelRow(partial(infer.SGLD, **_WARM)),
     "PSGLD": KernelRow(partial(infer.PSGLD, step_size=1e-3, **_SHORT)),
     "PSGLD of the warm start": KernelRow(
-        partial(infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_SHORT)
+        partial(infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_WARM)
     ),
     "SGHMC": KernelRow(partial(infer.SGHMC, step_size=1e-3, **_SHORT), momentum=True),
     "SGHMC with control variates": KernelRow(
-        partial(infer.SGHMC, gradient="control_variates", **_SHORT), momentum=True
+        partial(infer.SGHMC, gradient="control_variates", **_WARM), momentum=True
     ),
     "SGNHT": KernelRow(partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True),
     "CyclicalSGLD": KernelRow(partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)),
-    "MALA": KernelRow(partial(infer.MALA, **_SHORT), exact=True),
+    "MALA": KernelRow(partial(infer.MALA, **_WARM), exact=True),
     "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
     "GHMC": KernelRow(
         partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT), momentum=True, exact=True
     ),
-    "MCLMC": KernelRow(partial(infer.MCLMC, **_SHORT), microcanonical=True),
+    "MCLMC": KernelRow(partial(infer.MCLMC, **_WARM), microcanonical=True),
     "MCLMC with noise preconditioning": KernelRow(
         partial(
             infer.MCLMC,
@@ -191,10 +173,6 @@ KERNELS: dict[str, KernelRow] = {
         microcanonical=True,
     ),
 }
-
-# Variants of a class that another row also tests.
-KERNEL_VARIANTS = {"PSGLD of the warm start", "SGHMC with control variates", "MCLMC with noise preconditioning"}
-
 
 # -- symmetries -------------------------------------------------------------------------------------
 
@@ -247,197 +225,97 @@ SYMMETRIES: dict[str, SymmetryRow] = {
 }
 
 
-SYMMETRY_VARIANTS = {
-    "Scale of filters",
-    "Rescale through Flatten",
-    "JointScale of a precision",
-    "Shift of logits",
-    "Shift of logits by input",
-    "SignFlip of a layer",
-    "Permutation through Flatten",
-    "Scale of a layer",
-    "Rescale of a residual stream",
-    "JointScale non-centered",
-    "SignFlip of a residual stream",
-    "Permutation with hyper-parameters",
-    "Permutation of a residual stream",
-}
-
-
 class NetRow(NamedTuple):
-    """A network and how many symmetries of each kind it has."""
+    """A network, and how many symmetries of each of ``NET_KINDS`` it has."""
 
     net: nn.Layer
     input_shape: tuple[int, ...]
-    kinds: Mapping[str, int]
+    counts: tuple[int, int, int, int, int]
 
 
-def _kinds(scale: int = 0, rescale: int = 0, shift: int = 0, flip: int = 0, order: int = 0) -> dict[str, int]:
-    counts = {"Scale": scale, "Rescale": rescale, "Shift": shift, "SignFlip": flip, "Permutation": order}
-    return {kind: count for kind, count in counts.items() if count}
+NET_KINDS = ("Scale", "Rescale", "Shift", "SignFlip", "Permutation")
 
 
-def _normed(norm: nn.Layer, activation: str) -> nn.Layer:
-    return nn.MLP([4, 3, 2], activation, norm)
+def _mlp(activation: str, *counts: int, norm: nn.Layer | None = None) -> NetRow:
+    return NetRow(nn.MLP([4, 3, 2], activation, norm), (3,), counts)
 
 
-def _before(norm: nn.Layer, activation: str) -> nn.Layer:
+def _dense(layers: list[Any], *counts: int) -> NetRow:
+    return NetRow(nn.Sequential([*layers, nn.Dense(2)]), (3,), counts)
+
+
+def _cnn(*counts: int, **options: Any) -> NetRow:
+    return NetRow(nn.CNN([3, 4], [5, 2], 3, **options), IMAGE, counts)
+
+
+def _resnet(*counts: int, **options: Any) -> NetRow:
+    return NetRow(nn.ResNet([3, 4], 2, **options), IMAGE, counts)
+
+
+def _conv(layers: list[Any], *counts: int) -> NetRow:
+    return NetRow(nn.Sequential([nn.Conv2d(3, 3), *layers, nn.Dense(2)]), IMAGE, counts)
+
+
+def _before(norm: nn.Layer, activation: str, *counts: int) -> NetRow:
     """Pre-activation residual network."""
     block = nn.Residual(nn.Sequential([norm, activation, nn.Dense(4)]))
-    return nn.Sequential([nn.Dense(4), block, block, norm, activation, nn.Dense(2)])
+    return _dense([nn.Dense(4), block, block, norm, activation], *counts)
 
 
-_FEATURES, _BN, _LN = (3,), nn.BatchNorm, nn.LayerNorm
-_AVG = nn.AvgPool(2)
+_BN, _LN, _RES, _FOUR, _FLAT = nn.BatchNorm, nn.LayerNorm, nn.Residual, nn.Dense(4), nn.Flatten()
+_MEAN_TANH: dict[str, Any] = {"pool": nn.AvgPool(2), "activation": "tanh"}
+_ENDS_WITH_NORM = _RES(nn.Sequential([_BN(), "relu", _FOUR, _BN()]))
 
-# Two hidden layers each, unless stated.
 NETS: dict[str, NetRow] = {
-    "linear": NetRow(nn.Dense(2), _FEATURES, {}),
-    "MLP relu": NetRow(nn.MLP([4, 3, 2], "relu"), _FEATURES, _kinds(rescale=2, order=2)),
-    "MLP leaky relu": NetRow(nn.MLP([4, 3, 2], "leaky_relu"), _FEATURES, _kinds(rescale=2, order=2)),
-    "MLP tanh": NetRow(nn.MLP([4, 3, 2], "tanh"), _FEATURES, _kinds(flip=2, order=2)),
-    "MLP erf": NetRow(nn.MLP([4, 3, 2], "erf"), _FEATURES, _kinds(flip=2, order=2)),
-    "MLP identity": NetRow(nn.MLP([4, 3, 2], "identity"), _FEATURES, _kinds(rescale=2, flip=2, order=2)),
-    **{f"MLP {a}": NetRow(nn.MLP([4, 2], a), _FEATURES, _kinds(order=1)) for a in ("softplus", "silu", "gelu")},
-    "one hidden unit": NetRow(nn.MLP([1, 2], "relu"), _FEATURES, _kinds(rescale=1)),
-    "BatchNorm tanh": NetRow(_normed(_BN(), "tanh"), _FEATURES, _kinds(scale=2, shift=2, flip=4, order=2)),
-    "BatchNorm tanh, no gain": NetRow(
-        _normed(_BN(False), "tanh"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)
-    ),
-    "BatchNorm relu": NetRow(_normed(_BN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=2, flip=2, order=2)),
-    "BatchNorm relu, no gain or shift": NetRow(
-        _normed(_BN(False, False), "relu"), _FEATURES, _kinds(scale=2, shift=2, order=2)
-    ),
-    "BatchNorm softplus": NetRow(_normed(_BN(), "softplus"), _FEATURES, _kinds(scale=2, shift=2, flip=2, order=2)),
+    "linear": NetRow(nn.Dense(2), (3,), (0, 0, 0, 0, 0)),
+    "MLP relu": _mlp("relu", 0, 2, 0, 0, 2),
+    "MLP leaky relu": _mlp("leaky_relu", 0, 2, 0, 0, 2),
+    "MLP tanh": _mlp("tanh", 0, 0, 0, 2, 2),
+    "MLP erf": _mlp("erf", 0, 0, 0, 2, 2),
+    "MLP identity": _mlp("identity", 0, 2, 0, 2, 2),
+    **{f"MLP {a}": _mlp(a, 0, 0, 0, 0, 2) for a in ("softplus", "silu", "gelu")},
+    "one hidden unit": NetRow(nn.MLP([1, 2], "relu"), (3,), (0, 1, 0, 0, 0)),
+    "BatchNorm tanh": _mlp("tanh", 2, 0, 2, 4, 2, norm=_BN()),
+    "BatchNorm tanh, no gain": _mlp("tanh", 2, 0, 2, 2, 2, norm=_BN(False)),
+    "BatchNorm relu": _mlp("relu", 2, 2, 2, 2, 2, norm=_BN()),
+    "BatchNorm relu, no gain or shift": _mlp("relu", 2, 0, 2, 0, 2, norm=_BN(False, False)),
+    "BatchNorm softplus": _mlp("softplus", 2, 0, 2, 2, 2, norm=_BN()),
     # A shift of all units comes from the bias, and from every input.
-    "LayerNorm tanh": NetRow(_normed(_LN(), "tanh"), _FEATURES, _kinds(scale=2, shift=4, flip=4, order=2)),
-    "LayerNorm tanh, no gain": NetRow(
-        _normed(_LN(False, False), "tanh"), _FEATURES, _kinds(scale=2, shift=4, flip=2, order=2)
-    ),
-    "LayerNorm relu": NetRow(_normed(_LN(), "relu"), _FEATURES, _kinds(scale=2, rescale=2, shift=4, flip=2, order=2)),
-    "BatchNorm after relu": NetRow(
-        nn.Sequential([nn.Dense(4), "relu", _BN(), nn.Dense(2)]),
-        _FEATURES,
-        _kinds(scale=1, rescale=1, flip=1, order=1),
-    ),
-    "BatchNorm, then LayerNorm": NetRow(
-        nn.Sequential([nn.Dense(4), _BN(), _LN(), "tanh", nn.Dense(2)]),
-        _FEATURES,
-        _kinds(scale=2, shift=2, flip=3, order=1),
-    ),
-    "LayerNorm of the inputs": NetRow(
-        nn.Sequential([_LN(), "relu", nn.Dense(4), "tanh", nn.Dense(2)]),
-        _FEATURES,
-        _kinds(rescale=1, flip=1, order=1),
-    ),
-    "CNN max": NetRow(nn.CNN([3, 4], [5, 2], 3), IMAGE, _kinds(rescale=3, order=3)),
+    "LayerNorm tanh": _mlp("tanh", 2, 0, 4, 4, 2, norm=_LN()),
+    "LayerNorm tanh, no gain": _mlp("tanh", 2, 0, 4, 2, 2, norm=_LN(False, False)),
+    "LayerNorm relu": _mlp("relu", 2, 2, 4, 2, 2, norm=_LN()),
+    "BatchNorm after relu": _dense([_FOUR, "relu", _BN()], 1, 1, 0, 1, 1),
+    "BatchNorm, then LayerNorm": _dense([_FOUR, _BN(), _LN(), "tanh"], 2, 0, 2, 3, 1),
+    "LayerNorm of the inputs": _dense([_LN(), "relu", _FOUR, "tanh"], 0, 1, 0, 1, 1),
+    "CNN max": _cnn(0, 3, 0, 0, 3),
     # A maximum does not commute with a change of sign.
-    "CNN max tanh": NetRow(nn.CNN([3, 4], [5, 2], 3, activation="tanh"), IMAGE, _kinds(flip=1, order=3)),
-    "CNN average tanh": NetRow(
-        nn.CNN([3, 4], [5, 2], 3, pool=_AVG, activation="tanh"), IMAGE, _kinds(flip=3, order=3)
-    ),
-    "CNN BatchNorm relu": NetRow(
-        nn.CNN([3, 4], [5, 2], 3, norm=_BN()), IMAGE, _kinds(scale=3, rescale=3, shift=3, flip=3, order=3)
-    ),
-    "CNN LayerNorm tanh, no gain": NetRow(
-        nn.CNN([3, 4], [5, 2], 3, pool=_AVG, activation="tanh", norm=_LN(False)),
-        IMAGE,
-        _kinds(scale=3, shift=6, flip=3, order=3),
-    ),
-    "norms behind Flatten": NetRow(
-        nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), _BN(), "relu", nn.Dense(4), _LN(), "relu", nn.Dense(2)]),
-        IMAGE,
-        _kinds(scale=2, rescale=2, shift=3, flip=2, order=2),
-    ),
+    "CNN max tanh": _cnn(0, 0, 0, 1, 3, activation="tanh"),
+    "CNN average tanh": _cnn(0, 0, 0, 3, 3, **_MEAN_TANH),
+    "CNN BatchNorm relu": _cnn(3, 3, 3, 3, 3, norm=_BN()),
+    "CNN LayerNorm tanh, no gain": _cnn(3, 0, 6, 3, 3, norm=_LN(False), **_MEAN_TANH),
+    "norms behind Flatten": _conv([_FLAT, _BN(), "relu", _FOUR, _LN(), "relu"], 2, 2, 3, 2, 2),
     # The contribution of an input pixel differs between pixels: only the bias shifts all of them.
-    "LayerNorm over pixels": NetRow(
-        nn.Sequential([nn.Conv2d(3, 3), nn.Flatten(), _LN(), "relu", nn.Dense(2)]),
-        IMAGE,
-        _kinds(scale=1, rescale=1, shift=1, flip=1, order=1),
-    ),
-    "LayerNorm after a maximum": NetRow(
-        nn.Sequential([nn.Conv2d(3, 3), nn.MaxPool(2), _LN(False), "relu", nn.Flatten(), nn.Dense(2)]),
-        IMAGE,
-        _kinds(scale=1, shift=1, order=1),
-    ),
-    # Residual stream and inside of the block, in each of two stages.
-    "ResNet": NetRow(nn.ResNet([3, 4], 2), IMAGE, _kinds(rescale=4, order=4)),
-    "ResNet tanh": NetRow(nn.ResNet([3, 4], 2, activation="tanh"), IMAGE, _kinds(flip=4, order=4)),
-    # Five convolutions feed a normalization.
-    "ResNet BatchNorm": NetRow(
-        nn.ResNet([3, 4], 2, norm=_BN()), IMAGE, _kinds(scale=5, rescale=4, shift=5, flip=5, order=4)
-    ),
-    "ResNet LayerNorm": NetRow(
-        nn.ResNet([3, 4], 2, norm=_LN()), IMAGE, _kinds(scale=5, rescale=4, shift=10, flip=5, order=4)
-    ),
-    "ResNet BatchNorm tanh, no gain": NetRow(
-        nn.ResNet([3, 4], 2, activation="tanh", norm=_BN(False)), IMAGE, _kinds(scale=5, shift=5, flip=4, order=4)
-    ),
+    "LayerNorm over pixels": _conv([_FLAT, _LN(), "relu"], 1, 1, 1, 1, 1),
+    "LayerNorm after a maximum": _conv([nn.MaxPool(2), _LN(False), "relu", _FLAT], 1, 0, 1, 0, 1),
+    # Residual stream and inside of the block, in each of two stages; five convolutions feed a normalization.
+    "ResNet": _resnet(0, 4, 0, 0, 4),
+    "ResNet tanh": _resnet(0, 0, 0, 4, 4, activation="tanh"),
+    "ResNet BatchNorm": _resnet(5, 4, 5, 5, 4, norm=_BN()),
+    "ResNet LayerNorm": _resnet(5, 4, 10, 5, 4, norm=_LN()),
+    "ResNet BatchNorm tanh, no gain": _resnet(5, 0, 5, 4, 4, activation="tanh", norm=_BN(False)),
     # Three normalizations read one stream: its three biases shift, the outputs with gains rescale and flip.
-    "pre-activation BatchNorm": NetRow(
-        _before(_BN(), "relu"), _FEATURES, _kinds(scale=1, rescale=3, shift=3, flip=1, order=1)
-    ),
-    "pre-activation LayerNorm tanh, no gain": NetRow(
-        _before(_LN(False), "tanh"), _FEATURES, _kinds(scale=1, shift=4, flip=1, order=1)
-    ),
-    "block that ends with BatchNorm": NetRow(
-        nn.Sequential(
-            [nn.Dense(4), nn.Residual(nn.Sequential([_BN(), "relu", nn.Dense(4), _BN()])), _BN(), "relu", nn.Dense(2)]
-        ),
-        _FEATURES,
-        _kinds(scale=2, rescale=2, shift=3, flip=2, order=1),
-    ),
-    "residual of a dense layer": NetRow(
-        nn.Sequential([nn.Dense(4), "relu", nn.Residual(nn.Dense(4)), "relu", nn.Dense(2)]),
-        _FEATURES,
-        _kinds(rescale=1, order=1),
-    ),
-    "residual of BatchNorm": NetRow(
-        nn.Sequential([nn.Dense(4), nn.Residual(_BN()), "tanh", nn.Dense(2)]), _FEATURES, _kinds(flip=1, order=1)
-    ),
-    "residual of the inputs": NetRow(nn.Sequential([nn.Residual(nn.Dense(3)), "relu", nn.Dense(2)]), _FEATURES, {}),
-    "residual with projection": NetRow(
-        nn.Sequential([nn.Dense(4), "relu", nn.Residual(nn.MLP([5, 6]), nn.Dense(6)), "relu", nn.Dense(2)]),
-        _FEATURES,
-        _kinds(rescale=3, order=3),
-    ),
+    "pre-activation BatchNorm": _before(_BN(), "relu", 1, 3, 3, 1, 1),
+    "pre-activation LayerNorm tanh, no gain": _before(_LN(False), "tanh", 1, 0, 4, 1, 1),
+    "block that ends with BatchNorm": _dense([_FOUR, _ENDS_WITH_NORM, _BN(), "relu"], 2, 2, 3, 2, 1),
+    "residual of a dense layer": _dense([_FOUR, "relu", _RES(_FOUR), "relu"], 0, 1, 0, 0, 1),
+    "residual of BatchNorm": _dense([_FOUR, _RES(_BN()), "tanh"], 0, 0, 0, 1, 1),
+    "residual of the inputs": _dense([_RES(nn.Dense(3)), "relu"], 0, 0, 0, 0, 0),
+    "residual with projection": _dense([_FOUR, "relu", _RES(nn.MLP([5, 6]), nn.Dense(6)), "relu"], 0, 3, 0, 0, 3),
 }
-
-# Networks whose layers are connected as in another row.
-NET_VARIANTS = {
-    "MLP leaky relu",
-    "MLP erf",
-    "MLP gelu",
-    "MLP silu",
-    "BatchNorm tanh, no gain",
-    "BatchNorm softplus",
-    "LayerNorm tanh",
-    "LayerNorm relu",
-    "CNN max",
-    "CNN average tanh",
-    "ResNet tanh",
-    "ResNet LayerNorm",
-    "ResNet BatchNorm tanh, no gain",
-    "pre-activation BatchNorm",
-    "residual of BatchNorm",
-    "CNN LayerNorm tanh, no gain",
-    "MLP identity",
-    "MLP softplus",
-    "BatchNorm tanh",
-    "BatchNorm relu, no gain or shift",
-    "BatchNorm after relu",
-    "LayerNorm of the inputs",
-    "CNN BatchNorm relu",
-    "ResNet BatchNorm",
-    "residual with projection",
-    "ResNet",
-    "one hidden unit",
-    "LayerNorm over pixels",
-    "LayerNorm after a maximum",
-    "block that ends with BatchNorm",
-    "residual of a dense layer",
-    "BatchNorm, then LayerNorm",
-    "CNN max tanh",
+# Of each way to connect layers one: the others run in `make test-all`.
+FAST_NETS = {
+    *("linear", "MLP relu", "MLP tanh", "BatchNorm relu", "LayerNorm tanh, no gain", "norms behind Flatten"),
+    *("pre-activation LayerNorm tanh, no gain", "residual of the inputs"),
 }
 
 
@@ -524,21 +402,8 @@ WRAPPERS: dict[str, WrapperRow] = {
     "quotient under NUTS": WrapperRow("network", lambda m, args: _nuts(_quotient(m, args)), new_sites=_GAUGE),
     "quotient under MALA": WrapperRow("network", lambda m, args: _mala(_quotient(m, args)), new_sites=_GAUGE),
 }
-# Rows whose wrapper and whose inner kernel other rows test.
-WRAPPER_VARIANTS = {
-    "OrbitMoves around MALA",
-    "UnitMoves around MCLMC",
-    "UnitMoves around NUTS",
-    "UnitMoves around OrbitMoves",
-    "PrecisionGibbs beside NUTS",
-    "PrecisionGibbs beside UnitMoves",
-    "collapse under NUTS",
-    "collapse under MCLMC",
-    "collapse under OrbitMoves",
-    "collapse under ParallelTempering",
-    "quotient under NUTS",
-    "quotient under MALA",
-}
+# Each wrapper once, and each kind of inner kernel: the others run in `make test-all`.
+FAST_WRAPPERS = ("OrbitMoves around MALA", "UnitMoves around Gibbs", "collapse under MALA")
 
 
 # -- guides -----------------------------------------------------------------------------------------
@@ -549,12 +414,10 @@ class GuideRow(NamedTuple):
 
     :param make: a class of guides, or a ``partial`` of one.
     :param lacks: part of the contract -> why; the parts are the fields of ``PARTS``.
-    :param slow: a variant of a class that another row tests; it runs only in ``make test-all``.
     """
 
     make: Callable[..., Any]
     lacks: Mapping[str, str] = {}
-    slow: bool = False
 
 
 PARTS = {
@@ -577,11 +440,9 @@ GUIDES: dict[str, GuideRow] = {
         },
     ),
     "AutoLaplace": GuideRow(guides.AutoLaplace, _OF_LAPLACE),
-    "AutoLaplace low rank": GuideRow(
-        partial(guides.AutoLaplace, structure="low_rank", rank=3), _OF_LAPLACE, slow=True
-    ),
+    "AutoLaplace low rank": GuideRow(partial(guides.AutoLaplace, structure="low_rank", rank=3), _OF_LAPLACE),
     "AutoMeanField": GuideRow(guides.AutoMeanField),
-    "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True), slow=True),
+    "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True)),
     "AutoBlocks given scales": GuideRow(
         partial(
             guides.AutoBlocks,
@@ -591,11 +452,11 @@ GUIDES: dict[str, GuideRow] = {
     ),
     "AutoStructured": GuideRow(guides.AutoStructured),
     "AutoStructured low rank": GuideRow(
-        partial(guides.AutoStructured, family=guides.LowRank(2), include_scales=True), slow=True
+        partial(guides.AutoStructured, family=guides.LowRank(2), include_scales=True)
     ),
-    "AutoStructured, one block": GuideRow(partial(guides.AutoStructured, blocks=["*"]), slow=True),
+    "AutoStructured, one block": GuideRow(partial(guides.AutoStructured, blocks=["*"])),
     "AutoCoupling": GuideRow(partial(guides.AutoCoupling, num_flows=2, hidden=(4,))),
     "AutoCoupling of scales": GuideRow(
-        partial(guides.AutoCoupling, blocks="*_scale", mask="random", condition_on_scales=True), slow=True
+        partial(guides.AutoCoupling, blocks="*_scale", mask="random", condition_on_scales=True)
     ),
 }

@@ -12,9 +12,6 @@ import numpyro.distributions as dist
 import pytest
 from helpers import group
 from scipy import stats
-from sklearn.model_selection import GridSearchCV, cross_val_score
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures
 from zoo import CLASSES, X, Y
 
 import numpyro_bnn as bnn
@@ -38,13 +35,6 @@ def many_rows():
 # -- networks of users who give none ---------------------------------------------------------------------
 
 
-def of_network(model):
-    """Shapes of the kernels, and the sites of the noise."""
-    posterior = group(model.idata_, "posterior")
-    kernels = [posterior[name].shape[2:] for name in posterior if name.endswith(".kernel")]
-    return kernels, {str(name) for name in posterior if not str(name).startswith("net.")}
-
-
 @pytest.mark.parametrize(
     ("method", "rows", "options", "kernels", "noise"),
     [
@@ -59,7 +49,12 @@ def test_usual_network_and_noise(method, rows, options, kernels, noise):
     x, y, _ = many_rows()
     x, y = (x, x[:, 0].round()) if rows == "ratings" else (x[:rows], y[:rows])
     model = Regressor(method, num_chains=2, effort=0.002, num_samples=4, random_state=0, **options).fit(x, y)
-    assert of_network(model) == (kernels, noise)
+    posterior = group(model.idata_, "posterior")
+    names = [str(name) for name in posterior]
+    assert [posterior[name].shape[2:] for name in names if name.endswith(".kernel")] == kernels
+    assert {name for name in names if not name.startswith("net.")} == noise
+    assert model.attrs_["method"] == method
+    assert posterior.sizes["chain"] == (2 if method == "ensemble" else 1)
 
 
 @pytest.mark.parametrize(("estimator", "family"), [(Classifier, dist.HalfCauchy), (Regressor, dist.HalfNormal)])
@@ -314,11 +309,3 @@ def test_a_linear_network_has_no_symmetries():
     design = np.c_[x, np.ones(160)]
     line = design @ np.linalg.lstsq(design, y, rcond=None)[0]
     assert np.abs(model.predict(x) - line).max() < 0.2 * np.std(y - line)
-
-
-def test_searches_pipelines_and_clones():
-    x, y, _ = many_rows()
-    model = Regressor("mean_field", effort=0.1, **FAST)
-    assert cross_val_score(make_pipeline(PolynomialFeatures(2), model), x, y, cv=3).min() > 0.3
-    search = GridSearchCV(model, {"widths": [(3,), (8,)], "activation": ["tanh"]}, cv=2).fit(x, y)
-    assert search.best_estimator_.predict(x[:2]).shape == (2,)

@@ -23,10 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # 
 TINY = {"widths": (3,), "effort": 0.002, "num_samples": 4, "random_state": 0}
 TABLE = pd.DataFrame(X, columns=["a", "b"])
 OTHER_X = np.c_[X, Y]
-# Of each estimator: targets of a fit, those of a second fit, and those that it refuses.
+# Of each estimator: targets of a fit, of a second one, of one of other sizes, and those that it refuses.
 TARGETS = {
-    Regressor: (Y, np.stack([Y, -Y], 1), np.full(24, np.nan)),
-    Classifier: (CLASSES, np.where(CLASSES > 0, "cat", "dog"), np.full(24, "cat")),
+    Regressor: (Y, 2 - Y, np.stack([Y, -Y], 1), np.full(24, np.nan)),
+    Classifier: (
+        CLASSES,
+        np.array(["a", "b", "c"])[CLASSES],
+        np.where(CLASSES > 0, "cat", "dog"),
+        np.full(24, "cat"),
+    ),
 }
 
 
@@ -45,27 +50,26 @@ class Interrupter:
 
 @pytest.mark.parametrize("estimator", [Regressor, Classifier])
 def test_a_fit_that_does_not_end_changes_nothing(estimator):
-    """Interrupted where the model is read first or last or progress is reported, refused, or stopped by a warning."""
-    targets, others, wrong = TARGETS[estimator]
-    names = ("prior", "callback")
-    whole = {name: Interrupter() for name in names}
-    estimator("mean_field", **whole, **TINY).fit(OTHER_X, others)
-    fitted = estimator("mean_field", **{name: Interrupter() for name in names}, **TINY).fit(TABLE, targets)
-    answer = fitted.predict(TABLE)
+    """Interrupted where the model is read last, where progress is reported, refused, or stopped by a warning."""
+    targets, others, sized, wrong = TARGETS[estimator]
+    whole = {"prior": Interrupter(), "callback": Interrupter()}
+    fitted = estimator("mean_field", **whole, **TINY).fit(TABLE, targets)
     reads, reports = whole["prior"].last, whole["callback"].last
     assert reports == 19
-    for name, at in [("prior", 0), ("prior", reads // 2), ("prior", reads), ("callback", 9)]:
+    answer = fitted.predict(TABLE)
+    for name, at in [("prior", reads), ("callback", 9)]:
         for model in (fitted, clone(fitted)):
             model.set_params(**{name: Interrupter(at)})
             before = {attribute: id(value) for attribute, value in vars(model).items()}
             with pytest.raises(KeyboardInterrupt):
-                model.fit(OTHER_X, others)
+                model.fit(X, others)
             assert {attribute: id(value) for attribute, value in vars(model).items()} == before
             model.set_params(**{name: Interrupter()})
-    twice = np.r_[:24, :24]
-    for y, error in ((wrong, ValueError), (others, HealthWarning)):
+    before, twice = {attribute: id(value) for attribute, value in vars(fitted).items()}, np.r_[:24, :24]
+    for y, error in ((wrong, ValueError), (sized, HealthWarning)):
         with pytest.raises(error):  # warnings are errors here: rows repeat others
             fitted.fit(OTHER_X[twice], y[twice])
+        assert {attribute: id(value) for attribute, value in vars(fitted).items()} == before
     np.testing.assert_array_equal(fitted.predict(TABLE), answer)
     with pytest.raises(NotFittedError):
         model.predict(TABLE)

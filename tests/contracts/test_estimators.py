@@ -9,7 +9,6 @@ import pickle
 from functools import cache, partial
 
 import numpy as np
-import pandas as pd
 import pytest
 from helpers import group
 from scipy import stats
@@ -21,8 +20,6 @@ from zoo import CLASSES, X, Y
 
 import numpyro_bnn as bnn
 from numpyro_bnn.estimators import Classifier, Regressor
-
-TINY = {"widths": (3,), "effort": 0.002, "num_samples": 4, "random_state": 0}
 
 ROWS = X * np.array([2.0, 16.0]) + np.array([1.0, 20.0])
 TARGETS = 500 + 128 * (Y + np.where(np.arange(24) % 8 == 0, 6.0, 0.0))  # three outliers
@@ -277,36 +274,6 @@ def test_folds_share_programs_and_units_do_not_matter(compiled):
         np.testing.assert_allclose(two, 2.0**10 * one, rtol=1e-4)
     density = other.log_predictive_density(4.0 * ROWS, 2.0**10 * TARGETS)
     np.testing.assert_allclose(density, model.log_predictive_density(ROWS, TARGETS) - np.log(2.0**10), atol=1e-3)
-
-
-@pytest.mark.slow
-def test_tables_keep_their_names():
-    table = pd.DataFrame(ROWS, columns=["a", "b"])
-    model = clone(classifier()).set_params(effort=0.002).fit(table, pd.Series(LABELS))
-    assert list(model.feature_names_in_) == ["a", "b"]
-    model.predict(table)
-    with pytest.raises(ValueError, match="feature names"):
-        model.predict(table.rename(columns={"a": "z"}))
-
-
-# -- the default method --------------------------------------------------------------------------------
-
-
-def of_network(model):
-    """Shapes of the kernels, and the sites of the noise."""
-    posterior = group(model.idata_, "posterior")
-    kernels = [posterior[name].shape[2:] for name in posterior if name.endswith(".kernel")]
-    return kernels, {str(name) for name in posterior if not str(name).startswith("net.")}
-
-
-def test_the_default_is_an_ensemble_with_heavy_tails():
-    model = Regressor(num_chains=2, **TINY | {"widths": None}).fit(ROWS, TARGETS)
-    assert of_network(model) == ([(2, 50), (50, 1)], {"excess_df", "sigma"})
-    assert model.attrs_["method"] == "ensemble"
-    assert group(model.idata_, "posterior").sizes["chain"] == 2
-    mean, sd = model.predict(ROWS, return_std=True)
-    assert np.isfinite(mean).all()
-    assert np.all(sd > 0)
 
 
 # -- refusals ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Every layer keeps its contract and has the values of Flax, XLA or a formula; normalization forgets the scale."""
 
 import pickle
-from functools import cache, partial
+from functools import partial
 from math import prod
 
 import jax
@@ -11,7 +11,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from flax import linen
-from registry import IMAGE, LAYER_VARIANTS, LAYERS, LayerRow, rows
+from registry import IMAGE, LAYERS, LayerRow, rows
 
 from numpyro_bnn import nn
 
@@ -41,7 +41,7 @@ def close(found, expected, factor=1.0):
 # -- the contract of every layer ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_specification_is_static_and_tells_all_shapes", LAYER_VARIANTS))
+@pytest.mark.parametrize("row", rows(LAYERS))
 def test_specification_is_static_and_tells_all_shapes(row):
     again = pickle.loads(pickle.dumps(row.layer))
     assert again == row.layer
@@ -53,7 +53,7 @@ def test_specification_is_static_and_tells_all_shapes(row):
         assert outputs.shape == (*batch, *row.layer.output_shape(row.input_shape))
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_wrong_input_shape_is_refused_where_it_is"))
+@pytest.mark.parametrize("row", rows(LAYERS, fast=LAYERS))
 def test_wrong_input_shape_is_refused_where_it_is(row):
     wrong = row.wrong_shape
     if wrong is None:  # elementwise: every shape is right
@@ -68,7 +68,7 @@ def test_wrong_input_shape_is_refused_where_it_is(row):
         assert f"at '{path}" in str(error.value)
 
 
-@pytest.mark.parametrize("row", rows(LAYERS, "test_precision_is_that_of_the_run", LAYER_VARIANTS))
+@pytest.mark.parametrize("row", rows(LAYERS))
 def test_precision_is_that_of_the_run(row):
     """No silent promotion; with x64 on float32 stays float32, and float32 data with float64 draws give float64."""
 
@@ -93,9 +93,12 @@ def test_precision_is_that_of_the_run(row):
         assert all(value.dtype == jnp.float64 for value in initial.values())
 
 
-@cache
-def results(row):
-    """Ways to evaluate a layer, and gradients at three points, from one program."""
+@pytest.mark.parametrize("row", rows(LAYERS))
+def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
+    """With the statistics of the batch, a point's value depends on nothing else in the batch.
+
+    Gradients also where all inputs are 0, and where all parameters are.
+    """
     layer, x = row.layer, inputs_of(row, (2, 4))
     draws = jax.tree.map(lambda *values: np.stack(values), params_of(row), params_of(row, seed=1))
 
@@ -116,23 +119,12 @@ def results(row):
             "gradients": jax.vmap(gradients)(points, jnp.stack([flat, 0 * flat, flat])),
         }
 
-    return jax.tree.map(np.asarray, run(draws, x))
-
-
-@pytest.mark.parametrize("row", rows(LAYERS, "test_batch_axes_draws_and_statistics_agree", LAYER_VARIANTS))
-def test_batch_axes_draws_and_statistics_agree(row):
-    """With the statistics of the batch, a point's value depends on nothing else in the batch."""
-    found = results(row)
+    found = jax.tree.map(np.asarray, run(draws, x))
     close(found["batch axes"], found["flat"])
     close(found["many draws"], found["flat"])
     close(found["given statistics"], found["flat"], factor=10)  # another order of the same operations
     close(found["alone"], found["flat"][:1], factor=10)
-
-
-@pytest.mark.parametrize("row", rows(LAYERS, "test_gradients_are_finite", LAYER_VARIANTS))
-def test_gradients_are_finite(row):
-    """Also where all inputs are 0, and where all parameters are."""
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results(row)["gradients"]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found["gradients"]))
 
 
 # -- values of other libraries --------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from functools import cache
 from math import prod
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 from helpers import traced_sites
 from numpyro import handlers
 from numpyro.infer.util import log_density
-from registry import GIVEN, PRIOR_VARIANTS, PRIORS, rows
+from registry import GIVEN, PRIORS, rows
 
 from numpyro_bnn import priors
 
@@ -51,7 +50,7 @@ def is_noncentered(row):
     return learned and not getattr(row.prior, "centered", False)
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_serves_every_parameter_with_its_sites", PRIOR_VARIANTS))
+@pytest.mark.parametrize("row", rows(PRIORS))
 def test_prior_serves_every_parameter_with_its_sites(row):
     """Also a copy of the prior from another process."""
     sites = sites_of(model_of(row.prior, *GIVEN.items()))
@@ -68,13 +67,13 @@ def test_prior_serves_every_parameter_with_its_sites(row):
     assert sites_of(model_of(pickle.loads(pickle.dumps(row.prior)), *GIVEN.items())) == sites
 
 
-@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions", PRIOR_VARIANTS))
+@pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions"))
 def test_prior_takes_equinox_convolutions(row):
     name, shape = "layers[0].weight", (3, 2, 2, 3)
     assert sites_of(priors.noncenter(model_of(row.prior, (name, shape))))[name][1] == shape
 
 
-@pytest.mark.parametrize("row", [row for row in rows(PRIORS, "test_forms_agree") if is_noncentered(row.values[0])])
+@pytest.mark.parametrize("row", [row for row in rows(PRIORS, fast=PRIORS) if is_noncentered(row.values[0])])
 def test_centered_and_noncentered_forms_agree(row, x64):
     """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from autodiff."""
     name, shape = CONV if isinstance(row.prior, priors.GPFilters) else DENSE
@@ -98,13 +97,9 @@ def test_centered_and_noncentered_forms_agree(row, x64):
     np.testing.assert_allclose(*both(z), rtol=1e-10)
 
 
-FAMILIES = [name for name in PRIORS if name not in PRIOR_VARIANTS]
-
-
-@cache
-def densities():
-    """Row -> log density and its gradient in float32, and their shapes with x64, of all priors in one program."""
-    models = {row: priors.noncenter(model_of(PRIORS[row].prior, DENSE, CONV)) for row in FAMILIES}
+def test_densities_are_differentiable_in_the_precision_of_the_run():
+    """Of all priors in one program."""
+    models = {row: priors.noncenter(model_of(PRIORS[row].prior, DENSE, CONV)) for row in PRIORS}
 
     def run(values):
         return {
@@ -113,16 +108,12 @@ def densities():
         }
 
     low = jax.jit(run)({row: values_of(model) for row, model in models.items()})
+    finite = {row: all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found)) for row, found in low.items()}
+    assert finite == dict.fromkeys(PRIORS, True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {np.dtype("float32")}
     with jax.enable_x64(True):
-        return low, jax.eval_shape(run, {row: values_of(model, np.float64) for row, model in models.items()})
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_density_is_differentiable_in_the_precision_of_the_run(name):
-    low, high = densities()
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(low[name]))
-    assert {leaf.dtype for leaf in jax.tree.leaves(low[name])} == {np.dtype("float32")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(high[name])} == {np.dtype("float64")}
+        high = jax.eval_shape(run, {row: values_of(model, np.float64) for row, model in models.items()})
+    assert {leaf.dtype for leaf in jax.tree.leaves(high)} == {np.dtype("float64")}
 
 
 # -- names and layouts ----------------------------------------------------------------------------------

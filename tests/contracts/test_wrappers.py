@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.infer import HMC, MCMC, NUTS, SVI, Gibbs, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import potential_energy
-from registry import WRAPPER_VARIANTS, WRAPPERS
+from registry import FAST_WRAPPERS, WRAPPERS
 from zoo import NET, ZOO, X, Y
 
 import numpyro_bnn as bnn
@@ -26,8 +26,7 @@ HIDDEN = "net/Dense_0.kernel"
 
 
 def params(names=tuple(WRAPPERS)):
-    """Names of rows; variants are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in WRAPPER_VARIANTS else ()) for name in names]
+    return [pytest.param(name, marks=() if name in FAST_WRAPPERS else pytest.mark.slow) for name in names]
 
 
 def of_row(name):
@@ -112,10 +111,10 @@ def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
 # -- under `MCMC` ----------------------------------------------------------------------------------------
 
 
-def mcmc_of(name, method=None, **options):
+def mcmc_of(name, method=None):
     """NumPyro's Gibbs takes the key of one chain."""
     method = method or ("sequential" if "Gibbs" in name else "vectorized")
-    options = {"num_warmup": WARMUP, "num_samples": DRAWS, "progress_bar": True} | options
+    options = {"num_warmup": WARMUP, "num_samples": DRAWS, "progress_bar": False}
     return MCMC(of_row(name), num_chains=2, chain_method=method, **options)
 
 
@@ -160,21 +159,6 @@ SOME = ("OrbitMoves around NUTS", "UnitMoves around Gibbs", "collapse under MCLM
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_resumed_and_thinned_runs_are_parts_of_one_longer_run(name):
-    args, mcmc = ZOO[WRAPPERS[name].model].args, mcmc_of(name)
-    mcmc.run(jax.random.key(3), *args)
-    first = draws_of(mcmc)
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(mcmc.last_state.rng_key, *args)
-    second, longer = draws_of(mcmc), mcmc_of(name, num_samples=2 * DRAWS, thinning=3)
-    longer.run(jax.random.key(3), *args)
-    for site, value in draws_of(longer).items():
-        together = np.concatenate([first[site], second[site]], 1)
-        np.testing.assert_array_equal(value, together[:, 2::3], err_msg=site)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SOME)
 def test_chain_methods_and_kinds_of_keys_agree(name):
     """In what is sampled: draws of the rest take their random numbers from its last bits."""
     mcmc = mcmc_of(name, "sequential")
@@ -205,6 +189,7 @@ def test_labels_of_moves_inside_of_moves_are_kept():
     assert kernel.stat_coords == {"orbit_accept_prob": ("symmetry", [flips.name])}
 
 
+@pytest.mark.slow
 def test_moves_are_a_block_of_a_vectorized_gibbs():
     """Each chain has its own values of the other block; the moves are planned once."""
     model, args = ZOO["network"].model, ZOO["network"].args
