@@ -253,6 +253,14 @@ def test_first_draw_starts_a_process_for_each_way(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_process_of_compilation_prints_its_seconds(capsys):
+    job = {"kernel": "NUTS", "rows": 6, "width": 1, "num_chains": 1, "data_as_arguments": False, "seeds": [0]}
+    importlib.import_module("examples.benchmarks.compilation").main(["--job", json.dumps(job)])
+    (seconds,) = json.loads(capsys.readouterr().out)
+    assert seconds > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["SGLD, step size given", "AutoADF", "BlackJAX MCLMC"])
 def test_a_process_of_first_draw_prints_its_phases(way, capsys):
     module = importlib.import_module("examples.benchmarks.first_draw")
@@ -338,6 +346,15 @@ def test_infinite_uci_compares_with_nuts(tmp_path, data_folder):
     assert "| 2.000 ± 1.000 |" in page.read_text()
     assert [row["variant"] for row in report["rows"]] == ["relu", "erf-ard"]
     assert page.read_text().count("| yacht |") == 2
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_estimators_on_random_rows_compare_two_networks(tmp_path, data_folder):
+    options = ["--output", tmp_path / "rows.json", "--rows", 40, "--effort", 0.01]
+    deep, shallow = run("examples.benchmarks.estimators", "--data", data_folder, *options)["rows"]
+    assert (deep["network"], shallow["network"]) == ("deep", "shallow")
+    assert deep["rmse"] != shallow["rmse"]
 
 
 @pytest.mark.parametrize("package", ["ngboost", "catboost"])
