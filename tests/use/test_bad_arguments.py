@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import refused, results
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -110,6 +110,16 @@ def classifier():
 
 def named(name, column):
     return pytest.importorskip("pandas").DataFrame({"a": X[:, 0], name: column})
+
+
+def without_inputs():
+    """A network with batch normalization, and results without the inputs whose statistics it needs."""
+    net = nn.MLP([3, 1], norm=nn.BatchNorm())
+    shapes = {f"net.{name}": (1, 1, *shape) for name, shape in net.param_shapes((2,)).items()}
+    axes = {name: ["chain", "draw", *(f"{name}_{i}" for i in range(len(s) - 2))] for name, s in shapes.items()}
+    posterior = {name: (axes[name], np.ones(shape)) for name, shape in shapes.items()}
+    model = models.regression(net, priors.Normal(), noise=0.5)
+    return model, results({"posterior": posterior, "observed_data": {"y": (["data"], Y)}})
 
 
 @cache
@@ -342,6 +352,7 @@ ROWS = {
         (lambda: bnn.to_inference_data(None, attrs={3: "a"}), "attrs", "names as keys"),
         (lambda: bnn.to_inference_data("folder", args=(X,)), "args", "Leave it out"),
         (lambda: bnn.to_inference_data("folder", guide=3), "guide", "Leave it out"),
+        (lambda: bnn.predict(*without_inputs(), X), "idata", "no `constant_data` of ['x']"),
         (lambda: bnn.predict(LINE, idata()), "args", "missing a required argument: 'x'"),
         (lambda: bnn.predict(LINE, idata(), None), "args", "with which the model fails"),
         (lambda: bnn.predict(LINE, idata(), "a"), "args", "with which the model fails"),

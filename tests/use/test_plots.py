@@ -262,7 +262,7 @@ def test_figures_draw_what_to_inference_data_gives():
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(w * x, NOISE), obs=y)
 
-    mcmc = run_chains(BarkerMH(model), X[:, 0], Y, num_samples=50, num_chains=1)
+    mcmc = run_chains(BarkerMH(model), X[:, 0], Y, num_warmup=100, num_samples=50, num_chains=1)
     fitted = to_inference_data(mcmc, predictions={"x": NEW_X[:, 0], "y": NEW_X[:, 0]})
     axis = plots.predictive_band(fitted)
     assert "data" in legend(axis)
