@@ -376,9 +376,18 @@ ROWS = {
 }
 
 
+def marks(call):
+    """A second fit, of a classifier, is slow: the fit of a regressor goes the same way."""
+    return pytest.mark.slow if "classifier" in call.__code__.co_names else ()
+
+
 @pytest.mark.parametrize(
     ("call", "argument", "fragment"),
-    [pytest.param(*row, id=f"{room}-{i}-{row[1]}") for room, rows in ROWS.items() for i, row in enumerate(rows)],
+    [
+        pytest.param(*row, id=f"{room}-{i}-{row[1]}", marks=marks(row[0]))
+        for room, rows in ROWS.items()
+        for i, row in enumerate(rows)
+    ],
 )
 def test_wrong_arguments_are_refused(call, argument, fragment):
     with refused(argument, fragment):

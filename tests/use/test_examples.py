@@ -157,19 +157,6 @@ def test_a_second_run_keeps_the_rows_of_the_first(script, tmp_path):
     assert json.loads(path.read_text())["rows"] == first
 
 
-def test_minibatch_takes_california_housing(tmp_path):
-    """The file is made here: 200 rows of the columns and ranges of the real one."""
-    draws = np.random.default_rng(0)
-    x = draws.normal(size=(200, 8))
-    names = np.array([f"feature{i}" for i in range(8)])
-    np.savez(tmp_path / "california_housing.npz", X=x, y=2 + x[:, 0], feature_names=names)
-    module = importlib.import_module("examples.minibatch")
-    data = module.load_data(module.parse(["--data", str(tmp_path)]))
-    assert data.name == "california"
-    assert data.x_train.shape == (160, 8)
-    np.testing.assert_allclose(data.y_train.mean(), 0, atol=1e-10)
-
-
 @pytest.mark.slow
 def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
     """Two methods, then two more in a second call, which trains nothing again."""
