@@ -47,7 +47,6 @@ FAST = {
     "density of our kernels | half-line",
     "density of our kernels | numpyro.subsample",
     "density of our kernels | centered scale, scaled",
-    "to_inference_data | mask of some of the rows",
     "SGLD | rows outside of their plate",
     "MALA | ordered",
 }

@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import refused, results
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -110,6 +110,16 @@ def classifier():
 
 def named(name, column):
     return pytest.importorskip("pandas").DataFrame({"a": X[:, 0], name: column})
+
+
+def without_inputs():
+    """A network with batch normalization, and results without the inputs whose statistics it needs."""
+    net = nn.MLP([3, 1], norm=nn.BatchNorm())
+    shapes = {f"net.{name}": (1, 1, *shape) for name, shape in net.param_shapes((2,)).items()}
+    axes = {name: ["chain", "draw", *(f"{name}_{i}" for i in range(len(s) - 2))] for name, s in shapes.items()}
+    posterior = {name: (axes[name], np.ones(shape)) for name, shape in shapes.items()}
+    model = models.regression(net, priors.Normal(), noise=0.5)
+    return model, results({"posterior": posterior, "observed_data": {"y": (["data"], Y)}})
 
 
 @cache
@@ -290,6 +300,8 @@ ROWS = {
         (lambda: start(infer.MCLMC(LINE), X, NAN), "args[0][1]", "Drop or impute those rows first."),
         (lambda: start(infer.SGLD(changing()), X, Y), "model", "the same name in each call"),
         (lambda: start(infer.SGLD(LINE), X, Y, init_params={"w": NAN[:2]}), "init_params['w']", "Drop or impute"),
+        (lambda: start(infer.SGLD(LINE), X, Y, init_params={"w": np.zeros(3)}), "init_params", "{'w': (2,)}."),
+        (lambda: start(infer.SGLD(LINE), X, Y, init_params={}), "init_params", "{'w': (2,)}."),
         (lambda: start(infer.SGLD(LINE), X, Y, init_params={"v": 0.0}), "init_params", "shaped {'w': (2,)}."),
         (lambda: start(infer.SGLD(LINE, warm_start=0.01), X, Y, num_warmup=10), "warm_start", "Take a larger share"),
         (lambda: infer.SGLD(LINE, preconditioner="rms"), "preconditioner", "Known: identity, rmsprop, warm_start"),
@@ -297,10 +309,12 @@ ROWS = {
         (lambda: infer.SGHMC(LINE, momentum_decay=0), "momentum_decay", "Pass a `step_size`, or a decay"),
         (lambda: infer.SGNHT(LINE, momentum_decay=1), "momentum_decay", "a thermostat needs momentum."),
         (lambda: infer.CyclicalSGLD(LINE, 0.1, steps_per_draw=3), "steps_per_draw or warm_start", "Set `cycle_len"),
+        (lambda: infer.CyclicalSGLD(LINE, schedules.polynomial(0.1)), "step_size", ""),
         (lambda: infer.CyclicalSGLD(LINE, 0.1, warm_start=""), "steps_per_draw or warm_start", "Set `cycle_len"),
         (lambda: infer.CyclicalSGLD(LINE, 1.0, cycle_length=9), "cycle_length, draws_per_cycle, explore", "one step"),
         (lambda: infer.MALA(LINE, gradient="control_variates"), "gradient", "Leave it out: this kernel uses"),
         (lambda: infer.GHMC(LINE, temperature=0), "temperature", "Pass a finite number above 0."),
+        (lambda: infer.MCLMC(LINE, temperature=0.0), "temperature", "Pass a finite number above 0."),
         (lambda: infer.GGMC(LINE, minibatches="epochs"), "minibatches", "It is exact with independent minibatches"),
         (lambda: infer.MCLMC(LINE, energy_variance=(1, 2, 3)), "energy_variance", "Pass a number or (first, last)."),
         (lambda: infer.implied_bias([0.1, -1]), "energy_variance", "Pass a finite number at least 0."),
@@ -338,6 +352,7 @@ ROWS = {
         (lambda: bnn.to_inference_data(None, attrs={3: "a"}), "attrs", "names as keys"),
         (lambda: bnn.to_inference_data("folder", args=(X,)), "args", "Leave it out"),
         (lambda: bnn.to_inference_data("folder", guide=3), "guide", "Leave it out"),
+        (lambda: bnn.predict(*without_inputs(), X), "idata", "no `constant_data` of ['x']"),
         (lambda: bnn.predict(LINE, idata()), "args", "missing a required argument: 'x'"),
         (lambda: bnn.predict(LINE, idata(), None), "args", "with which the model fails"),
         (lambda: bnn.predict(LINE, idata(), "a"), "args", "with which the model fails"),
@@ -361,9 +376,18 @@ ROWS = {
 }
 
 
+def marks(call):
+    """A second fit, of a classifier, is slow: the fit of a regressor goes the same way."""
+    return pytest.mark.slow if "classifier" in call.__code__.co_names else ()
+
+
 @pytest.mark.parametrize(
     ("call", "argument", "fragment"),
-    [pytest.param(*row, id=f"{room}-{i}-{row[1]}") for room, rows in ROWS.items() for i, row in enumerate(rows)],
+    [
+        pytest.param(*row, id=f"{room}-{i}-{row[1]}", marks=marks(row[0]))
+        for room, rows in ROWS.items()
+        for i, row in enumerate(rows)
+    ],
 )
 def test_wrong_arguments_are_refused(call, argument, fragment):
     with refused(argument, fragment):

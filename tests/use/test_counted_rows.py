@@ -17,8 +17,7 @@ from numpyro import handlers
 from numpyro.infer import NUTS, SVI, Gibbs, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from registry import GUIDES, KERNELS
-from truth.problems import PROBLEMS
-from zoo import BATCH, NET, NEW_X, ZOO, N, X, Y
+from zoo import BATCH, NET, NEW_X, N, X, Y
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, infer, priors, symmetry
@@ -28,6 +27,7 @@ pytestmark = pytest.mark.core
 
 COLUMN = Y[:, None]
 OUTPUT = ["net/Dense_1.kernel", "net/Dense_1.bias"]
+SHAPES = {f"net/{name}": shape for name, shape in NET.param_shapes((2,)).items()} | {"sigma": ()}
 UNITS = [("net/Dense_0.kernel", 1), ("net/Dense_0.bias", 0), (OUTPUT[0], 0)]
 
 
@@ -39,50 +39,46 @@ def doubled(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(net(x[i]), sigma), obs=None if y is None else y[i])
 
 
-def draws():
-    """One draw of every site, as an export would have it."""
-    shapes = {f"net.{name}": (1, 1, *shape) for name, shape in NET.param_shapes((2,)).items()}
-    return {n: (["chain", "draw", *(f"{n}_{i}" for i in range(len(s) - 2))], np.ones(s)) for n, s in shapes.items()}
-
-
 def start(kernel, *args, **kwargs):
     return kernel.init(jax.random.key(0), 4, None, args, kwargs)
 
 
-def set_up(guide, model=doubled, elbo=None, **kwargs):
-    svi = SVI(model, guide, optax.adam(1e-2), elbo or Trace_ELBO())
-    return svi, svi.init(jax.random.key(0), X, COLUMN, **kwargs)
+def set_up(guide, **kwargs):
+    SVI(doubled, guide, optax.adam(1e-2), Trace_ELBO()).init(jax.random.key(0), X, COLUMN, **kwargs)
 
 
-def elbo_of(elbo):
-    svi, state = set_up(AutoNormal(doubled), elbo=elbo)
-    svi.evaluate(state, jnp.asarray(X), jnp.asarray(COLUMN))
+def near_one(x, y=None):
+    """A guide without parameters."""
+    for name, shape in SHAPES.items():
+        numpyro.sample(name, dist.Normal(jnp.ones(shape), 0.1).to_event(len(shape)))
 
 
-def exported(model, args, **options):
-    """The export of a fit by NumPyro alone, which fits whatever shapes there are."""
-    guide = AutoNormal(model)
-    svi = SVI(model, guide, optax.adam(1e-2), Trace_ELBO())
-    params = svi.get_params(svi.init(jax.random.key(0), *args))
-    return bnn.to_inference_data(SimpleNamespace(params=params), guide=guide, args=args, num_samples=2, **options)
+def loss(elbo):
+    elbo.loss(jax.random.key(0), {}, doubled, near_one, jnp.asarray(X), jnp.asarray(COLUMN))
+
+
+def exported():
+    """The export of a guide of NumPyro alone, which fits whatever shapes there are."""
+    params = {f"{name}_auto_{part}": jnp.ones(shape) for name, shape in SHAPES.items() for part in ("loc", "scale")}
+    options = {"guide": AutoNormal(doubled), "args": (X, COLUMN), "num_samples": 2}
+    return bnn.to_inference_data(SimpleNamespace(params=params), **options)
 
 
 def predicted():
-    posterior = draws() | {"sigma": (["chain", "draw"], np.ones((1, 1)))}
+    """From one draw of every site, as an export would have it."""
+    shapes = {name.replace("/", "."): (1, 1, *shape) for name, shape in SHAPES.items()}
+    axes = {n: ["chain", "draw", *(f"{n}_{i}" for i in range(len(s) - 2))] for n, s in shapes.items()}
+    posterior = {n: (axes[n], np.ones(s)) for n, s in shapes.items()}
     data = {"y": (["data", "y_dim_1"], COLUMN)}
     idata = results({"posterior": posterior, "observed_data": data, "constant_data": {"x": (["data", "x_dim"], X)}})
     return bnn.predict(doubled, idata, NEW_X)
-
-
-def orbit():
-    return infer.OrbitMoves(NUTS(doubled), [symmetry.SignFlip(UNITS)])
 
 
 ROOMS = {
     **{name: partial(start, row.make(doubled), X, COLUMN) for name, row in KERNELS.items()},
     **{f"minibatches, {name}": partial(start, row.make(doubled), X, COLUMN, BATCH) for name, row in KERNELS.items()},
     **{name: lambda row=row: set_up(row.make(doubled)) for name, row in GUIDES.items()},
-    "OrbitMoves": lambda: start(orbit(), X, COLUMN),
+    "OrbitMoves": lambda: start(infer.OrbitMoves(NUTS(doubled), [symmetry.SignFlip(UNITS)]), X, COLUMN),
     "UnitMoves": lambda: start(infer.UnitMoves(NUTS(doubled), {UNITS[0][0]: -1, UNITS[1][0]: 0}), X, COLUMN),
     "ParallelTempering": lambda: start(infer.ParallelTempering(NUTS(doubled), 2), X, COLUMN),
     "PrecisionGibbs": lambda: start(
@@ -92,23 +88,30 @@ ROOMS = {
     "AutoADF.run": lambda: guides.AutoADF(doubled).run(jax.random.key(0), X, COLUMN),
     "AutoLaplace.run": lambda: guides.AutoLaplace(doubled).run(jax.random.key(0), X, COLUMN),
     "fit": lambda: guides.fit(
-        SVI(doubled, AutoNormal(doubled), optax.adam(1e-2), Trace_ELBO()), jax.random.key(0), 2, X, COLUMN
+        SVI(doubled, near_one, optax.adam(1e-2), Trace_ELBO()), jax.random.key(0), 2, X, COLUMN
     ),
     "minibatches, a guide": lambda: set_up(guides.AutoMeanField(doubled), batch_size=BATCH),
-    "TraceLocalReparam_ELBO": lambda: elbo_of(guides.TraceLocalReparam_ELBO()),
-    "TraceFlipout_ELBO": lambda: elbo_of(guides.TraceFlipout_ELBO()),
-    "evidence": lambda: guides.evidence(AutoNormal(doubled), {}, X, COLUMN, rng_key=jax.random.key(0)),
+    "TraceLocalReparam_ELBO": partial(loss, guides.TraceLocalReparam_ELBO()),
+    "TraceFlipout_ELBO": partial(loss, guides.TraceFlipout_ELBO()),
+    "evidence": lambda: guides.evidence(near_one, {}, X, COLUMN, model=doubled, rng_key=jax.random.key(0)),
     "collapse": lambda: infer.collapse(doubled, OUTPUT, X, COLUMN),
     "find": lambda: symmetry.find(doubled, X, COLUMN),
     "check": lambda: symmetry.check(doubled, [symmetry.SignFlip(UNITS)], (X, COLUMN)),
     "quotient": lambda: symmetry.quotient(doubled, [symmetry.SignFlip(UNITS)], X, COLUMN),
-    "export": lambda: exported(doubled, (X, COLUMN)),
+    "export": exported,
     "predict": predicted,
 }
 
 
+# One kernel and one guide are as good as all: they read a model through the same code.
+READ_ALIKE = {*KERNELS, *GUIDES, *(f"minibatches, {name}" for name in KERNELS)}
+READ_ALIKE -= {"SGLD", "NUTS", "AutoMeanField", "AutoCoupling", "minibatches, SGLD"}
+
+
 @pytest.mark.filterwarnings("ignore:Missing a plate")
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(
+    "room", [pytest.param(room, marks=pytest.mark.slow if room in READ_ALIKE else ()) for room in ROOMS]
+)
 def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
     with refused("obs", "the site 'y' with a distribution of shape (") as caught:
         ROOMS[room]()
@@ -177,41 +180,29 @@ def random_case(random):
 def test_values_that_count_more_often_than_their_plates_say_are_refused(seed):
     """Random shapes: all that count right are accepted, all others refused; NumPy counts."""
     random, wrong = np.random.default_rng(seed), 0
-    for _ in range(60):
+    for _ in range(30):
         case = random_case(random)
         wrong += counts_often(case)
         with refused("obs") if counts_often(case) else nullcontext():
             Reading(model_of(case), (jnp.zeros(case.data),))
-    assert 10 < wrong < 50
+    assert 5 < wrong < 25
 
 
 RIGHT = {
-    "no plate": Shapes({}, (N,), (N,)),
-    "no plate, column": Shapes({}, (N, 1), (N, 1)),
-    "no plate, one mean": Shapes({}, (), (N,)),
     "no plate, table": Shapes({}, (N, 1), (N, 3)),
     "no plate, sum of rows and columns": Shapes({}, (N, 3), (N, 3), mask=(N, 1)),
-    "no plate, members": Shapes({}, (5, N), (N,)),
     "times to the left of the rows": Shapes({-1: N}, (5, N), (5, N)),
-    "as many times as rows": Shapes({-1: N}, (N, 1), (N, N)),
-    "column declared": Shapes({-2: N}, (N, 1), (N, 1)),
     "outputs beside declared rows": Shapes({-2: N}, (N, 3), (N, 3)),
     "crossed": Shapes({-2: N, -1: 3}, (N, 1), (N, 3), mask=(N, 1)),
     "event": Shapes({-1: N}, (N, 1), (N, 1), event=1),
-    "weights of rows": Shapes({-1: N}, (N,), (N,), scale=(N,)),
     "a number": Shapes({-1: N}, (N,), ()),
-    "a number for times": Shapes({-1: N}, (5, N), ()),
 }
 WRONG = {
     "column, no plate": Shapes({}, (N, 1), (N,)),
     "masked, no plate": Shapes({}, (N, 1), (N, 1), mask=(N,)),
-    "scaled, no plate": Shapes({}, (N, 1), (N, 1), scale=(N,)),
     "column": Shapes({-1: N}, (N, 1), (N, 1)),
-    "row": Shapes({-1: N}, (N, 1), (1, N)),
     "a number for each output": Shapes({-1: N}, (N, 1), ()),
     "rows at another dim": Shapes({-2: N}, (N,), (N,)),
-    "one target for outputs": Shapes({-2: N}, (N, 3), (N, 1)),
-    "weights of another shape": Shapes({-1: N}, (N,), (N,), scale=(N, 1)),
     "outputs are an event, the target is not": Shapes({-1: N}, (N, 1), (N,), event=1),
     "one target for an event": Shapes({-1: N}, (N, 3), (N, 1), event=1),
 }
@@ -234,17 +225,3 @@ def test_factors_count_as_data_do():
         Reading(model, (shape,))
     with refused("log_factor", f"the site 'y' of shape ({N}, 1)"):
         Reading(model, ((N, 1),))
-
-
-@pytest.mark.slow
-def test_all_models_of_known_posteriors_are_read():
-    for problem in PROBLEMS.values():
-        for full in (True, False):
-            Reading(problem.model, problem.args, {}, full=full)
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_right_models_are_read(name):
-    entry = ZOO[name]
-    for options in ({}, {"batch_size": BATCH}) if name not in ("flax", "random inside") else ({},):
-        Reading(entry.model, entry.args, options, full=False)

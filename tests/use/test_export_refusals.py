@@ -36,9 +36,21 @@ def sample(model, *args, **kwargs):
     return mcmc
 
 
+def by_guide(model, predictions):
+    """The export of a guide that was not fitted, which compiles less than chains do."""
+    params = {f"{site}_auto_loc": 0.2 for site in ("w", "b", "a/b", "a.b")}
+    params |= {name.replace("loc", "scale"): 0.1 for name in params}
+    options = {"guide": AutoNormal(model), "args": (X, Y), "num_samples": DRAWS}
+    return bnn.to_inference_data(SimpleNamespace(params=params), predictions, **options)
+
+
 @pytest.fixture(scope="module")
 def run():
-    return sample(line, X, Y)
+    """A run, after the tiny programs with which a model is read were compiled by a refusal."""
+    done = sample(line, X, Y)
+    with pytest.raises(ValueError, match="`dims` got 'v'"):
+        bnn.to_inference_data(done, {"x": X[:5]}, dims={"v": ["unit"]})
+    return done
 
 
 def names(idata, name):
@@ -47,7 +59,7 @@ def names(idata, name):
 
 @pytest.fixture
 def draws_not_evaluated(compiled):
-    """A context in which at most the tiny programs of reading a model are compiled: no draw is evaluated."""
+    """A context in which no program is compiled: no draw is evaluated."""
 
     @contextmanager
     def context():
@@ -58,7 +70,7 @@ def draws_not_evaluated(compiled):
     return context
 
 
-# ------------------------------------------------------------------------------------------- fixed values
+# -- fixed values ------------------------------------------------------------------------------------------
 
 
 def within(x, y=None):
@@ -66,42 +78,37 @@ def within(x, y=None):
         return line(x, y)
 
 
-def constant(x, y=None):
-    numpyro.sample("y", dist.Normal(numpyro.sample("w", dist.Normal(0.0, 10.0), obs=W) * x + noise(), 0.5), obs=y)
-
-
-def noise():
-    return numpyro.sample("b", dist.Normal(0.0, 10.0))
-
-
 FIXED = {
     "data": lambda: handlers.condition(line, {"w": W}),
     "function": lambda: handlers.condition(line, condition_fn=lambda site: W if site["name"] == "w" else None),
     "within": lambda: within,
-    "constant": lambda: constant,
-    "seed outside": lambda: handlers.seed(handlers.condition(line, {"w": W}), 0),
     "seed inside": lambda: handlers.condition(handlers.seed(line, 0), {"w": W}),
     "block": lambda: handlers.block(handlers.condition(line, {"w": W}), hide=["w"]),
     "scope outside": lambda: handlers.scope(handlers.condition(line, {"w": W}), prefix="a"),
-    "scope inside": lambda: handlers.condition(handlers.scope(line, prefix="a"), {"a/w": W}),
     "do": lambda: handlers.do(line, {"w": W}),
 }
 
 
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param(how, marks=[] if how in ("data", "within", "scope inside") else pytest.mark.slow) for how in FIXED],
-)
-def test_fixed_weights_are_part_of_the_model(how):
-    idata = bnn.to_inference_data(sample(FIXED[how](), X, Y), {"x": X[:5], "y": Y[:5]})
+def fixed(guide, *fast):
+    marks = {how: () if how in fast else pytest.mark.slow for how in FIXED}
+    return [pytest.param(how, guide, marks=marks[how], id=f"{how}{guide * ', guide'}") for how in FIXED]
+
+
+@pytest.mark.parametrize(("how", "guide"), [*fixed(False, "data"), *fixed(True, "within", "block")[:5]])
+def test_fixed_weights_are_part_of_the_model(how, guide):
+    model, new = FIXED[how](), {"x": X[:5], "y": Y[:5]}
+    idata = by_guide(model, new) if guide else bnn.to_inference_data(sample(model, X, Y), new)
     at = "a." if "scope" in how else ""
     b = group(idata, "posterior")[f"{at}b"].to_numpy()[..., None]
     assert names(idata, "observed_data") == names(idata, "log_likelihood") == {f"{at}y"}
     assert names(idata, "predictions") == {f"{at}y", f"{at}y_mean", f"{at}y_log_likelihood"}
     for part, x in {"posterior_predictive": X, "predictions": X[:5]}.items():
         np.testing.assert_allclose(group(idata, part)[f"{at}y_mean"], W * x + b, rtol=1e-5, atol=1e-5)
+    if how == "data" and not guide:
+        assert bnn.predict(model, idata, X[:5], y=Y[:5]).equals(group(idata, "predictions"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:init_to_uniform")
 def test_substituted_weights_follow_the_sampler():
     """NumPyro's kernels sample a site in spite of `substitute`; a parameter keeps the value."""
@@ -111,16 +118,6 @@ def test_substituted_weights_follow_the_sampler():
     np.testing.assert_allclose(group(idata, "predictions")["y_mean"], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["data", "block"])
-def test_fixed_weights_of_guides(how):
-    guide = AutoNormal(FIXED[how]())
-    result = SimpleNamespace(params={"b_auto_loc": 0.2, "b_auto_scale": 0.1})
-    idata = bnn.to_inference_data(result, {"x": X[:5]}, guide=guide, args=(X, Y), num_samples=DRAWS)
-    b = group(idata, "posterior")["b"].to_numpy()[..., None]
-    assert names(idata, "observed_data") == {"y"}
-    np.testing.assert_allclose(group(idata, "predictions")["y_mean"], W * X[:5] + b, rtol=1e-5, atol=1e-5)
-
-
 def test_assumed_density_filtering_refuses_fixed_weights():
     plain = bnn.models.regression(bnn.nn.MLP([3, 1], "relu"), bnn.priors.Normal(1.0), noise=0.5)
     guide = bnn.guides.AutoADF(handlers.condition(plain, {"net/Dense_1.bias": jnp.asarray([4.0])}))
@@ -128,33 +125,34 @@ def test_assumed_density_filtering_refuses_fixed_weights():
         guide.run(jax.random.key(0), X[:, None], Y)
 
 
-def test_observations_may_be_conditioned_on():
+def closed():
+    line(X, Y)
+
+
+@pytest.mark.parametrize(("model", "args"), [(handlers.condition(line, {"y": Y}), (X,)), (closed, ())])
+def test_observations_may_be_conditioned_on(model, args):
     """Nothing else depends on them, so they are no fixed values; neither are data that are not arguments."""
-
-    def closed():
-        line(X, Y)
-
-    for model, args in [(handlers.condition(line, {"y": Y}), (X,)), (closed, ())]:
-        idata = bnn.to_inference_data(sample(model, *args), {"x": X[:5]} if args else None)
-        np.testing.assert_array_equal(group(idata, "observed_data")["y"], Y)
-        assert names(idata, "log_likelihood") == {"y"}
-        residuals = group(idata, "posterior_predictive")["y"].to_numpy() - np.asarray(Y)
-        assert len(np.unique(residuals)) == residuals.size
+    idata = bnn.to_inference_data(sample(model, *args))
+    np.testing.assert_array_equal(group(idata, "observed_data")["y"], Y)
+    assert names(idata, "log_likelihood") == {"y"}
     assert names(idata, "posterior_predictive") == {"y", "y_mean"}
+    residuals = group(idata, "posterior_predictive")["y"].to_numpy() - Y
+    assert len(np.unique(residuals)) == residuals.size
 
 
 def test_observed_inputs_are_those_that_were_given():
     def model(x, y=None):
-        x = numpyro.sample("x", dist.Normal(0.0, noise() ** 2 + 1).expand([len(x)]).to_event(1), obs=x)
+        spread = numpyro.sample("b", dist.Normal(0.0, 10.0)) ** 2 + 1
+        x = numpyro.sample("x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x)
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
 
-    idata = bnn.to_inference_data(sample(model, X, Y), {"x": X[:5] + 3})
+    idata = by_guide(model, {"x": X[:5] + 3})
     np.testing.assert_allclose(group(idata, "predictions")["y_mean"][0, 0], W * (X[:5] + 3), rtol=1e-6)
     assert names(idata, "log_likelihood") == {"x", "y"}
 
 
-# -------------------------------------------------------------------------------------- names and arguments
+# -- names and arguments -----------------------------------------------------------------------------------
 
 
 def beside(name, plate="data", site=numpyro.deterministic):
@@ -183,32 +181,31 @@ def both(x, y=None):
         (beside("y_log_likelihood"), r"site 'y_log_likelihood'.*computed from 'y'"),
         (beside("chain"), r"'chain'.*axis of the draws"),
         (beside("f", plate="draw"), r"'draw'.*axis of the draws"),
-        (beside("f", plate="chain"), r"'chain'.*axis of the draws"),
     ],
-    ids=["dots", "y_mean", "y_log_likelihood", "site chain", "plate draw", "plate chain"],
+    ids=["dots", "y_mean", "y_log_likelihood", "site", "plate"],
 )
 def test_names_that_would_be_lost_are_refused(model, message):
-    run = sample(model, X, Y)
     with pytest.raises(ValueError, match=message):
-        bnn.to_inference_data(run, {"x": X, "y": Y})
+        by_guide(model, {"x": X, "y": Y})
 
 
 def test_a_latent_site_may_be_called_like_a_mean():
     def model(x, y=None):
-        w = numpyro.sample("y_mean", dist.Normal(0.0, 10.0))
+        mean = numpyro.sample("w_mean", dist.Normal(0.0, 10.0))
         with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
+            numpyro.sample("w", dist.Normal(mean * x, 0.5), obs=y)
 
-    idata = bnn.to_inference_data(sample(model, X, Y))
-    w, mean = (group(idata, part)["y_mean"] for part in ("posterior", "posterior_predictive"))
+    guide, params = AutoNormal(model), {"w_mean_auto_loc": 0.2, "w_mean_auto_scale": 0.1}
+    options = {"guide": guide, "args": (X, Y), "num_samples": DRAWS}
+    idata = bnn.to_inference_data(SimpleNamespace(params=params), **options)
+    latent, mean = (group(idata, part)["w_mean"] for part in ("posterior", "posterior_predictive"))
     assert mean.dims == ("chain", "draw", "data")
-    np.testing.assert_allclose(mean, w.to_numpy()[..., None] * X, rtol=1e-5)
+    np.testing.assert_allclose(mean, latent.to_numpy()[..., None] * X, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("options", "message", "kind"),
     [
-        ({"draws_per_chunk": -1}, "`draws_per_chunk` got -1", ValueError),
         ({"draws_per_chunk": 0}, "`draws_per_chunk` got 0", ValueError),
         ({"coords": {"data": [1, 2]}}, "2 labels of 'data', which has 5 or 12", ValueError),
         ({"coords": {"date": range(N)}}, "`coords` got 'date'.*Did you mean 'data'", ValueError),
@@ -227,50 +224,21 @@ def test_options_without_effect_are_refused(run, options, message, kind, draws_n
 
 def test_new_arguments_with_which_the_model_fails_are_refused(draws_not_evaluated):
     def model(x, y=None):
-        b = noise()
         with numpyro.plate("data", N):
-            numpyro.sample("y", dist.Normal(b * x, 0.5), obs=y)
+            numpyro.sample("y", dist.Normal(numpyro.sample("w", dist.Normal()) * x, 0.5), obs=y)
 
     done = sample(model, X, Y)
-    with (
-        draws_not_evaluated(),
-        pytest.raises(ValueError, match=r"`predictions` got arguments with which the model fails.*one row per new"),
-    ):
+    message = r"`predictions` got arguments with which the model fails.*one row per new"
+    with pytest.raises(ValueError, match=message):  # compiles the tiny programs with which a model is read
+        bnn.to_inference_data(done, {"x": X[:4]})
+    with draws_not_evaluated(), pytest.raises(ValueError, match=message):
         bnn.to_inference_data(done, {"x": X[:5]})
 
 
-# ------------------------------------------------------------------------------------------------- predict
+# -- predict -----------------------------------------------------------------------------------------------
 
 
-def network(x, y=None):
-    f = bnn.random_network("net", bnn.nn.MLP([3, 1], "tanh", norm=bnn.nn.BatchNorm()), (1,), bnn.priors.Normal(1.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(numpyro.deterministic("f", f(x)[:, 0]), 0.5), obs=y)
-
-
-@pytest.fixture(scope="module")
-def exported():
-    return bnn.to_inference_data(sample(network, X[:, None], Y), {"x": X[:5, None], "y": Y[:5]})
-
-
-@pytest.mark.parametrize("file", [False, True])
-def test_predictions_of_an_export_are_those_of_the_run(exported, file, tmp_path):
-    if file:
-        exported.to_netcdf(str(tmp_path / "fit.nc"))
-    found = bnn.predict(network, str(tmp_path / "fit.nc") if file else exported, X[:5, None], y=Y[:5])
-    expected = group(exported, "predictions")
-    assert found.equals(expected)
-    without = bnn.predict(network, exported, X[:5, None])
-    assert without.equals(expected.drop_vars("y_log_likelihood"))
-
-
-def test_predictions_with_fixed_weights_and_observed_inputs():
-    model = FIXED["data"]()
-    idata = bnn.to_inference_data(sample(model, X, Y), {"x": X[:5]})
-    assert bnn.predict(model, idata, X[:5]).equals(group(idata, "predictions"))
-
-
-def activated(activation, factor=1.0):
+def network(activation="tanh", factor=1.0):
     def model(x, y=None, known=None):
         f = bnn.random_network("net", bnn.nn.MLP([3, 1], activation), (1,), bnn.priors.Normal(1.0))
         with numpyro.plate("data", len(x)), handlers.mask(mask=True if known is None else known):
@@ -279,21 +247,32 @@ def activated(activation, factor=1.0):
     return model
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_another_model_of_the_same_sites_is_refused(masked):
+@pytest.fixture(scope="module")
+def exported():
+    return bnn.to_inference_data(sample(network(), X[:, None], Y), {"x": X[:5, None], "y": Y[:5]})
+
+
+def test_predictions_of_an_export_are_those_of_the_run(exported, tmp_path):
+    exported.to_netcdf(str(tmp_path / "fit.nc"))
+    expected = group(exported, "predictions")
+    assert bnn.predict(network(), str(tmp_path / "fit.nc"), X[:5, None], y=Y[:5]).equals(expected)
+    assert bnn.predict(network(), exported, X[:5, None]).equals(expected.drop_vars("y_log_likelihood"))
+
+
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_model_of_the_same_sites_is_refused(masked, exported):
     """By what the result holds of some draws at the training rows, also of a part of the draws."""
-    known = {"known": jnp.arange(N) > 2} if masked else {}
-    idata = bnn.to_inference_data(sample(activated("tanh"), X[:, None], Y, **known), {"x": X[:5, None]})
+    known = {"known": jnp.arange(N) > 2}
+    idata = bnn.to_inference_data(sample(network(), X[:, None], Y, **known)) if masked else exported
     part = idata.isel(draw=slice(1, None))
     compared = "posterior_predictive" if masked else "log_likelihood"
-    assert bnn.predict(activated("tanh"), part, X[:5, None]).attrs["model_compared"] == compared
-    for other in (activated("relu"), activated("tanh", 1.1)):
-        with pytest.raises(
-            ValueError, match=rf"predict: argument `model` got a model with another `{compared}` of 'y"
-        ):
+    assert bnn.predict(network(), part, X[:5, None]).attrs["model_compared"] == compared
+    another = rf"predict: argument `model` got a model with another `{compared}` of 'y"
+    for other in (network("relu"), network("tanh", 1.1)):
+        with pytest.raises(ValueError, match=another):
             bnn.predict(other, part, X[:5, None])
     groups = results({name: group(idata, name) for name in ("posterior", "observed_data", "constant_data")})
-    assert bnn.predict(activated("tanh"), groups, X[:5, None]).attrs["model_compared"] == "no"
+    assert bnn.predict(network(), groups, X[:5, None]).attrs["model_compared"] == "no"
 
 
 def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
@@ -301,40 +280,22 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
         numpyro.param("s", 0.5)
         line(x, y)
 
-    idata = bnn.to_inference_data(run)
-    with pytest.raises(
-        ValueError, match=r"no draws of the sites b, w; variables that are no sites net\.BatchNorm_0\.bias"
-    ):
-        bnn.predict(line, exported, X[:5])
-    with pytest.raises(ValueError, match="no values of the parameters s"):
-        bnn.predict(learned, idata, X[:5])
-    fixed = handlers.substitute(learned, data={"s": 0.5})
-    assert bnn.predict(fixed, idata, X[:5]).equals(bnn.predict(line, idata, X[:5]))
-
     def wide(x):
         return numpyro.sample("b", dist.Normal(jnp.zeros(2), 1.0)) + numpyro.sample("w", dist.Normal())
 
-    with pytest.raises(ValueError, match=r"'b' is \(\), not \(2,\)"):
-        bnn.predict(wide, idata, X)
-    posterior = results({n: group(exported, n) for n in ("posterior", "observed_data")})
-    with pytest.raises(ValueError, match=r"no `constant_data` of \['x'\]"):
-        bnn.predict(network, posterior, X[:5, None])
+    idata = bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
+    for model, result, message in (
+        (line, exported, r"no draws of the sites b, w; variables that are no sites net\.Dense_0\.bias"),
+        (learned, idata, "no values of the parameters s"),
+        (wide, idata, r"'b' is \(\), not \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bnn.predict(model, result, X[:5])
+    fixed = handlers.substitute(learned, data={"s": 0.5})
+    assert bnn.predict(fixed, idata, X[:5]).equals(bnn.predict(line, idata, X[:5]))
 
 
-# --------------------------------------------------------------------- what other kernels do not refuse
-
-
-def column(x, y=None):
-    """Observations (N,) of a distribution (N, 1): the forgotten ``[..., 0]``."""
-    w = numpyro.sample("w", dist.Normal(0.0, 10.0))
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", dist.Normal(w * x[:, None], 0.5), obs=y)
-
-
-@pytest.mark.filterwarnings("ignore:Missing a plate")
-def test_observations_that_count_once_for_each_other_row_are_refused():
-    with pytest.raises(ValueError, match=r"`obs` got the site 'y' with a distribution of shape \(12, 1\) and data"):
-        bnn.to_inference_data(sample(column, X, Y))
+# -- what other kernels do not refuse ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [0, 1])

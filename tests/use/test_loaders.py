@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from examples.loaders import (
-    Dataset,
     load_california,
     load_images,
     load_neal,
@@ -58,7 +57,7 @@ def sorted_rows(x, y):
     return table[np.lexsort(table.T)]
 
 
-# ---------------------------------------------------------------------------------------------------- UCI
+# -- UCI --------------------
 
 
 @pytest.mark.data
@@ -80,27 +79,6 @@ def test_uci_has_the_published_rows_and_splits(name, data_folder):
     assert (data.name, len(data.feature_names)) == (name, num_features)
     with pytest.raises(ValueError, match=rf"argument `split` got {num_splits}\..*from 0 to {num_splits - 1}"):
         load_uci(name, num_splits, data_folder)
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("name", UCI)
-def test_standardized_uci_has_unit_training_statistics(name, data_folder):
-    raw = load_uci(name, 0, data_folder)
-    data = standardize(raw)
-    constant = [8, 11] if name == "naval" else []
-    varying = np.setdiff1d(np.arange(raw.x_train.shape[1]), constant)
-    # The mean of N numbers of size max|z| is computed to about max|z| sqrt(N) eps, plus the rounding of the
-    # subtracted mean, |mean| / scale * eps; 100 of each is a bound no correct program reaches.
-    size = np.abs(data.x_train).max() * np.sqrt(len(raw.x_train)) + np.abs(data.x_scaler.mean / data.x_scaler.scale)
-    bound = 100 * np.finfo(np.float64).eps * size[varying]
-    assert (np.abs(data.x_train.mean(0))[varying] < bound).all()
-    assert (np.abs(data.x_train.std(0)[varying] - 1) < bound).all()
-    assert (data.x_train[:, constant] == 0).all()
-    assert (data.x_scaler.scale[constant] == 1).all()
-    assert abs(data.y_train.std() - 1) < 1e-10
-    for part in (data.x_train, data.x_test, data.y_train, data.y_test):
-        assert np.isfinite(part).all()
-    np.testing.assert_allclose(data.y_scaler.inverse(data.y_test), raw.y_test, rtol=1e-12, atol=1e-12)
 
 
 def write_uci(folder, **changes):
@@ -134,20 +112,9 @@ def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
         load_uci_gap("yacht", 0, "middle", tmp_path)
 
 
-LEAKS = {
-    "overlap": {"test_idx": np.zeros((2, 2), int)},
-    "row missing": {"train_idx": np.tile(np.arange(7), (2, 1)), "test_idx": np.tile([7, 8], (2, 1))},
-}
-
-
-@pytest.mark.parametrize("changes", LEAKS.values(), ids=LEAKS)
-def test_split_that_is_no_disjoint_cover_is_refused(changes, tmp_path):
-    write_uci(tmp_path, **changes)
-    with pytest.raises(ValueError, match="not disjoint covers of its 10 rows"):
-        load_uci("yacht", 0, tmp_path)
-
-
 BAD_ARRAYS = {
+    "overlap": ({"test_idx": np.zeros((2, 2), int)}, "not disjoint covers of its 10 rows"),
+    "row missing": ({"train_idx": [[*range(7)]] * 2, "test_idx": [[7, 8]] * 2}, "not disjoint covers of its 10 rows"),
     "no y": ({"y": None}, "must hold"),
     "NaN": ({"X": np.full((10, 3), np.nan)}, r"`yacht.npz\[X\]` got 30 NaN or infinite"),
     "text": ({"X": np.full((10, 3), "a")}, "Store numbers"),
@@ -163,19 +130,13 @@ def test_bad_arrays_are_refused(changes, message, tmp_path):
         load_uci("yacht", 0, tmp_path)
 
 
-# --------------------------------------------------------------------------------------- damaged archives
+# -- damaged archives --------------------
 
 
 def damage(path, how):
     content = bytearray(path.read_bytes())
-    if how == "empty":
-        content = b""
-    elif how == "text":
+    if how == "text":
         content = b"x0,x1\n1,2\n"
-    elif how == "one array":
-        with path.open("wb") as file:
-            np.save(file, np.zeros(3))
-        return
     elif how == "flipped bytes":  # inside the first array: only its checksum can tell
         content[200:210] = bytes(b ^ 0xFF for b in content[200:210])
     else:
@@ -183,7 +144,7 @@ def damage(path, how):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["empty", "text", "one array", "flipped bytes", 0.02, 0.7])
+@pytest.mark.parametrize("how", ["text", "flipped bytes", 0.0, 0.02, 0.7])
 def test_damaged_archive_is_refused(how, tmp_path):
     path = write_uci(tmp_path)
     load_uci("yacht", 0, tmp_path)
@@ -214,7 +175,7 @@ def test_pickle_is_never_loaded(inside, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-# ---------------------------------------------------------------------------------------- names and folders
+# -- names and folders --------------------
 
 LOADERS = {
     "load_uci": lambda folder: load_uci("yacht", folder=folder),
@@ -252,9 +213,17 @@ def test_unknown_name_offers_the_closest(load, typo, close):
 
 def test_standardize_uses_training_rows_only_and_leaves_labels():
     raw = load_sklearn("diabetes")
-    moved = replace(raw, x_test=raw.x_test + 1e6, y_test=raw.y_test - 1e6)
-    np.testing.assert_array_equal(standardize(raw).x_train, standardize(moved).x_train)
-    assert standardize(raw).y_scaler.scale_factor == standardize(moved).y_scaler.scale_factor
+    raw = replace(raw, x_train=np.c_[raw.x_train, np.ones(len(raw.x_train))], x_test=np.c_[raw.x_test, raw.y_test])
+    scaled = standardize(raw)
+    np.testing.assert_allclose(scaled.x_train[:, :-1].mean(0), 0, atol=1e-12)
+    np.testing.assert_allclose(scaled.x_train[:, :-1].std(0), 1)
+    assert (scaled.x_train[:, -1] == 0).all()  # a constant column
+    assert scaled.x_scaler.scale[-1] == 1
+    assert scaled.y_train.std() == pytest.approx(1)
+    np.testing.assert_allclose(scaled.y_scaler.inverse(scaled.y_test), raw.y_test, rtol=1e-12)
+    moved = standardize(replace(raw, x_test=raw.x_test + 1e6, y_test=raw.y_test - 1e6))
+    np.testing.assert_array_equal(scaled.x_train, moved.x_train)
+    assert scaled.y_scaler.scale_factor == moved.y_scaler.scale_factor
     labeled = load_sklearn("wine")
     scaled = standardize(labeled, targets=False)
     assert scaled.y_train is labeled.y_train
@@ -267,7 +236,7 @@ def test_standardize_uses_training_rows_only_and_leaves_labels():
         standardize(replace(labeled, x_train=labeled.x_train[:0], y_train=labeled.y_train[:0]))
 
 
-# -------------------------------------------------------------------------------------------- scikit-learn
+# -- scikit-learn --------------------
 
 
 @pytest.mark.parametrize("name", SKLEARN)
@@ -291,15 +260,11 @@ def test_sklearn_sets_are_cut_into_disjoint_covers(name):
 
 
 def test_seed_decides_the_cut():
-    first, again, other = (load_sklearn("wine", seed=seed) for seed in (5, np.int64(5), 6))
+    first, again, other = (load_sklearn("diabetes", seed=seed) for seed in (5, np.int64(5), 6))
     np.testing.assert_array_equal(first.x_test, again.x_test)
     assert not np.array_equal(first.x_test, other.x_test)
-
-
-def test_diabetes_is_not_scaled_by_its_test_rows():
-    data = load_sklearn("diabetes")
-    age = data.x_train[:, data.feature_names.index("age")]
-    assert 18 <= age.min() < age.max() < 90  # years, not scikit-learn's unit-norm columns
+    age = first.x_train[:, first.feature_names.index("age")]
+    assert 18 <= age.min() < age.max() < 90  # years, not scikit-learn's unit-norm columns, which know the test rows
 
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch):
@@ -308,7 +273,7 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch):
         load_sklearn("wine")
 
 
-# ------------------------------------------------------------------------------------ California and Neal
+# -- California and Neal --------------------
 
 
 @pytest.mark.data
@@ -341,7 +306,7 @@ def test_neal(name, data_folder):
         np.testing.assert_array_equal(np.r_[data.y_train, data.y_test], raw[f"{name}_y"])
 
 
-# -------------------------------------------------------------------------------------------------- images
+# -- images --------------------
 
 # name: (test images, test labels): md5 sums of the original IDX files.
 ORIGINALS = {
@@ -363,20 +328,7 @@ def test_images_are_the_originals(name, data_folder):
     assert (data.x_train.shape, data.x_test.shape) == ((60000, 28, 28, 1), (10000, 28, 28, 1))
     assert (data.x_test.dtype, data.y_train.dtype) == (np.float32, np.int32)
     assert (data.x_train.min(), data.x_train.max()) == (0, 1)
-    assert set(np.bincount(data.y_test)) == {1000} or name == "mnist"
+    assert load_images("kmnist", data_folder).x_train.shape == (0, 28, 28, 1)  # it has test rows only
     pixels = np.rint(data.x_test[..., 0] * 255).astype(np.uint8)
     contents = as_idx(pixels), as_idx(data.y_test.astype(np.uint8))
     assert tuple(hashlib.md5(c, usedforsecurity=False).hexdigest() for c in contents) == ORIGINALS[name]
-
-
-@pytest.mark.data
-def test_kmnist_has_test_rows_only(data_folder):
-    data = load_images("kmnist", data_folder)
-    assert (data.x_train.shape, data.y_train.shape) == ((0, 28, 28, 1), (0,))
-    assert data.x_test.shape == (10000, 28, 28, 1)
-    assert list(np.bincount(data.y_test)) == [1000] * 10
-
-
-def test_repr_shows_shapes_not_numbers():
-    shown = repr(Dataset(np.zeros((3, 2)), np.zeros(3), np.zeros((1, 2)), np.zeros(1), "mine"))
-    assert shown == "Dataset('mine', x_train=(3, 2), y_train=(3,) float64, x_test=(1, 2), y_test=(1,) float64)"
