@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
 from numpyro_bnn._jaxprs import called, needed_equations, reached
 from numpyro_bnn.infer.linear_structure import weights
+from numpyro_bnn.infer.model_checks import OUTSIDE
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
@@ -72,7 +73,8 @@ def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """Whatever may enter the log density of a sample site, besides the value of a latent one."""
     found: dict[tuple[str, str], Any] = {}
     for name, site in sites.items():
-        if site["type"] != "sample":
+        # A conjugate draw stays in the support: the factor that is zero within it says nothing of the draw.
+        if site["type"] != "sample" or name == OUTSIDE:
             continue
         found["scale of the log density", name] = site["scale"]
         if site["is_observed"]:

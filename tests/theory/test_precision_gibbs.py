@@ -11,6 +11,7 @@ import pytest
 from helpers import refused
 from jax import random
 from numpyro import handlers
+from numpyro.infer import HMC, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from scipy import integrate, stats
 
@@ -252,3 +253,18 @@ def test_sites_that_are_not_conjugate_are_refused_with_the_reason(model, reason)
     assert "v" not in infer.PrecisionGibbs(model).conjugate_sites()
     with refused("sites", reason):
         infer.PrecisionGibbs(model).init(random.key(0), 0, None, (), {GIBBS_SITES_KWARG: {"w": jnp.zeros(3)}})
+
+
+def test_blocks_of_a_tempered_model_are_those_of_the_model():
+    """Its factor that is zero within the support says nothing of the precision."""
+
+    def model():
+        tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+        numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([3]).to_event(1))
+
+    block = infer.PrecisionGibbs(model)
+    sites = block.conjugate_sites()
+    kernel = infer.ParallelTempering(Gibbs([(block, sites), (HMC(model), None)]), 2)
+    state = kernel.init(random.key(0), 0, None, (), {})
+    assert sites
+    assert set(sites) <= set(state.z)
