@@ -23,6 +23,7 @@ from numpyro_bnn.networks import placeholder_statistics, record_statistics, use_
 from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.row_lengths import check_state
 
 Values = dict[str, jax.Array]
 Call = tuple[tuple, Mapping[str, Any]]
@@ -307,6 +308,7 @@ def check_sites(model: Callable, call: Call) -> None:
     """Refuse latent sites whose density a Gaussian cannot follow, and models with random numbers of their own."""
     with handlers.block():
         reading = Reading(model, *call, full=False)
+    check_state(CALL, "model", reading)
     if reading.stochastic:
         raise argument_error(CALL, "model", "a model with random numbers of its own (`numpyro.prng_key`)", INSTEAD)
     if len(reading.plates) > 1:
