@@ -224,7 +224,7 @@ class Normalized(nnx.Module):
         return self.last(jnp.tanh(self.norm(self.first(x))))[..., 0]
 
 
-@pytest.mark.filterwarnings("ignore:scatter inputs")  # of Flax in float64
+@pytest.mark.filterwarnings("ignore:scatter inputs", "ignore:guides.AutoLaplace.run")
 def test_state_that_a_module_changes_is_refused():
     """Predictions would normalize by the new rows."""
     x = np.random.default_rng(RANDOM).normal(size=(6, 2))
