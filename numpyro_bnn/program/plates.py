@@ -200,10 +200,6 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
             got = f"complex numbers for the site {name!r}"
             raise argument_error("numpyro.sample", "obs", got, "Pass real numbers.")
         shapes = _shapes_of(site)
-        unlike = (shapes.data > 1) & (shapes.data != shapes.own) & (shapes.own > 1)
-        if unlike.any():
-            got = f"data of shape {np.shape(site['value'])} for the site {name!r} of shape {site['fn'].shape()}"
-            raise argument_error("numpyro.sample", "obs", got, "Pass data of the shape of the distribution.")
         if not _counts_often(shapes):
             continue
         fn, frames = site["fn"], site["cond_indep_stack"]

@@ -33,7 +33,6 @@ from numpyro_bnn import (
     sgmcmc,
     symmetry,
 )
-from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.sgmcmc import schedules
 
 pytestmark = pytest.mark.core
@@ -363,7 +362,6 @@ ROWS = {
         (lambda: metrics.relative_logit_variance(np.ones((2, 3, 2)) * 1j), "logits", "Pass an array of numbers"),
         (lambda: metrics.function_space([[1.0], [1.0, 2.0]]), "draws", "rows of several lengths"),
         (lambda: datasets.Scaler(np.zeros(2), np.ones(2)).inverse(np.ones(2) * 1j), "z", "Pass an array of numbers"),
-        (lambda: Reading(LINE, (X, np.ones((N, 2, 3)))), "obs", "Pass data of the shape of the distribution."),
     ],
     "plots": [
         (lambda: plots.predictive_band(idata(), levels=0.9), "levels", "Pass several, e.g. `(0.5, 0.9)`."),
