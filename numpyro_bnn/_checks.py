@@ -63,10 +63,23 @@ def outside() -> int:
 
 def as_floats(call: str, argument: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
     """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things that are no numbers."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise argument_error(call, argument, "rows of several lengths", "Pass an array of numbers.") from error
     if array.dtype.kind in "USOmMc":
         raise argument_error(call, argument, f"dtype {array.dtype}", "Pass an array of numbers.", TypeError)
     return np.asarray(array, dtype)
+
+
+def probabilities(call: str, quantiles: Any) -> Any:
+    """Quantiles that a guide is asked for."""
+    if isinstance(quantiles, jax.core.Tracer):
+        return quantiles
+    found = as_floats(call, "quantiles", quantiles)
+    if not ((found >= 0) & (found <= 1)).all():
+        raise argument_error(call, "quantiles", quantiles, "Pass probabilities, from 0 to 1.")
+    return jax.numpy.asarray(found, float)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
@@ -103,7 +116,7 @@ def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None
     if isinstance(value := known(value), jax.core.Tracer):
         return
     array = np.asarray(value)
-    if not (np.issubdtype(array.dtype, np.integer) or array.dtype == bool):
+    if array.dtype.kind not in "iub":
         instead = "Pass integer class labels 0..K-1, e.g. `y.astype(int)`."
         raise argument_error(call, argument, f"dtype {array.dtype}", instead)
     if array.min() < 0 or array.max() >= num_classes:

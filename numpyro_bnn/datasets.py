@@ -88,7 +88,7 @@ class Scaler:
         return (values * self.scale + self.mean).astype(values.dtype)
 
     def _checked(self, method: str, argument: str, x: ArrayLike) -> np.ndarray:
-        values = np.asarray(x)
+        values = as_floats(f"Scaler.{method}", argument, x, None)
         columns = self.mean.shape
         if values.ndim < len(columns) or values.shape[values.ndim - len(columns) :] != columns:
             instead = f"Pass an array whose shape ends in {columns}."

@@ -14,7 +14,7 @@ from numpyro.distributions.transforms import IdentityTransform
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.util import transform_fn
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._options import Model, Prefix, Switch, checked
 from numpyro_bnn.guides import initialization
@@ -264,7 +264,7 @@ class AutoBlocks(CompiledAutoNormal):
         :return: arrays (Q, ...) by site.
         """
         self._check_called("quantiles")
-        q = jnp.asarray(quantiles, float).reshape(-1)
+        q = probabilities(f"{type(self).__name__}.quantiles", quantiles).reshape(-1)
         found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
         mixing = [name for name in found if elementwise(self._transforms[name]).domain.event_dim > 0]
         sites = {n: _monotone(self._transforms[n], v) for n, v in found.items() if n not in mixing}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._checks import argument_error, as_floats, check_finite
 from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import Score, mean_score, probs_and_labels, standard_error, vector
@@ -189,7 +189,8 @@ def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
     >>> relative_logit_variance(draws).tolist()
     [0.0, 0.25]
     """
-    call, array = "relative_logit_variance", np.asarray(logits, dtype=np.float64)
+    call = "relative_logit_variance"
+    array = as_floats(call, "logits", logits)
     if array.ndim not in (3, 4):
         raise argument_error(call, "logits", f"shape {array.shape}", "Pass logits shaped (S, N, K) or (C, S, N, K).")
     draws = array.reshape(-1, *array.shape[-2:])

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, check_finite, check_same_length
+from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_same_length
 from numpyro_bnn._options import Count, Level, checked
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, stacked, standard_error, vector
@@ -214,7 +214,7 @@ def function_space(draws: ArrayLike) -> FunctionSpace:
     >>> (result.rhat < 1.05).tolist(), bool(result.max_rhat > 1.1)
     ([True, True, False], True)
     """
-    array = np.asarray(draws, dtype=np.float64)
+    array = as_floats("function_space", "draws", draws)
     if array.ndim < 3:
         instead = "Pass predictions shaped (C, S, N, ...), chains first."
         raise argument_error("function_space", "draws", f"shape {array.shape}", instead)

@@ -36,6 +36,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import TRACED, argument_error
 from numpyro_bnn._jaxprs import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.codes import check_codes
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
 from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
 
@@ -44,10 +45,10 @@ __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
 Site = dict[str, Any]
 Sites = dict[str, Site]
 
-# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
-CONDITIONED = "_gibbs_sites"
 # Names of the values of sites in a program.
 MARK = "numpyro_bnn site "
+# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
+CONDITIONED = "_gibbs_sites"
 
 
 class Plate(NamedTuple):
@@ -127,6 +128,12 @@ class Reading:
         fixed, arrays = arguments.split()
         with TRACING:
             self._trace_on(arguments, fixed, arrays)
+        if self.plates:
+            Reading(model, args, kwargs)  # codes of all rows are checked
+            return
+        with suppress(TypeError):  # names are known by the signature, unless others have changed the call
+            arguments = Arguments.of(args, kwargs or {}, model)
+        check_codes(self, arguments.leaves)
 
     def _trace_on(self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]) -> None:
         try:

@@ -47,7 +47,7 @@ def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[s
 
 
 def check_state(call: str, argument: str, reading: Reading) -> None:
-    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization does: MCMC would hold it.
+    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization does: it would be held.
 
     A state that nothing uses may change, such as the counter of keys for the start of a recurrent module.
     """
@@ -65,7 +65,7 @@ def check_state(call: str, argument: str, reading: Reading) -> None:
     idle = reading.idle_states() if changed else set()
     for place in changed:
         if place not in idle:
-            instead = "MCMC would hold it: leave out batch normalization and dropout, or make their state constant"
+            instead = "It would be held: leave out batch normalization and dropout, or make their state constant"
             instead += " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has none."
             got = f"the state {place!r}, which the model changes"
             raise argument_error(call, argument, got, instead)

@@ -20,7 +20,7 @@ from numpyro_bnn._options import Args, Kind, Kwargs, PositiveInt, RandomKey, Swi
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
-from numpyro_bnn.networks import record_statistics
+from numpyro_bnn.networks import placeholder_statistics, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.rows import rows_in, with_head
@@ -252,9 +252,11 @@ def _check_outline(
     predicted: dict[str, Any] = {}
     if new is not None:
         try:
+            with placeholder_statistics():
+                exporter.read(new)  # it refuses codes without a level
             predicted = outline.prediction_groups(key, new, given, {})
         except (TypeError, ValueError) as error:
-            if str(error).startswith(CALL):
+            if ": argument `" in str(error):
                 raise
             got = f"arguments with which the model fails ({error})"
             instead = "Pass values shaped as in the run, with one row per new point in each."

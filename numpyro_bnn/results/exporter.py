@@ -44,7 +44,7 @@ class Exporter:
         self.draws_per_chunk = draws_per_chunk
         self.without_rows: list[str] = []  # factors of the data that are no log likelihood of single rows
         self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
-        reading = self._read()
+        reading = self.read(fit.arguments)
         self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
         self.map_draws: Callable = partial(map_draws, progress_bar=shown)
         self._check_parameters(reading)
@@ -59,14 +59,14 @@ class Exporter:
 
     # -- the model at the first draw -------------------------------------------------------------------
 
-    def _read(self) -> Reading:
+    def read(self, arguments: Arguments) -> Reading:
         """What the model is as a function of its array arguments."""
 
         def model(**arrays: Any) -> Any:
-            args, kwargs = self.fit.arguments.call(arrays)
+            args, kwargs = arguments.call(arrays)
             return handlers.substitute(self.fit.model, data=self.fit.params)(*args, **kwargs)
 
-        return Reading(model, (), self.fit.arguments.arrays)
+        return Reading(model, (), arguments.arrays)
 
     def _find_observations(self, reading: Reading, sources: Mapping[str, set]) -> None:
         """Tell observations from fixed values, such as weights given to ``handlers.condition``.

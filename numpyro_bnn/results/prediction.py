@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program import compiled
@@ -60,6 +60,9 @@ def predict(
     """
     held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs, "predict")
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
+    for name, value in arguments.arrays.items():
+        if value.dtype.kind == "f":
+            check_finite("predict", name, value)
     model = unobserved(model, ())  # so that models know that these are predictions
     with placeholder_statistics() as recorded:  # one row has no statistics, and none are needed to read the model
         reading = _read(model, arguments)

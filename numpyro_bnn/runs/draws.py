@@ -180,7 +180,7 @@ def check_names(call: str, groups: Groups) -> None:
     for values in groups.values():
         known = {"chain": "an axis of the draws", "draw": "an axis of the draws"}
         for name in values:
-            if not stored(name).strip(".") or stored(name) == "zarr.json" or stored(name).startswith("__"):
+            if stored(name) == "zarr.json" or stored(name).startswith("__"):
                 got = f"a model with a site {name!r}, which names no file"
                 raise argument_error(call, "mcmc", got, "Rename the site in the model, or leave it out by `sites=`.")
             if (other := known.setdefault(stored(name), name)) != name:

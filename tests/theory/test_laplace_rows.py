@@ -6,6 +6,9 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from flax import nnx
+from helpers import refused
+from numpyro.contrib.module import random_nnx_module
 from scipy import stats
 
 from numpyro_bnn import guides, nn, random_network
@@ -202,3 +205,36 @@ def test_predictions_normalize_by_the_training_rows():
         np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-7)
     density = stats.norm.logpdf(0.0, found.mean, np.sqrt(found.variance))
     np.testing.assert_allclose(guide.log_predictive_density(fit.params, new[:1], np.zeros(1)), density, rtol=1e-7)
+
+
+class Normalized(nnx.Module):
+    """Batch normalization of Flax, whose statistics are state that the model changes, or constants."""
+
+    def __init__(self, constant):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, use_running_average=constant, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.norm(self.first(x))))[..., 0]
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs", "ignore:guides.AutoLaplace.run")
+def test_state_that_a_module_changes_is_refused():
+    """Predictions would normalize by the new rows."""
+    x = np.random.default_rng(RANDOM).normal(size=(6, 2))
+    for constant in (False, True):
+
+        def model(x, y=None):
+            net = random_nnx_module("net", Normalized(constant), dist.Normal(0.0, 1.0))  # noqa: B023
+            with numpyro.plate("data", len(x)):
+                numpyro.sample("y", dist.Normal(net(x), NOISE), obs=y)
+
+        guide = guides.AutoLaplace(model, "diag")
+        if constant:
+            fit = guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)
+            whole, part = (guide.predictive(fit.params, rows).mean for rows in (x, x[:2]))
+            np.testing.assert_allclose(part, whole[:2], rtol=1e-6)
+            continue
+        with refused("model", "['n"):
+            guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)

@@ -19,7 +19,20 @@ from options import ROOMS, calls, declared
 from zoo import LABELS, NET, ZOO, N, X, Y
 
 import numpyro_bnn as bnn
-from numpyro_bnn import guides, infer, infinite, metrics, models, moments, nn, plots, priors, sgmcmc, symmetry
+from numpyro_bnn import (
+    datasets,
+    guides,
+    infer,
+    infinite,
+    metrics,
+    models,
+    moments,
+    nn,
+    plots,
+    priors,
+    sgmcmc,
+    symmetry,
+)
 from numpyro_bnn.sgmcmc import schedules
 
 pytestmark = pytest.mark.core
@@ -357,6 +370,13 @@ ROWS = {
         (lambda: bnn.predict(LINE, idata(), None), "args", "with which the model fails"),
         (lambda: bnn.predict(LINE, idata(), "a"), "args", "with which the model fails"),
         (lambda: bnn.predict(LINE, idata(), X.astype(str)), "x", "Pass an array of numbers"),
+    ],
+    "numbers": [
+        (lambda: bnn.predict(LINE, idata(), X * np.inf), "x", "NaN or infinite"),
+        (lambda: metrics.ece(np.full((2, 2), 0.5), np.ones(2, "m8[D]")), "labels", "dtype timedelta64[D]"),
+        (lambda: metrics.relative_logit_variance(np.ones((2, 3, 2)) * 1j), "logits", "Pass an array of numbers"),
+        (lambda: metrics.function_space([[1.0], [1.0, 2.0]]), "draws", "rows of several lengths"),
+        (lambda: datasets.Scaler(np.zeros(2), np.ones(2)).inverse(np.ones(2) * 1j), "z", "Pass an array of numbers"),
     ],
     "plots": [
         (lambda: plots.predictive_band(idata(), levels=0.9), "levels", "Pass several, e.g. `(0.5, 0.9)`."),

@@ -13,7 +13,7 @@ from jax.scipy.special import gammainc
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
 from numpyro_bnn.guides.adf.problem import ADFState, Problem
@@ -163,7 +163,7 @@ class ADFPosterior(AutoNormal):
         :param params: parameters from a run.
         :param quantiles: Q probabilities.
         """
-        q, fns = jnp.asarray(quantiles, float), self._distributions(params)
+        q, fns = probabilities("AutoADF.quantiles", quantiles), self._distributions(params)
         values = {name: _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape()))) for name, fn in fns.items()}
         return self._complete(values, q.shape, (), {})
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
 from numpyro_bnn._options import KEY, Choice, Kind, Model, Natural, PositiveInt, Prefix, RandomKey, Switch, checked
@@ -21,8 +22,10 @@ from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density, predict
 from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
 from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
+from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import TRACING, refuse_tracers, run
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import refuse_rows
 
@@ -337,6 +340,8 @@ class AutoLaplace(AutoBlocks):
         Choice(names).check(call, "site", name)
         args, kwargs = as_arrays(args, kwargs, call)
         _check_finite(call, args, kwargs)
+        with handlers.block(), placeholder_statistics():
+            Reading(problem.model, args, kwargs)  # it refuses codes without a level
         return name, problem, (args, kwargs)
 
     def _coordinates(self, params: Mapping[str, Any]) -> Values:

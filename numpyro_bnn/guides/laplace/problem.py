@@ -19,10 +19,11 @@ from numpyro_bnn.guides.auto_blocks import is_identity
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import CALL, Observation, Site, kind_of, natural, observation
 from numpyro_bnn.guides.scale_conditioning import Scaled
-from numpyro_bnn.networks import record_statistics, use_statistics
+from numpyro_bnn.networks import placeholder_statistics, record_statistics, use_statistics
 from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.row_lengths import check_state
 
 Values = dict[str, jax.Array]
 Call = tuple[tuple, Mapping[str, Any]]
@@ -292,7 +293,11 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     observed = {n: s for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]}
     plates = reading.plates
     moving = {*sites, *(name for name in scaled if scaled[name] & set(sites))}
-    found = _outputs(reading, observed, moving, plates, guide.structure == "kron")
+    alone = reading
+    if any(recorded.calls):
+        with handlers.block(), placeholder_statistics():
+            alone = Reading(guide.model, *call, full=False)
+    found = _outputs(reading, alone, observed, moving, guide.structure == "kron")
     prior, names = guide._prior_program, list(observed)
     problem = Problem(guide.model, guide._transforms, prior, scaled, fixed, others, found, names, plates, sites)
     problem.normalizes = any(recorded.calls)
@@ -303,6 +308,7 @@ def check_sites(model: Callable, call: Call) -> None:
     """Refuse latent sites whose density a Gaussian cannot follow, and models with random numbers of their own."""
     with handlers.block():
         reading = Reading(model, *call, full=False)
+    check_state(CALL, "model", reading)
     if reading.stochastic:
         raise argument_error(CALL, "model", "a model with random numbers of its own (`numpyro.prng_key`)", INSTEAD)
     if len(reading.plates) > 1:
@@ -321,9 +327,12 @@ def check_sites(model: Callable, call: Call) -> None:
 
 
 def _outputs(
-    reading: Reading, observed: Mapping[str, Site], sites: set[str], plates: Mapping, by_products: bool
+    reading: Reading, alone: Reading, observed: Mapping[str, Site], sites: set[str], by_products: bool
 ) -> dict[str, tuple]:
-    """The axis of rows and the outputs that depend on the weights, of each observed site."""
+    """The axis of rows and the outputs that depend on the weights, of each observed site.
+
+    :param alone: the same model without batch statistics, in which rows are mixed.
+    """
 
     def parts(trace: Mapping[str, Site]) -> dict[Any, Any]:
         return {(n, part): f for n in observed if n in known for part, f in natural(trace[n]).items()}
@@ -333,7 +342,8 @@ def _outputs(
     for name in known:
         kind_of(observed[name])
     used = {key: found & sites for key, found in reading.depends(parts).items()}
-    data = axes_of_data(reading, parts)
+    plates, mixed = reading.plates, axes_of_data(reading, parts)
+    data = mixed if alone is reading else axes_of_data(alone, parts)
     found = {}
     for name, site in observed.items():
         if is_factor(site["fn"]) and not depends[name]:
@@ -342,8 +352,8 @@ def _outputs(
             got = f"the observed site {name!r} outside of the subsampled plate"
             raise argument_error(CALL, "model", got, "Run it on all rows, without a minibatch.")
         if name in known:
-            arrived = {key[1]: labels for key, labels in data.items() if key[0] == name}
-            axis = _row_axis(site, plates, arrived)
+            rows, arrived = ({key[1]: of[key] for key in of if key[0] == name} for of in (data, mixed))
+            axis = _row_axis(site, plates, rows)
             _check_rows(arrived, axis, plates, by_products)
             found[name] = axis, tuple(part for n, part in used if n == name and used[n, part])
     if not any(names for _, names in found.values()):
