@@ -99,17 +99,19 @@ def rows(args: argparse.Namespace) -> dict[int, Any]:
 def writing(args: argparse.Namespace) -> dict[str, float]:
     """Megabytes per second of draws that are written and made durable."""
     from numpyro_bnn.runs.draws import SITES, Draws, Layout
-    from numpyro_bnn.runs.folder import Folder
+    from numpyro_bnn.runs.folder import Place
 
+    chains, draws, number = 8, 500, args.rounds
+    block = np.random.default_rng(0).normal(size=(chains, draws, 1000)).astype(np.float32)
     like = {SITES: {"w": jax.ShapeDtypeStruct((1000,), np.float32)}}
-    block, number = np.random.default_rng(0).normal(size=(8, 500, 1000)).astype(np.float32), args.rounds
-    with tempfile.TemporaryDirectory() as path, Folder("scale", path) as folder:
-        draws = Draws(folder, like)
-        draws.prepare(Layout(8, 500 * number, 500))
+    with tempfile.TemporaryDirectory() as path:
+        written = Draws(Place.of("benchmarks.scale", "path", path), chains, like)
+        layout = Layout(chains, draws * number, draws)
         begun = time.perf_counter()
-        for part in range(number):
-            draws.write(500 * part, {SITES: {"w": block}})
-        return {"megabytes_per_second": number * block.nbytes / 1e6 / (time.perf_counter() - begun)}
+        for start in range(0, draws * number, draws):
+            written.blocks = written.write(start, start + draws, {SITES: {"w": block}}, layout)
+        seconds = time.perf_counter() - begun
+    return {"megabytes_per_second": number * block.nbytes / 1e6 / seconds}
 
 
 def exchange(args: argparse.Namespace) -> dict[str, Any]:
