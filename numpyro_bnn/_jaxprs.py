@@ -70,7 +70,7 @@ def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
     return read(jaxpr.outvars)
 
 
-def _subprogram(equation: Any) -> Any:
+def subprogram(equation: Any) -> Any:
     """The jaxpr of an equation that applies one to its operands, else ``None``."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
@@ -79,7 +79,7 @@ def _subprogram(equation: Any) -> Any:
 
 def called(equation: Any) -> Any:
     """The jaxpr that an equation calls once, else ``None``."""
-    return _subprogram(equation) if equation.primitive.name in CALLS else None
+    return subprogram(equation) if equation.primitive.name in CALLS else None
 
 
 def needed_equations(
@@ -179,7 +179,7 @@ def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
         inputs = [not isinstance(var, Literal) and var in marked for var in equation.invars]
         if not any(inputs):
             continue
-        inner = _subprogram(equation)
+        inner = subprogram(equation)
         if equation.primitive.name == "gather":
             shape = equation.invars[0].aval.shape
             found |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}

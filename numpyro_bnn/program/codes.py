@@ -11,7 +11,7 @@ from jax import lax, random
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import CALLS
+from numpyro_bnn._jaxprs import CALLS, subprogram
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.rows import Rows
 
@@ -166,12 +166,32 @@ def _wraps(operands: Sequence[_Value]) -> bool:
     return bool(codes.places) and codes.unchanged and all(part.origin is codes for part in (negative, *moved))
 
 
+def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
+    """Whether something is looked up by marked inputs or by data on disk, or may be: nothing is evaluated."""
+    data = {variable for variable, of_data in zip(jaxpr.invars, marked, strict=True) if of_data}
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, subprogram(equation)
+        operands = [not isinstance(atom, Literal) and atom in data for atom in equation.invars]
+        if name in ("gather", "dynamic_slice") and any(operands[1:]):
+            return True
+        if inner is not None and _looks_up(inner, operands if name in CALLS else [any(operands)] * len(operands)):
+            return True
+        if any(operands) or "callback" in equation.params:
+            data.update(equation.outvars)
+    return False
+
+
 def _answers_all(params: Mapping[str, Any], numbers: Any, found: jax.Array) -> bool:
     """Whether the model says what unknown codes look up: ``mode="clip"``, or a number."""
     mode, fill = params.get("mode"), params.get("fill_value")
     if mode == lax.GatherScatterMode.CLIP:  # also a dynamic slice under `vmap`, which drops no axis
         return bool(numbers.collapsed_slice_dims)
     return fill is not None and bool(np.isfinite(fill)) and jnp.issubdtype(found.dtype, jnp.inexact)
+
+
+def looks_up_data(reading: Any) -> bool:
+    """Whether the model looks up anything by its arguments, or may."""
+    return _looks_up(reading._closed.jaxpr, [False, *[True] * len(reading._arrays)])  # the first input is a key
 
 
 def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
@@ -185,7 +205,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     :param leaves: its arguments by name.
     """
     arrays, names = reading._arrays, {id(leaf): name for name, leaf in leaves.items()}
-    if is_traced(arrays):
+    if is_traced(arrays) or not looks_up_data(reading):
         return
     rows = {id(leaf): name for name, leaf in leaves.items() if isinstance(leaf, Rows)}
     places = [frozenset({names.get(id(arrays[place]), place)}) for place in sorted(arrays)]

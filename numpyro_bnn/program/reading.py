@@ -36,7 +36,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import TRACED, argument_error
 from numpyro_bnn._jaxprs import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.codes import check_codes
+from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
 from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
 
@@ -129,7 +129,8 @@ class Reading:
         with TRACING:
             self._trace_on(arguments, fixed, arrays)
         if self.plates:
-            Reading(model, args, kwargs)  # codes of all rows are checked
+            if looks_up_data(self):
+                Reading(model, args, kwargs)  # codes of all rows are checked
             return
         with suppress(TypeError):  # names are known by the signature, unless others have changed the call
             arguments = Arguments.of(args, kwargs or {}, model)
