@@ -205,7 +205,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     :param leaves: its arguments by name.
     """
     arrays, names = reading._arrays, {id(leaf): name for name, leaf in leaves.items()}
-    if is_traced(arrays) or not looks_up_data(reading):
+    if is_traced(arrays):
         return
     rows = {id(leaf): name for name, leaf in leaves.items() if isinstance(leaf, Rows)}
     places = [frozenset({names.get(id(arrays[place]), place)}) for place in sorted(arrays)]

@@ -128,13 +128,19 @@ class Reading:
         fixed, arrays = arguments.split()
         with TRACING:
             self._trace_on(arguments, fixed, arrays)
-        if self.plates:
-            if looks_up_data(self):
-                Reading(model, args, kwargs)  # codes of all rows are checked
+        if not looks_up_data(self):
             return
+        whole = copy(self)
+        if self.plates:
+            whole._model = full_plates(model)
+            try:
+                with TRACING:
+                    whole._trace_on(arguments, fixed, arrays)
+            except Exception:  # a model that runs on minibatches only is refused where they are checked
+                return
         with suppress(TypeError):  # names are known by the signature, unless others have changed the call
             arguments = Arguments.of(args, kwargs or {}, model)
-        check_codes(self, arguments.leaves)
+        check_codes(whole, arguments.leaves)
 
     def _trace_on(self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]) -> None:
         try:

@@ -190,13 +190,14 @@ def optimizer(at, how=None, call=None):
 
 
 def test_ctrl_c_returns_the_steps_that_are_done():
-    whole = fit(20_000, make(optimizer(-1)))
+    num_steps = 200_000
+    whole = fit(num_steps, make(optimizer(-1)))
     # A little later: inside of the call itself the interrupt would be an error of the program.
     later = partial(threading.Timer, 0.02, _thread.interrupt_main)
     svi = make(optimizer(300, call=lambda: later().start()))
-    with pytest.warns(UserWarning, match=r"interrupted: the result is that of \d+ of 20000 steps") as caught:
-        result = fit(20_000, svi)
-    assert 0 < len(result.losses) < 20_000
+    with pytest.warns(UserWarning, match=r"interrupted: the result is that of \d+ of 200000 steps") as caught:
+        result = fit(num_steps, svi)
+    assert 0 < len(result.losses) < num_steps
     np.testing.assert_array_equal(result.losses, whole.losses[: len(result.losses)])
     assert caught[0].filename == __file__
 
