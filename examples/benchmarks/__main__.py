@@ -52,6 +52,7 @@ MEASUREMENTS = {
     "runs": _json("runs", data=False),
     "scale": _json("scale", "--docs docs/scale.md", data=False),
     "minibatches": _json("minibatches", "--docs docs/minibatches.md", data=False, continues=True),
+    "gauntlet": _json("gauntlet", "--docs docs/choosing.md", data=False, continues=True),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
     "laplace_torch": _json("laplace_torch", "ours", data=False),

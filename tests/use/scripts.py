@@ -293,6 +293,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     f"{BENCHMARK}.compilation": Script("--kernels NUTS --rows 6 --width 1 --num-chains 1", runs=False),
     f"{BENCHMARK}.first_draw": Script("--ways NUTS AutoMeanField --rows 6 --width 1", ("--rows 0",), runs=False),
+    f"{BENCHMARK}.gauntlet": Script("--seeds 45 46 --methods ADF Laplace,\\ diag", ("--most-rows 0",), "ADF"),
     f"{BENCHMARK}.minibatches": Script(
         "--rows 40 --gradients 4000 --width 2 --batch-size 8 --num-chains 2 --reference-gradients 6000"
         " --methods SGNHT MCLMC long\\ chain deep\\ ensemble AutoMeanField",

@@ -302,6 +302,39 @@ def test_boosting_is_tuned_by_held_out_rows_and_fitted_again_to_all():
         assert np.array_equal(rows[0][:, 0], rows[1])
 
 
+def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
+    gauntlet = importlib.import_module("examples.benchmarks.gauntlet")
+
+    def row(method, score, error="", warnings=(), seed=0):
+        ahead = None if score is None else score + 1.0  # the linear model has -1
+        errors = {"ahead_of_linear": ahead, "standard_error": 0.01, "error": error, "warnings": list(warnings)}
+        return {"seed": seed, "method": method, "score": score, "seconds": 1.0, **errors}
+
+    rows = [
+        row("NUTS", -0.5),
+        row("SGNHT", -0.6, warnings=["R-hat"]),
+        row("SGHMC", -0.8),
+        row("SGLD", -1.2),
+        row("MCLMC", -1.2, warnings=["R-hat"]),
+        row("ADF", None, error="ValueError: x: argument `y` got 1"),
+        row("coupling", None, error="TypeError: no"),
+        row("ensemble", None),
+        row("NUTS", -1.05, seed=1),
+    ]
+    words = {name: [word for word, _ in found] for name, found in gauntlet.verdicts(rows).items()}
+    assert words == {
+        "NUTS": ["good", "good"],
+        "SGNHT": ["good"],
+        "SGHMC": ["behind"],
+        "SGLD": ["SILENT"],
+        "MCLMC": ["announced"],
+        "ADF": ["announced"],
+        "coupling": ["crash"],
+        "ensemble": ["SILENT"],
+    }
+    assert "| SGNHT | 1 | 1 | 0 | 0 | 0 | 0 | 1 | 1 |" in gauntlet.table(rows)
+
+
 def test_one_door_to_all_measurements(capsys, tmp_path):
     """Every benchmark has a name there, every option is one of its script, every table of a page is made by one."""
     from examples.benchmarks.__main__ import MEASUREMENTS, command, main
