@@ -48,7 +48,7 @@ class StepRandomness(NamedTuple):
     """The random numbers of one step.
 
     :param noise: standard normals (rows, P).
-    :param batch: a minibatch, with a leading axis if the dynamics takes several per step.
+    :param batch: a minibatch.
     :param uniform: scalar in (0, 1].
     """
 
@@ -150,11 +150,6 @@ class Dynamics:
     @property
     def rows(self) -> int:
         """Rows of P normals per step."""
-        return 1
-
-    @property
-    def batches(self) -> int:
-        """Minibatches per step."""
         return 1
 
     @property
