@@ -143,6 +143,8 @@ class Dynamics:
     exact: bool = False
     #: Gradient estimates that `init` evaluates.
     cached: int = 0
+    #: Whether its steps report their energy error.
+    reports_energy: bool = False
 
     def __post_init__(self) -> None:
         check_fields(f"sgmcmc.{type(self).__name__}", self)
@@ -156,11 +158,6 @@ class Dynamics:
     def evaluations(self) -> int:
         """Gradient estimates per step."""
         return 1
-
-    @property
-    def reports_energy(self) -> bool:
-        """Whether its steps report their energy error."""
-        return False
 
     @property
     def persistent_fields(self) -> tuple[str, ...]:
