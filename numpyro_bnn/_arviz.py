@@ -124,18 +124,14 @@ def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArra
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
-def dataset(
-    variables: Variables, coords: Mapping[str, Any] | None = None, attrs: Mapping[str, Any] | None = None
-) -> "xr.Dataset":
+def dataset(variables: Variables, coords: Mapping[str, Any] | None = None) -> "xr.Dataset":
     """Build one group of results.
 
     :param variables: by name, the dimension names and the array, e.g. ``{"w": (("chain", "draw"), w)}``.
     :param coords: coordinate values by dimension; those of other dimensions are ignored, and a dimension without
         coordinates gets 0, 1, 2, ... as in ArviZ.
-    :param attrs: text or numbers about the group.
     :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a name that is also
         a dimension, dimension names that do not fit the array, or an array that netCDF cannot hold.
-    :raises TypeError: for an attribute that is neither text nor number.
 
     >>> import numpy as np
     >>> data = dataset({"w": (("chain", "draw", "unit"), np.zeros((2, 5, 3)))}, {"unit": ["a", "b", "c"]})
@@ -151,7 +147,7 @@ def dataset(
         raise argument_error("dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'.")
     given = coords or {}
     used = {dim: np.asarray(given[dim]) if dim in given else np.arange(size) for dim, size in sizes.items()}
-    return xr.Dataset(arrays, coords=used, attrs=_attributes("dataset", attrs))
+    return xr.Dataset(arrays, coords=used)
 
 
 def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] | None = None) -> Any:

@@ -156,7 +156,6 @@ KERNELS: dict[str, KernelRow] = {
     "SGNHT": KernelRow(partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True),
     "CyclicalSGLD": KernelRow(partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)),
     "MALA": KernelRow(partial(infer.MALA, **_WARM), exact=True),
-    "GGMC": KernelRow(partial(infer.GGMC, num_steps=2, **_SHORT), momentum=True, exact=True),
     "GHMC": KernelRow(
         partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT), momentum=True, exact=True
     ),

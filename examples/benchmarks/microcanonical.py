@@ -216,7 +216,7 @@ def step_costs(net: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     flops["gradient"] = _flops(single)
     parts = {}
     for integrator in ("mclachlan", "leapfrog"):
-        dynamics = sgmcmc.Microcanonical(10.0, integrator, energy=False)
+        dynamics = sgmcmc.Microcanonical(10.0, integrator)
         whitening = sgmcmc.Diagonal(jnp.ones_like(position))
         part = sgmcmc.build(sgmcmc.Full(potential), dynamics, whitening, schedule=0.05)
         state = part.init(position, jax.random.key(1))

@@ -5,7 +5,7 @@ from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.collapse import collapse
 from numpyro_bnn.infer.ensemble import ensemble
 from numpyro_bnn.infer.mclmc import MCLMC
-from numpyro_bnn.infer.metropolis import GGMC, GHMC, MALA
+from numpyro_bnn.infer.metropolis import GHMC, MALA
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
@@ -22,7 +22,6 @@ __all__ = [
     "SGHMC",
     "SGNHT",
     "CyclicalSGLD",
-    "GGMC",
     "MALA",
     "GHMC",
     "MCLMC",

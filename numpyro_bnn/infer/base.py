@@ -76,11 +76,10 @@ class SGMCMCKernel(ArgumentKernel):
     True
     """
 
-    exact = False
+    exact = False  # an exact kernel takes no minibatches
     target_accept_prob: float | None = None
     preconditioners: tuple[str, ...] = ()  # names in addition to those that all kernels accept
     usual_preconditioner = "identity"  # the default where it is not learned from gradient noise
-    uses_minibatches = True
 
     @checked("infer.{}")
     def __init__(
@@ -134,7 +133,7 @@ class SGMCMCKernel(ArgumentKernel):
     # -- what a kernel defines -------------------------------------------------------------------------
 
     @abstractmethod
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         """The dynamics of the position; ``step_size`` is the eps of the first step."""
 
     @property
@@ -173,7 +172,7 @@ class SGMCMCKernel(ArgumentKernel):
 
     def optimizer_steps(self) -> int:
         """Optimizer steps per transition: as many gradients as sampling would take."""
-        return self._steps_per_draw * self.dynamics(lambda z: z, 1.0).batches
+        return self._steps_per_draw
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
         """Everything that the chains of a run need from this kernel."""
@@ -224,7 +223,7 @@ class SGMCMCKernel(ArgumentKernel):
         full = partial(potential, batch="full")
         return sgmcmc.build(
             self.estimator(target, potential, full, stream),
-            self.dynamics(full, base * schedule(0)),
+            self.dynamics(base * schedule(0)),
             metric,
             schedule=lambda step: base * schedule(step),
             temperature=self._temperature,
@@ -244,7 +243,7 @@ class SGMCMCKernel(ArgumentKernel):
     def default_fields(self) -> tuple[str, ...]:
         fields = ["z", "diverging", "refused_steps", "step_size"]
         fields += ["configurational_temperature", "gradient_noise", "num_gradients"]
-        dynamics = self.dynamics(lambda z: z, 1.0)
+        dynamics = self.dynamics(1.0)
         if dynamics.reports_energy:
             fields += ["energy_variance", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
@@ -279,8 +278,8 @@ class SGMCMCKernel(ArgumentKernel):
         elif self._warm_start.spread != 1:
             z = jax.tree.map(lambda value: self._warm_start.spread * value, z)
             check_start(call, "warm_start", target, z, single, model_args, model_kwargs)
-        noisy = target.subsampled and self.uses_minibatches
-        if not noisy or self._gradient != "minibatch" or self.exact or self._warm_start.held_out:
+        noisy = target.subsampled and not self.exact
+        if not noisy or self._gradient != "minibatch" or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, model_args, model_kwargs)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(call, target, self._warm_start.held_out, one, model_args, model_kwargs)

@@ -129,7 +129,7 @@ class MCLMC(SGMCMCKernel):
         early = EARLY_LARGEST * first if self._energy_variance is not None else 0.0
         return max(LARGEST * last, early, LEAST_LARGEST)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         length, integrator = self._decoherence_length, self._integrator or INTEGRATORS[0]
         return sgmcmc.Microcanonical(length, integrator, max_energy_error=math.inf)
 

@@ -1,16 +1,14 @@
-"""Kernels with a Metropolis test: MALA and generalized HMC on all the data, GGMC with minibatch gradients."""
+"""Kernels with a Metropolis test, on all the data: MALA and generalized HMC."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Fraction, FractionBelow1, Model, PositiveInt, checked
 from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.momentum import friction_of
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.infer.tuning import Noise
 from numpyro_bnn.sgmcmc.interfaces import Gradient
@@ -20,7 +18,6 @@ class _AllDataKernel(SGMCMCKernel):
     """Base class of Metropolis-adjusted kernels whose gradients use all the data."""
 
     exact = True
-    uses_minibatches = False
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -59,7 +56,7 @@ class MALA(_AllDataKernel):
     ) -> None:
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.MALA()
 
 
@@ -103,62 +100,8 @@ class GHMC(_AllDataKernel):
         self._num_steps, self._momentum_decay, self._jitter = num_steps, momentum_decay, jitter
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
 
     def optimizer_steps(self) -> int:
         return self._steps_per_draw * self._num_steps
-
-
-class GGMC(SGMCMCKernel):
-    r"""Gradient-guided Monte Carlo: exact sampling with minibatch gradients.
-
-    ``num_steps`` steps of underdamped Langevin dynamics, each with its own minibatch, then one Metropolis
-    test on all the data:
-
-    .. math:: \log\alpha = -\tfrac1T \Big[U(\theta_L) - U(\theta_0) + \sum_l
-              \big(K(m_l^{\text{after 2nd B}}) - K(m_l^{\text{after 1st O}})\big)\Big]
-
-    On rejection the chain stays and its momentum is flipped, which exactness requires. Gradient noise lowers the
-    acceptance rate but adds no bias. ``step_size=None`` is adapted in warm-up to an acceptance of 0.65.
-
-    :param num_steps: L, steps per test.
-    :param momentum_decay: fraction of the momentum lost per step, in [0, 1].
-    :raises ValueError: for numbers out of range, or for minibatches that are not independent.
-
-    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts tests.
-
-    Reference: Garriga-Alonso & Fortuin (2021), section 3.
-
-    >>> GGMC(lambda: None, num_steps=5).exact
-    True
-    """
-
-    exact = True
-    target_accept_prob = 0.65
-
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Any = None,
-        *,
-        num_steps: PositiveInt = 10,
-        momentum_decay: Fraction = 0.1,
-        steps_per_draw: PositiveInt = 10,
-        **options: Any,
-    ) -> None:
-        self._num_steps, self._momentum_decay = num_steps, momentum_decay
-        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self._minibatches != "with_replacement":
-            instead = "It is exact with independent minibatches only: draw them with replacement."
-            raise argument_error(self._call, "minibatches", self._minibatches, instead)
-
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.GGMC(full_potential, self._num_steps, friction_of(self._momentum_decay, step_size))
-
-    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
-        return jnp.minimum(1 / curvature, self._temperature / jnp.maximum(noise.largest, 1e-30))

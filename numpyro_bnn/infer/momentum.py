@@ -1,7 +1,6 @@
 """Kernels with momentum: underdamped Langevin dynamics (SGHMC) and the Nosé-Hoover thermostat."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,7 +75,7 @@ class SGHMC(_WithMomentum):
     'kinetic_temperature'
     """
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.BAOAB(friction_of(self._momentum_decay, step_size))
 
 
@@ -105,7 +104,7 @@ class SGNHT(_WithMomentum):
         if self._momentum_decay == 1:
             raise argument_error(self._call, "momentum_decay", 1, "Pass less than 1: a thermostat needs momentum.")
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 

@@ -44,7 +44,7 @@ class SGLD(SGMCMCKernel):
     True
     """
 
-    def dynamics(self, full_potential: Callable, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Overdamped()
 
 

@@ -208,17 +208,8 @@ class Direction(NamedTuple):
     length: Array
 
 
-class Turn(NamedTuple):
-    """A turned unit vector (P,), the change of the kinetic energy, and u.slope before and after the turn."""
-
-    direction: Array
-    kinetic: Array
-    before: Array
-    after: Array
-
-
-def turn(direction: Array, slope: Array, time: Array) -> Turn:
-    """Turn a unit vector (P,) towards ``slope`` for some time.
+def turn(direction: Array, slope: Array, time: Array) -> tuple[Array, Array]:
+    """Turn a unit vector (P,) towards ``slope`` for some time; return it, and the change of the kinetic energy.
 
     With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
     is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized; the energy is minus the log Jacobian of this
@@ -236,8 +227,7 @@ def turn(direction: Array, slope: Array, time: Array) -> Turn:
     # log(cosh delta + along sinh delta), without the cancellation of that form.
     left = jnp.maximum(0.5 * (1.0 - along) * jnp.expm1(-2.0 * delta), epsilon - 1.0)
     kinetic = freedom * (delta + jnp.log1p(left))
-    kept, before = 2.0 * zeta / length, along * norm
-    return Turn(towards * slope + kept * direction, kinetic, before, towards * norm**2 + kept * before)
+    return towards * slope + 2.0 * zeta / length * direction, kinetic
 
 
 def normalized(v: Array) -> Array:
@@ -270,10 +260,6 @@ class Microcanonical(Dynamics):
     :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
     :param fresh: evaluate the start of each step on the minibatch of the step, at the cost of one more gradient, so
         that the energy error is that of the step alone. Needed with minibatches.
-    :param energy: report the energy error of the steps. Without it no potential is evaluated: gradients alone are a
-        third cheaper if the network is small. Refusals are then decided by an estimate, of which the trapezoidal rule
-        along the drifts gives the change of the potential: exact for Gaussians, and free. The potential in the memory
-        is the one that is estimated so.
     :param max_energy_error: in nats; ``None`` refuses only steps whose error is not finite.
     :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
 
@@ -286,14 +272,10 @@ class Microcanonical(Dynamics):
     length: PositiveOrInfinite | None = None
     integrator: Annotated[str, Choice(INTEGRATORS)] = "mclachlan"
     fresh: Switch = False
-    energy: Switch = True
     max_energy_error: PositiveOrInfinite | None = None
 
     cached = 1
-
-    @property
-    def reports_energy(self) -> bool:
-        return self.energy
+    reports_energy = True
 
     @property
     def evaluations(self) -> int:
@@ -330,7 +312,6 @@ class Microcanonical(Dynamics):
             taken &= descends | (jnp.abs(error) <= self.max_energy_error)
         seen, end = select(taken, (seen, end), (here, -direction))
         after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)
-        error = error if self.energy else None
         shown = here if self.fresh else seen  # the end of a step depends on the noise of its minibatch
         return StepResult(seen.position, after, shown, energy_error=error, refused=~taken)
 
@@ -343,15 +324,11 @@ class Microcanonical(Dynamics):
         def slope(gradient: Array) -> Array:
             return scale * context.transpose(adaptation, gradient)
 
-        last = turn(direction, slope(seen.gradient), turns[0] * eps)
-        kinetic, work = last.kinetic, jnp.zeros_like(last.kinetic)
+        direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
         for share, drift in zip(turns[1:], drifts, strict=True):
-            position = seen.position + (drift * eps) * context.root(adaptation, last.direction)
-            seen, before = context.evaluate(position, batch), last.after
-            last = turn(last.direction, slope(seen.gradient), share * eps)
-            kinetic = kinetic + last.kinetic
-            work = work + (0.5 * drift * eps) * (before + last.before)
-        # Sum differences between neighbors: the difference of distant potentials would lose digits.
-        if self.energy:
-            return seen, last.direction, kinetic - scale * (seen.potential - here.potential)
-        return seen._replace(potential=here.potential + work / scale), last.direction, kinetic - work
+            position = seen.position + (drift * eps) * context.root(adaptation, direction)
+            seen = context.evaluate(position, batch)
+            direction, change = turn(direction, slope(seen.gradient), share * eps)
+            kinetic = kinetic + change
+        # A difference of neighbors: that of distant potentials would lose digits.
+        return seen, direction, kinetic - scale * (seen.potential - here.potential)

@@ -222,10 +222,8 @@ class Sampler:
             return (lambda batches: batches), self, 0
         prepare, gradient = self.gradient.separate(state.position, batch)
         prepared = jax.tree.leaves(jax.eval_shape(prepare, batch))
-        row_bytes = self.dynamics.batches * sum(x.size * x.dtype.itemsize for x in prepared)
-        for _ in range(1 if self.dynamics.batches == 1 else 2):
-            prepare = jax.vmap(prepare)
-        return prepare, replace(self, gradient=gradient), row_bytes
+        row_bytes = sum(x.size * x.dtype.itemsize for x in prepared)
+        return jax.vmap(prepare), replace(self, gradient=gradient), row_bytes
 
     def _check_start(self, position: Array, num_warmup: Any) -> Array:
         call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
@@ -256,14 +254,9 @@ class Sampler:
 
     def _draw(self, seeds: Seeds, step: Array, position: Array) -> StepRandomness:
         """Make all random numbers of one step."""
-        rows, batches, size = self.dynamics.rows, self.dynamics.batches, position.shape[0]
+        rows, size = self.dynamics.rows, position.shape[0]
         flat = streams.normal(seeds.noise, step, rows * size, position.dtype)
-        stream = self.gradient.stream
-        if batches == 1:
-            batch = stream.draw(seeds.batch, step)
-        else:
-            counters = step * batches + lax.iota(jnp.int32, batches)
-            batch = jax.vmap(stream.draw, (None, 0))(seeds.batch, counters)
+        batch = self.gradient.stream.draw(seeds.batch, step)
         uniform = streams.uniform(seeds.uniform, step, position.dtype)
         return StepRandomness(flat.reshape(rows, size), batch, uniform)
 

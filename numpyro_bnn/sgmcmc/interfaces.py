@@ -48,7 +48,7 @@ class StepRandomness(NamedTuple):
     """The random numbers of one step.
 
     :param noise: standard normals (rows, P).
-    :param batch: a minibatch, with a leading axis if the dynamics takes several per step.
+    :param batch: a minibatch.
     :param uniform: scalar in (0, 1].
     """
 
@@ -143,6 +143,8 @@ class Dynamics:
     exact: bool = False
     #: Gradient estimates that `init` evaluates.
     cached: int = 0
+    #: Whether its steps report their energy error.
+    reports_energy: bool = False
 
     def __post_init__(self) -> None:
         check_fields(f"sgmcmc.{type(self).__name__}", self)
@@ -153,19 +155,9 @@ class Dynamics:
         return 1
 
     @property
-    def batches(self) -> int:
-        """Minibatches per step."""
-        return 1
-
-    @property
     def evaluations(self) -> int:
         """Gradient estimates per step."""
         return 1
-
-    @property
-    def reports_energy(self) -> bool:
-        """Whether its steps report their energy error."""
-        return False
 
     @property
     def persistent_fields(self) -> tuple[str, ...]:

@@ -1,17 +1,15 @@
-"""Dynamics with a Metropolis test on the full data: MALA, HMC, and GGMC with minibatch gradients."""
+"""Dynamics with a Metropolis test on the full data: MALA and HMC."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Fraction, FractionBelow1, NonNegativeOrInfinite, PositiveInt
+from numpyro_bnn._options import Fraction, FractionBelow1, PositiveInt
 from numpyro_bnn.sgmcmc.dynamics import refreshed
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -37,8 +35,7 @@ def accept(log_ratio: Array, uniform: Array) -> tuple[Array, Array]:
 def _check_all_data(call: str, gradient: Gradient) -> None:
     """Refuse minibatch gradients, with which a test on their potential would not be exact."""
     if not isinstance(gradient.stream, FullData):
-        instead = "Pass `Full`; `GGMC` is exact with minibatches."
-        raise argument_error(call, "gradient", type(gradient).__name__, instead)
+        raise argument_error(call, "gradient", type(gradient).__name__, "Pass `Full`.")
 
 
 @dataclass(frozen=True)
@@ -159,98 +156,4 @@ class HMC(Dynamics):
         return there, kick(r, -0.5, there)
 
     def momentum(self, memory: Phase) -> Array:
-        return memory.momentum
-
-
-class Trajectory(NamedTuple):
-    """Whitened momentum r, (P,), and the full potential at the position."""
-
-    momentum: Array
-    potential: Array
-
-
-@dataclass(frozen=True)
-class GGMC(Dynamics):
-    r"""Gradient-guided Monte Carlo: Langevin steps on independent minibatches, then one test on the full data.
-
-    Each of the L steps is a half refresh (O), a kick (B), a drift, a kick and a half refresh, with one minibatch for
-    both kicks. With r_l^O the momentum after a step's first O and r_l^B after its second B,
-
-    .. math::
-        \log\alpha = -\tfrac1T [U(\theta_L) - U(\theta_0) + \sum_l (r_l^{B\prime} r_l^B - r_l^{O\prime} r_l^O) / 2]
-
-    On rejection the chain returns to (theta_0, **-r_0**). The flip makes it exact: without it E[x^2] on a unit
-    Gaussian is wrong by several percent. The sampler is exact for any step size and any minibatch noise, which only
-    lower the acceptance; its minibatches must be independent of each other and of the chain's past.
-
-    :param full_potential_fn: ``full_potential_fn(position) -> U``, evaluated once per trajectory.
-    :param num_steps: L.
-    :param friction: gamma >= 0 as for :class:`BAOAB`.
-    :raises ValueError: for a negative friction or L < 1.
-
-    Reference: Garriga-Alonso and Fortuin (2021), section 3 and algorithm 1.
-
-    >>> GGMC(lambda q: 0.5 * q @ q, num_steps=5, friction=1.0).evaluations
-    10
-    """
-
-    full_potential_fn: Callable[[Array], Array]
-    num_steps: PositiveInt
-    friction: NonNegativeOrInfinite
-
-    exact = True
-
-    @property
-    def rows(self) -> int:
-        return 2 * self.num_steps
-
-    evaluations = rows
-
-    @property
-    def batches(self) -> int:
-        return self.num_steps
-
-    def check(self, gradient: Gradient) -> None:
-        if not gradient.stream.independent:
-            got = f"{type(gradient).__name__} on {type(gradient.stream).__name__}"
-            instead = "Its minibatches depend on the chain's past: sample with replacement."
-            raise argument_error("sgmcmc.GGMC", "gradient", got, instead)
-
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Trajectory:
-        return Trajectory(jnp.sqrt(context.temperature) * draw.noise[0], self.full_potential_fn(position))
-
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
-        end, momentum, work, seen = self._simulate(context, position, memory.momentum, draw)
-        potential = self.full_potential_fn(end)
-        accepted, probability = accept(-(potential - memory.potential + work) / context.temperature, draw.uniform)
-        back = (position, Trajectory(-memory.momentum, memory.potential))
-        kept, trajectory = select(accepted, (end, Trajectory(momentum, potential)), back)
-        return StepResult(kept, trajectory, seen, probability)
-
-    def _simulate(self, context: StepContext, position: Array, momentum: Array, draw: StepRandomness) -> tuple:
-        """Return the end (theta_L, r_L), the sum of kinetic changes, and the first evaluation."""
-        h, adaptation = jnp.sqrt(context.step_size), context.adaptation
-        rate = 0.5 * self.friction * h
-
-        def kick(r, gradient):
-            return r - 0.5 * h * context.transpose(adaptation, gradient)
-
-        def obabo(step, carry):
-            theta, r, work, first = carry
-            batch = jax.tree.map(lambda leaf: leaf[step] if self.num_steps > 1 else leaf, draw.batch)
-            fresh = refreshed(r, draw.noise[2 * step], rate, context.temperature)
-            here = context.evaluate(theta, batch)
-            kicked = kick(fresh, here.gradient)
-            theta = theta + h * context.root(adaptation, kicked)
-            kicked = kick(kicked, context.evaluate(theta, batch).gradient)
-            work = work + 0.5 * (squared_norm(kicked) - squared_norm(fresh))
-            last = refreshed(kicked, draw.noise[2 * step + 1], rate, context.temperature)
-            # Statistics and adaptation use the start of the trajectory, which belongs to the chain in any case.
-            return theta, last, work, select(step == 0, here, first)
-
-        zero = jnp.zeros((), position.dtype)
-        blank = Evaluation(position, zero, jnp.zeros_like(position), adaptation)
-        return lax.fori_loop(0, self.num_steps, obabo, (position, momentum, zero, blank))
-
-    def momentum(self, memory: Trajectory) -> Array:
         return memory.momentum

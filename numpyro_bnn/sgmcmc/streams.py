@@ -132,10 +132,7 @@ _ROUNDS = 64
 
 
 class Stream(Protocol):
-    """A source of minibatches; ``independent`` says whether those of different steps are independent."""
-
-    @property
-    def independent(self) -> bool: ...
+    """A source of minibatches."""
 
     def draw(self, words: Array, step: Array) -> Any:
         """Return the minibatch of ``step`` (uint32 scalar) under the seed ``words`` (uint32, (2,))."""
@@ -151,8 +148,6 @@ def _check_sizes(call: str, num_data: int, batch_size: int) -> None:
 @dataclass(frozen=True)
 class FullData:
     """The stream of a full-data gradient: no indices."""
-
-    independent = True
 
     def draw(self, words: Array, step: Array) -> tuple[()]:
         return ()
@@ -174,7 +169,6 @@ class WithReplacement:
 
     num_data: PositiveInt
     batch_size: PositiveInt
-    independent = True
 
     def __post_init__(self) -> None:
         check_fields("sgmcmc.WithReplacement", self)
@@ -207,7 +201,6 @@ class Epochs:
 
     num_data: PositiveInt
     batch_size: PositiveInt
-    independent = False
 
     def __post_init__(self) -> None:
         call = "sgmcmc.Epochs"
@@ -263,8 +256,6 @@ def _hash_bit(x: Array, salt: Array) -> Array:
 class Keys:
     """A fresh typed key per step, for potentials that are themselves random."""
 
-    independent = True
-
     def draw(self, words: Array, step: Array) -> Array:
         pair = jnp.stack(threefry(words, jnp.uint32(0), step.astype(jnp.uint32)))
         return jax.random.wrap_key_data(pair, impl="threefry2x32")
@@ -275,10 +266,6 @@ class ProductStream:
     """Several streams side by side, one per name (nested or parallel plates), with independent seeds."""
 
     streams: Mapping[str, Any]
-
-    @property
-    def independent(self) -> bool:
-        return all(stream.independent for stream in self.streams.values())
 
     def draw(self, words: Array, step: Array) -> dict[str, Any]:
         # Steps never reach the last counter, so the words of a part are not among those of any stream.

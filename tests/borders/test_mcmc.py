@@ -40,7 +40,6 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
 
 BLOCKS = {
     "MALA": lambda: infer.MALA(normal_gamma, steps_per_draw=3),
-    "GGMC": lambda: infer.GGMC(normal_gamma, num_steps=2, steps_per_draw=2),
     "SGHMC": lambda: infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15),
 }
 
@@ -92,7 +91,6 @@ def test_gibbs_starts_from_constrained_values():
     ("name", "cost"),
     [
         ("MALA", 1),
-        pytest.param("GGMC", 0, marks=pytest.mark.slow),
         pytest.param("SGHMC with control variates", 3, marks=pytest.mark.slow),
         pytest.param("SGNHT", 1, marks=pytest.mark.slow),
         pytest.param("MCLMC", 1, marks=pytest.mark.slow),
@@ -118,7 +116,7 @@ def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), again.engine, there.engine)
     differ = jax.tree.map(lambda a, b: bool(np.any(a != b)), other.engine, there.engine)
     assert any(jax.tree.leaves(differ))
-    if name in ("MALA", "GGMC"):
+    if name == "MALA":
         exact = jax.jit(lambda z: numpyro.infer.util.potential_energy(SPREAD.model, (x, y + 1.0), {}, z))(there.z)
         np.testing.assert_allclose(other.engine.memory.potential, exact, rtol=1e-5)
 
@@ -160,7 +158,7 @@ def test_flax_modules():
     """`net$params` starts at random values; it is no randomness of the potential, and parallel chains share it."""
     pytest.importorskip("flax.linen")
     entry = ZOO["flax"]
-    kernel = infer.GGMC(entry.model, 1e-3, steps_per_draw=5)  # refuses random potentials
+    kernel = infer.MALA(entry.model, 1e-3, steps_per_draw=5)  # refuses random potentials
     mcmc = MCMC(kernel, num_warmup=4, num_samples=6, num_chains=2, chain_method="parallel", progress_bar=False)
     mcmc.run(jax.random.key(0), *entry.args)
     draws = mcmc.get_samples()

@@ -121,7 +121,7 @@ def test_warmup_may_come_before_run():
     [
         pytest.param("SGHMC with control variates", "sequential", True, id="sequential", marks=pytest.mark.slow),
         pytest.param("MALA", "parallel", False, id="parallel"),
-        pytest.param("GGMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
+        pytest.param("GHMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
         pytest.param("MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow),
         pytest.param("SGLD", infer.parallel_vectorized, False, id="split over devices", marks=pytest.mark.slow),
     ],

@@ -108,7 +108,6 @@ LINEAR = {
     "GHMC": (
         infer.GHMC, {"step_size": 1.2e-2, "num_steps": 4, "momentum_decay": 0.5, "steps_per_draw": 8, **SHORT}, exact
     ),
-    "GGMC": (infer.GGMC, {"step_size": 2e-4, "num_steps": 3, "steps_per_draw": 20, **SHORT}, exact),
 }  # fmt: skip
 FAST = ("SGLD", "MALA")  # a biased and an exact kernel
 

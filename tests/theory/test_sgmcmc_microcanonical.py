@@ -224,20 +224,3 @@ def test_the_way_down_is_taken_in_warm_up_only():
     assert int(after.statistics.num_refused) > 0
     assert int(within.statistics.num_refused) == 0
     assert float(rounded(within.position)) < float(rounded(after.position)) < float(rounded(start))
-
-
-@slow
-def test_gradients_alone_show_the_energy_error_of_gaussians():
-    """The trapezoidal rule is exact: with and without potentials the same steps are refused, to the same places."""
-    scale = np.linspace(0.5, 2.0, 40).astype(np.float32)
-    ends = []
-    for energy in (True, False):
-        dynamics = Microcanonical(5.0, energy=energy, max_energy_error=0.1)
-        sampler = build(Full(lambda q: rounded(scale * q)), dynamics, schedule=4.0)
-        state = sampler.init(jax.random.normal(jax.random.key(1), (40,)) / scale, jax.random.key(0))
-        ends.append(jax.jit(sampler.run, static_argnums=1)(state, 50))
-    counts = [int(end.statistics.num_refused) for end in ends]
-    assert counts[0] == counts[1]
-    assert 3 < counts[0] < 40
-    np.testing.assert_allclose(ends[1].position, ends[0].position, rtol=1e-2, atol=1e-3)
-    np.testing.assert_allclose(ends[1].memory.potential, ends[0].memory.potential, rtol=1e-3)

@@ -14,19 +14,19 @@ from helpers import refused
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.sgmcmc import BAOAB, GGMC, HMC, MALA, Microcanonical, NoseHoover, Overdamped, build
+from numpyro_bnn.sgmcmc import BAOAB, HMC, MALA, Microcanonical, NoseHoover, Overdamped, build
 from numpyro_bnn.sgmcmc.dynamics import LastGradient, Momentum, Thermostat
 from numpyro_bnn.sgmcmc.engine import LOST, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import separate
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
-from numpyro_bnn.sgmcmc.metropolis import Phase, Trajectory
+from numpyro_bnn.sgmcmc.metropolis import Phase
 
 EPS, TEMPERATURE, FRICTION = 0.09, 0.6, 1.7
 H = EPS**0.5
 L = np.linalg.cholesky(np.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 0.7]]))
 POSITION, R = np.array([0.4, -0.9, 1.2]), np.array([1.1, -0.3, 0.5])
-NOISE = np.random.default_rng(0).normal(size=(6, 3))
-SHIFT = np.array([[0.3, -0.2, 0.1], [-0.4, 0.6, 0.2], [0.1, 0.1, -0.5]])  # minibatches
+NOISE = np.random.default_rng(0).normal(size=(3, 3))
+SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
 ALWAYS, NEVER = 1e-300, 1.0  # uniform numbers: every proposal is accepted, or none that raises the energy
 
 
@@ -66,10 +66,10 @@ def same(found, expected):
 @pytest.mark.parametrize("temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"])
 def test_overdamped(temperature, x64):
     last = LastGradient(jnp.asarray(slope(POSITION)))
-    found = one_step(Overdamped(), last, NOISE[:1], SHIFT[0], temperature=temperature)
+    found = one_step(Overdamped(), last, NOISE[:1], SHIFT, temperature=temperature)
     q = POSITION + L @ (-EPS / 2 * L.T @ slope(POSITION) + math.sqrt(EPS * temperature) * NOISE[0])
     same(found.position, q)
-    same(found.memory.gradient, slope(q, SHIFT[0]))
+    same(found.memory.gradient, slope(q, SHIFT))
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def test_overdamped(temperature, x64):
 )
 def test_baoab(friction, temperature, x64):
     memory = Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION)))
-    found = one_step(BAOAB(friction), memory, NOISE[:1], SHIFT[0], temperature=temperature)
+    found = one_step(BAOAB(friction), memory, NOISE[:1], SHIFT, temperature=temperature)
     kicked = kick(R, POSITION, H / 2)
     q = POSITION + H / 2 * L @ kicked
     fresh = refresh(kicked, friction * H, NOISE[0], temperature)
     q = q + H / 2 * L @ fresh
     same(found.position, q)
-    same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT[0]))
-    same(found.memory.gradient, slope(q, SHIFT[0]))
+    same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT))
+    same(found.memory.gradient, slope(q, SHIFT))
 
 
 def test_momenta_start_at_the_temperature(x64):
     """... and so at rest at zero."""
     randomness = StepRandomness(jnp.asarray(NOISE[:1]), jnp.asarray(0.0), jnp.asarray(1.0))
-    for dynamics in (BAOAB(1.0), NoseHoover(1.0), HMC(2), GGMC(potential, 2, 1.0)):
+    for dynamics in (BAOAB(1.0), NoseHoover(1.0), HMC(2)):
         for temperature in (TEMPERATURE, 0.0):
             memory = dynamics.init(context(temperature=temperature), jnp.asarray(POSITION), randomness)
             same(dynamics.momentum(memory), math.sqrt(temperature) * NOISE[0])
@@ -105,13 +105,13 @@ def test_thermostat(xi, x64):
     warm = H / 2 / 1.4 * (kicked @ kicked / 3 - TEMPERATURE)
     start = xi if xi else -warm
     memory = Thermostat(*map(jnp.asarray, (R, slope(POSITION), start)))
-    found = one_step(NoseHoover(FRICTION, mass=1.4), memory, NOISE[:1], SHIFT[0])
+    found = one_step(NoseHoover(FRICTION, mass=1.4), memory, NOISE[:1], SHIFT)
     half = start + warm
     spread = FRICTION * (-np.expm1(-2 * half * H) / half if xi else 2 * H)
     fresh = math.exp(-half * H) * kicked + math.sqrt(spread * TEMPERATURE) * NOISE[0]
     q = POSITION + H / 2 * L @ (kicked + fresh)
     same(found.position, q)
-    same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT[0]))
+    same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT))
     xi = half + H / 2 / 1.4 * (fresh @ fresh / 3 - TEMPERATURE)
     np.testing.assert_allclose(found.memory.friction, xi, rtol=1e-12, atol=1e-15)
 
@@ -153,25 +153,6 @@ def test_hmc(uniform, x64):
     same(found.memory.momentum, r if uniform == ALWAYS else -start)
 
 
-@pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
-def test_ggmc(uniform, x64):
-    """Each of three steps has its minibatch; a rejected trajectory returns to (theta, -r) of its very start."""
-    memory = Trajectory(jnp.asarray(R), jnp.asarray(potential(POSITION)))
-    found = one_step(GGMC(potential, 3, FRICTION), memory, NOISE, SHIFT, uniform)
-    q, r, work = POSITION, R, 0.0
-    for step in range(3):
-        fresh = refresh(r, FRICTION * H / 2, NOISE[2 * step])
-        r = kick(fresh, q, H / 2, SHIFT[step])
-        q = q + H * L @ r
-        r = kick(r, q, H / 2, SHIFT[step])
-        work += r @ r / 2 - fresh @ fresh / 2
-        r = refresh(r, FRICTION * H / 2, NOISE[2 * step + 1])
-    same(found.accept_prob, probability(potential(POSITION), potential(q) + work))
-    same(found.position, q if uniform == ALWAYS else POSITION)
-    same(found.memory.momentum, r if uniform == ALWAYS else -R)
-    same(found.memory.potential, potential(np.asarray(found.position)))
-
-
 # -- the engine ------------------------------------------------------------------------------------------
 
 N = 40
@@ -199,11 +180,10 @@ SAMPLERS = {
     "thermostat": (build(VARIATES, NoseHoover(1.0), schedule=0.01), 2),
     "MALA": (build(ALL, MALA(), schedule=0.05), 1),
     "HMC": (build(ALL, HMC(4, momentum_decay=0.5), SCALES, schedule=0.05), 5),
-    "GGMC": (build(PLAIN, GGMC(of_all, 3, friction=1.0), schedule=0.01), 6),
     "MCLMC": (build(ALL, Microcanonical(1.0), SCALES, schedule=0.05), 2),
     "MCLMC on minibatches": (build(PLAIN, Microcanonical(1.0, "leapfrog", fresh=True), schedule=0.05), 2),
 }
-EXACT = ("MALA", "HMC", "GGMC")
+EXACT = ("MALA", "HMC")
 
 
 def rows(*fast):
@@ -297,8 +277,6 @@ def test_statistics_are_means_of_what_happened():
 
 class Odd:
     """The minibatch is the number of the step, and 0 at the start."""
-
-    independent = True
 
     def draw(self, words, step):
         return jnp.ravel(step)
@@ -452,7 +430,6 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
         ("temperature", lambda: build(ALL, MALA(), schedule=0.1, temperature=0.0)),
         ("gradient", lambda: build(PLAIN, MALA(), schedule=0.1)),
         ("gradient", lambda: build(PLAIN, HMC(2), schedule=0.1)),
-        ("gradient", lambda: build(EPOCHS, GGMC(of_all, 2, 1.0), schedule=0.1)),
         ("preconditioner", lambda: build(ALL, MALA(), sgmcmc.RMSProp(running=True), schedule=0.1)),
         ("position", lambda: build(ALL, Microcanonical(), schedule=0.1).init(jnp.ones(1), jax.random.key(0))),
         ("position", lambda: SAMPLERS["MALA"][0].init(jnp.zeros((2, 2)), jax.random.key(0))),

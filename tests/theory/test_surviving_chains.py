@@ -213,7 +213,6 @@ BOUNDED_KERNELS = {
     "SGNHT": infer.SGNHT,
     "MALA": infer.MALA,
     "GHMC": partial(infer.GHMC, num_steps=10),
-    "GGMC": infer.GGMC,
     "MCLMC": infer.MCLMC,
 }
 # Every kernel on a likelihood that is NaN behind the border and on one that is finite there; every likelihood.

@@ -299,7 +299,6 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
     ),
     "MALA": partial(chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)),
     "GHMC": partial(chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)),
-    "GGMC": partial(chains, partial(infer.GGMC, step_size=0.03, warm_start=0.0, steps_per_draw=40)),
     "MCLMC": partial(chains, partial(infer.MCLMC, **_MICROCANONICAL), allowed=0.05, minibatch=True),
 }
 WRAPPERS: dict[str, Callable[[Problem], Figure]] = {

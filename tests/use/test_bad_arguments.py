@@ -328,7 +328,6 @@ ROWS = {
         (lambda: infer.MALA(LINE, gradient="control_variates"), "gradient", "Leave it out: this kernel uses"),
         (lambda: infer.GHMC(LINE, temperature=0), "temperature", "Pass a finite number above 0."),
         (lambda: infer.MCLMC(LINE, temperature=0.0), "temperature", "Pass a finite number above 0."),
-        (lambda: infer.GGMC(LINE, minibatches="epochs"), "minibatches", "It is exact with independent minibatches"),
         (lambda: infer.MCLMC(LINE, energy_variance=(1, 2, 3)), "energy_variance", "Pass a number or (first, last)."),
         (lambda: infer.implied_bias([0.1, -1]), "energy_variance", "Pass a finite number at least 0."),
         (lambda: infer.OrbitMoves(NUTS, [symmetry.Scale("w")]), "kernel", "Pass a kernel made from a model that has"),

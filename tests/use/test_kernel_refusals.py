@@ -237,12 +237,8 @@ def test_changed_sizes_are_refused_on_resume():
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda model: infer.MALA(model, 0.1),
-        lambda model: infer.GGMC(model, 0.1),
-        lambda model: infer.SGLD(model, 0.1, gradient="control_variates"),
-    ],
-    ids=["MALA", "GGMC", "control variates"],
+    [lambda model: infer.MALA(model, 0.1), lambda model: infer.SGLD(model, 0.1, gradient="control_variates")],
+    ids=["MALA", "control variates"],
 )
 def test_random_potentials_are_refused_where_one_value_is_needed(make):
     entry = ZOO["random inside"]

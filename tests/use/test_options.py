@@ -70,7 +70,7 @@ NEEDED = {
     "source": lambda: X,
 }
 # Options of the base class of which a kernel takes one value only.
-NOT_TAKEN = {"CyclicalSGLD": {"steps_per_draw", "warm_start"}, "GGMC": {"minibatches"}}
+NOT_TAKEN = {"CyclicalSGLD": {"steps_per_draw", "warm_start"}}
 NOT_TAKEN |= {
     "MALA": {"gradient"},
     "GHMC": {"gradient"},
@@ -256,7 +256,7 @@ def fast_only(names, *fast):
 PRIORS = (
     "Normal Laplace StudentT ScaleMixture Hierarchical ARD GammaPrecision Horseshoe RegularizedHorseshoe GPFilters"
 )
-KERNELS = "SGLD PSGLD SGHMC SGNHT GGMC MALA GHMC MCLMC"
+KERNELS = "SGLD PSGLD SGHMC SGNHT MALA GHMC MCLMC"
 GUIDES = "AutoMeanField AutoStructured AutoCoupling AutoBlocks TraceLocalReparam_ELBO TraceFlipout_ELBO"
 
 
