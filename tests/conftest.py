@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.monitoring
 import pytest
-from jax._src.interpreters import mlir
 
 FLAGS = [
     # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
@@ -38,22 +36,6 @@ SLOWEST_FILES = 10
 
 
 # -- compiling ---------------------------------------------------------------------------------------
-
-
-class SharedContexts(threading.local):
-    """One context of MLIR for a hundred programs of a thread: JAX makes one for each, half of its lowering."""
-
-    def __init__(self, make):
-        self.make, self.left, self.context = make, 0, None
-
-    def __call__(self):
-        self.left = (self.left or 100) - 1
-        self.context = self.make() if self.left == 99 else self.context
-        return self.context
-
-
-if jax.__version_info__ < (0, 11):  # it is no public function of JAX; without this the tests are slower, no more
-    mlir.make_ir_context = SharedContexts(mlir.make_ir_context)
 
 
 @pytest.hookimpl(wrapper=True)
