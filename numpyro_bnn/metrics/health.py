@@ -210,11 +210,27 @@ class _Checks:
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         """Arguments of a network with a row per observation, as (N, D), or (N height width, channels) for images."""
-        rows = {len(y) for y in self.arrays("observed_data").values() if np.ndim(y)}
-        held = {name: x for name, x in self.arrays("constant_data").items() if np.ndim(x) and len(x) in rows}
+        held = {}
+        for name, x in self.arrays("constant_data").items():
+            axis = self._row_axis(name)
+            if axis is not None:
+                held[name] = np.moveaxis(x, axis, 0)
         wide = {name: x for name, x in held.items() if x.ndim > 1} or (held if len(held) == 1 else {})
         wide = {name: x for name, x in wide.items() if x.dtype.kind == "f" or (x.ndim > 1 and x.dtype.kind in "iu")}
         return {name: table(x) for name, x in wide.items()} if self.has_network else {}
+
+    def _row_axis(self, name: str) -> int | None:
+        """The axis of an argument that has a dimension of observed data; without plates, a first one as long."""
+        targets = self.groups["observed_data"].data_vars if "observed_data" in self.groups else {}
+        dims = [str(dim) for dim in self.groups["constant_data"][name].dims]
+        own = {str(y.dims[0]) for site, y in targets.items() if y.ndim and y.dims[0] == f"{site}_dim_0"}
+        # A dimension called like a variable has the ending `_dim`.
+        rows = {str(y.dims[0]).removesuffix("_dim") for y in targets.values() if y.ndim}
+        found = [axis for axis, dim in enumerate(dims) if dim.removesuffix("_dim") in rows]
+        if found or not own:
+            return found[0] if found else None
+        lengths = {y.sizes[dim] for y in targets.values() for dim in y.dims[:1] if dim in own}
+        return 0 if dims and self.groups["constant_data"].sizes[dims[0]] in lengths else None
 
     # -- the checks ----------------------------------------------------------------------------------------
 
@@ -365,8 +381,10 @@ class _Checks:
         return (len(found), 0, f"constant columns: {', '.join(found[:5]) or 'none'}") if tables else None
 
     def extrapolation(self) -> Measured:
-        held = self.arrays("predictions_constant_data")
-        pairs = {name: (x, table(held[name])) for name, x in self.inputs.items() if name in held and x.size}
+        held, pairs = self.arrays("predictions_constant_data"), {}
+        for name, x in self.inputs.items():
+            if name in held and x.size:
+                pairs[name] = x, table(np.moveaxis(held[name], self._row_axis(name) or 0, 0))
         return max((extrapolated(*pair, f" new rows of {name}") for name, pair in pairs.items()), default=None)
 
     def few_draws(self) -> Measured:

@@ -1,12 +1,20 @@
 """Which axis of which array of a model comes from which plate or argument: by its program, never by a length."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from numpyro_bnn._axes import Axis, Place, Rows, follow_axes
+from numpyro_bnn._axes import RESHAPES, SUMMED, Axis, Place, Rows, follow_axes, reshaped, rule_of
+from numpyro_bnn._jaxprs import ADDRESSING, called
 from numpyro_bnn.program.reading import Reading, Sites
+
+# Operations that sum over whole axes, and those along an axis whose elements stay as many.
+SUMS = {f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or", "xor")}
+SUMS |= {"argmax", "argmin", "dot_general"}
+ALIGNED = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"}
 
 
 def axes_of_data(
@@ -36,7 +44,7 @@ def axes_of_data(
     for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
         numbered = Rows()
         if path[0].key != "latent":
-            for axis, size in enumerate(jax.numpy.shape(leaf)):
+            for axis, size in enumerate(jnp.shape(leaf)):
                 numbered[Axis(path[1].key, axis, size)] = Place(axis, 1)
         inputs.append(numbered)
     keys = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
@@ -46,3 +54,251 @@ def axes_of_data(
             whole = place is not None and place.inner == 1 and outputs[key].shape[place.axis] == label.size
             found[key][label] = place.axis if whole else None
     return found
+
+
+class Counted(NamedTuple):
+    """Which axes of arguments, named by place and axis, and which plates count the same things.
+
+    :param kinds: axis or plate -> the same label for all that count the same.
+    :param unclear: axes that pass an operation whose axes are not followed, that no site is computed from, or that
+        are summed by themselves, as in a mean of data.
+    """
+
+    kinds: Mapping[Any, Any] = {}
+    unclear: frozenset[Any] = frozenset()
+
+    def alike(self, first: Any, second: Any) -> bool | None:
+        """Whether two of them count the same, ``None`` if the program does not tell."""
+        if first not in self.kinds or second not in self.kinds:
+            return None
+        if self.kinds[first] == self.kinds[second]:
+            return True
+        return None if {first, second} & self.unclear else False
+
+
+def counted(reading: Reading) -> Counted:
+    """Which axes of the arguments of a model count the rows of which plate, or each other's elements.
+
+    Two axes count the same where their elements meet one by one: in arithmetic, in a sum over both, where a plate's
+    index looks up elements, or in a site within the plate. A table that other data look up counts its own levels.
+
+    >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> def model(x, table, group):
+    ...     with numpyro.plate("data", 3) as i:
+    ...         mean = x.T[i] @ jnp.ones(2) + table[group[i]]
+    ...         numpyro.sample("y", dist.Normal(mean, 1.0), obs=jnp.ones(3))
+    >>> found = counted(Reading(model, (), dict(x=jnp.ones((2, 3)), table=jnp.ones(3), group=jnp.arange(3))))
+    >>> [found.alike(axis, "data") for axis in [("x", 0), ("x", 1), ("table", 0), ("group", 0)]]
+    [False, True, False, True]
+    """
+    plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
+    given = {"data": reading._arrays, "plates": reading.shapes(plates), "latent": reading.shapes()}
+
+    def program(given: Mapping[str, Any]) -> list[jax.Array]:
+        sites = reading._on(given["data"]).at({**given["latent"], **given["plates"]})
+        return [sites[name]["fn"].log_prob(sites[name]["value"]) for name in samples]
+
+    samples = [name for name, site in reading.sites.items() if site["type"] == "sample"]
+    closed, densities = jax.make_jaxpr(program, return_shape=True)(given)
+    inputs, followed = [], _Meetings()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
+        kind, name = (part.key for part in path[:2])
+        places = set()
+        for axis, size in enumerate(jnp.shape(leaf)):
+            key = {"data": (name, axis), "plates": name}.get(kind, (kind, name, axis))
+            if size > 1:  # one element may be meant for any number of others
+                places.add((_Label(key, size), Place(axis, 1)))
+        inputs.append(_Value(frozenset(places), kind == "plates"))
+    arrived, rows = set(), set()
+    for name, shape, value in zip(samples, densities, followed.walk(closed.jaxpr, inputs), strict=True):
+        reached: set[tuple[_Label, Place | None]] = set(value.places)
+        for frame in reading.sites[name]["cond_indep_stack"]:
+            if len(shape.shape) >= -frame.dim and shape.shape[frame.dim] == frame.size > 1:
+                label = _Label(frame.name, frame.size)
+                reached.add((label, Place(len(shape.shape) + frame.dim, 1)))
+                if name in reading.observed:
+                    rows.add(label)
+        followed.meet(reached)
+        arrived |= {label for label, _ in reached}
+    labels = {label for value in inputs for label, _ in value.places} | arrived
+    kinds = {label: followed.first(label) for label in labels}
+    kinds_of_rows = {kinds[label] for label in rows}
+    unclear = followed.lost | (labels - arrived)
+    for label, others in followed.beside.items():
+        if kinds_of_rows.isdisjoint(kinds[other] for other in others):
+            unclear.add(label)
+    return Counted({label.key: kinds[label] for label in labels}, frozenset(label.key for label in unclear))
+
+
+class _Label(NamedTuple):
+    """The name of a plate, or place and axis of an argument; and its size."""
+
+    key: Any
+    size: int
+
+
+Places: TypeAlias = frozenset[tuple[_Label, Place | None]]
+
+
+class _Value(NamedTuple):
+    """Where labels lie in a value, each maybe at several places.
+
+    :param is_index: whether it is the index of a plate.
+    :param columns: values that it stacks along its last axis, as ``x[i, j]`` does.
+    """
+
+    places: Places = frozenset()
+    is_index: bool = False
+    columns: tuple["_Value", ...] = ()
+
+
+class _Meetings:
+    """Follows labels through a program by all paths, and joins those whose elements meet."""
+
+    def __init__(self) -> None:
+        self._before: dict[_Label, _Label] = {}
+        #: Labels that pass an operation whose axes are not followed.
+        self.lost: set[_Label] = set()
+        #: Labels that are summed or looked up, and the labels of the axes that are left.
+        self.beside: dict[_Label, set[_Label]] = {}
+
+    def first(self, label: _Label) -> _Label:
+        """The label that stands for all that count the same."""
+        while label in self._before:
+            label = self._before[label]
+        return label
+
+    def meet(self, places: Iterable[tuple[_Label, Place | None]]) -> None:
+        """Join the labels that lie at the same place."""
+        by_place: dict[Any, _Label] = {}
+        for label, place in places:
+            if place is not SUMMED:
+                first = self.first(label)
+                other = self.first(by_place.setdefault((place, label.size), label))
+                if first != other:
+                    self._before[first] = other
+
+    def walk(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """The values of the outputs, from those of the inputs."""
+        known: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(variables: Sequence[Any]) -> list[_Value]:
+            return [_Value() if isinstance(var, Literal) else known.get(var, _Value()) for var in variables]
+
+        for equation in jaxpr.eqns:
+            operands, name, inner = read(equation.invars), equation.primitive.name, called(equation)
+            if not any(operand.places for operand in operands):
+                continue
+            if inner is not None:
+                outputs = self.walk(inner, operands)
+            elif name == "scan":
+                outputs = self._scan(equation, operands)
+            elif name == "cond":
+                outputs = self._branches(equation, operands)
+            else:
+                outputs = [self._moved(equation, operands)] * len(equation.outvars)
+            for output in outputs:
+                self.meet(output.places)
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return read(jaxpr.outvars)
+
+    def _moved(self, equation: Any, operands: Sequence[_Value]) -> _Value:
+        found, contracted, summed = set(), set(), set()
+        for number, operand in enumerate(operands):
+            for label, place in operand.places:
+                after = place if place is SUMMED else self._move(equation, operands, number, label, place)
+                found.add((label, after))
+                if place is not SUMMED and after is SUMMED:
+                    summed.add(label)
+                    if equation.primitive.name == "dot_general":
+                        axes = equation.params["dimension_numbers"][0][number]
+                        contracted.add((label, Place(tuple(axes).index(place.axis), place.inner)))
+        self.meet(contracted)
+        self._sum(summed, found)
+        is_index = equation.primitive.name in ADDRESSING and any(operand.is_index for operand in operands)
+        if equation.primitive.name != "concatenate":
+            return _Value(frozenset(found), is_index)
+        return _Value(frozenset(found), is_index, _columns(equation, operands))
+
+    def _move(self, equation: Any, operands: Sequence[_Value], number: int, label: _Label, place: Place) -> Any:
+        """The place of a label after an operation; what no rule says is lost."""
+        name, (move, _) = equation.primitive.name, rule_of(equation, {})
+        if name in ALIGNED:
+            return place
+        if name in RESHAPES:
+            shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            after = reshaped(place, label.size, *shapes)[0]
+        else:
+            after = None if move is None else move(equation, number, place)
+        if after is not SUMMED or name in SUMS:
+            return after
+        if name == "gather" and number == 0:
+            return self._looked_up(equation, label, place, operands[1])
+        self.lost.add(label)
+        return SUMMED
+
+    def _looked_up(self, equation: Any, label: _Label, place: Place, index: _Value) -> Place | None:
+        """The place of elements that are looked up: that of the plate whose index does it."""
+        axes = list(equation.params["dimension_numbers"].start_index_map)
+        column = _Value()
+        if place.axis in axes and len(axes) == 1:
+            column = index
+        elif place.axis in axes and index.columns:
+            column = index.columns[axes.index(place.axis)]
+        for other, at in column.places:
+            if column.is_index and at is not SUMMED and isinstance(other.key, str):
+                return rule_of(equation, {})[0](equation, 1, at)  # type: ignore[misc]
+        by_data = {other for other, _ in column.places if not isinstance(other.key, str)}
+        if not by_data or by_data & self.lost:
+            self.lost.add(label)
+        return SUMMED
+
+    def _sum(self, labels: Iterable[_Label], places: Iterable[tuple[_Label, Place | None]]) -> None:
+        left = {label for label, place in places if place is not SUMMED}
+        for label in labels:
+            self.beside.setdefault(label, set()).update(left)
+
+    def _branches(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
+        chosen: Places = frozenset((label, SUMMED) for label, _ in operands[0].places)
+        results = [chosen for _ in equation.outvars]
+        for branch in equation.params["branches"]:
+            outputs = self.walk(branch.jaxpr, operands[1:])
+            results = [places | output.places for places, output in zip(results, outputs, strict=True)]
+        return [_Value(places) for places in results]
+
+    def _scan(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
+        first = equation.params["num_consts"]
+        last = first + equation.params["num_carry"]
+        scanned = [(label, at) for operand in operands[last:] for label, at in operand.places]
+        steps = frozenset((label, at) for label, at in scanned if at is not SUMMED and at.axis == 0)
+        self.meet(steps)
+        slices = [_Value(_shifted(operand.places, -1)) for operand in operands[last:]]
+        for sliced in slices:
+            self._sum({label for label, _ in steps}, sliced.places)
+        carried = [operand.places for operand in operands[first:last]]
+        while True:
+            inputs = [*operands[:first], *map(_Value, carried), *slices]
+            outputs = [output.places for output in self.walk(equation.params["jaxpr"].jaxpr, inputs)]
+            before = carried
+            carried = [a | b for a, b in zip(before, outputs[: last - first], strict=True)]
+            if carried == before:
+                stacked = [_shifted(places, 1) for places in outputs[last - first :]]
+                return [*map(_Value, carried), *(_Value(places | steps) for places in stacked)]
+
+
+def _shifted(places: Iterable[tuple[_Label, Place | None]], by: int) -> Places:
+    """The places in the slices of an array, or in an array of slices."""
+    found = set()
+    for label, place in places:
+        if place is not SUMMED:
+            axis = place.axis + by
+            place = SUMMED if axis < 0 else place._replace(axis=axis)
+        found.add((label, place))
+    return frozenset(found)
+
+
+def _columns(equation: Any, operands: Sequence[_Value]) -> tuple[_Value, ...]:
+    """The operands that are stacked as columns, if each is one."""
+    shapes = [var.aval.shape for var in equation.invars]
+    stacks = equation.params["dimension"] == len(shapes[0]) - 1
+    return tuple(operands) if stacks and all(shape[-1] == 1 for shape in shapes) else ()

@@ -152,7 +152,8 @@ def to_inference_data(
     exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk, progress_bar)
     new = None
     if predictions is not None:
-        new = replay.for_prediction(fit.arguments, predictions, exporter.observed, exporter.affecting)
+        parts = exporter.observed, exporter.affecting, exporter.counts
+        new = replay.for_prediction(fit.arguments, predictions, *parts)
     chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
     given = set(predictions or {})
     _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})

@@ -16,6 +16,7 @@ from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.axes import Counted, counted
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
@@ -42,6 +43,7 @@ class Exporter:
         self.coords = {**dict(fit.stat_coords.values()), **coords}
         self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
         self.draws_per_chunk = draws_per_chunk
+        self._counted: Counted | None = None
         self.without_rows: list[str] = []  # factors of the data that are no log likelihood of single rows
         self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
         reading = self.read(fit.arguments)
@@ -149,6 +151,12 @@ class Exporter:
 
         return set().union(*self.reading.sources(parts).values())
 
+    def counts(self) -> Counted:
+        """Which axes of the arguments count the rows of which plate."""
+        if self._counted is None:
+            self._counted = counted(self.reading)
+        return self._counted
+
     def warn_of_missing(self, groups: Mapping[str, Any]) -> None:
         """Say what a reader of these groups would look for in vain."""
         if "log_likelihood" in groups and self.without_rows:
@@ -236,9 +244,10 @@ class Exporter:
         sites = site_values(model, self.first, jax.random.key(0), *shared[1:], self.redrawn)
         values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
         arrays = {name: value for name, value in new.arrays.items() if name in given}
-        lengths = {len(value) for value in arrays.values()}
         plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
-        rows = {safe(name) for name, size in plates.items() if size in lengths}
+        rows = set()
+        for name, value in arrays.items():
+            rows |= {self._plate(name, axis, size, plates) for axis, size in enumerate(np.shape(value))}
         others = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
         exporter = copy(self)
         exporter.coords = {**others, **new_coords}
@@ -310,14 +319,26 @@ class Exporter:
         return self._dataset(variables)
 
     def _constants(self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]) -> Any:
-        """Dataset of array arguments; a leading axis as long as a plate is that plate."""
-        plates = {site["args"][0]: safe(name) for name, site in sites.items() if site["type"] == "plate"}
+        """Dataset of array arguments; an axis that counts the rows of a plate is named after it."""
+        plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
         variables = {}
         for name, value in arrays.items():
             if name not in left_out:
-                first, *others = self._dims(name, np.shape(value))
-                variables[name] = ((plates.get(np.shape(value)[0], first), *others), np.asarray(value))
+                dims = list(self._dims(name, np.shape(value)))
+                for axis, size in enumerate(np.shape(value)):
+                    plate = self._plate(name, axis, size, plates)
+                    if plate is not None and plate not in dims:
+                        dims[axis] = plate
+                variables[name] = (dims, np.asarray(value))
         return self._dataset(variables)
+
+    def _plate(self, name: str, axis: int, size: int, plates: Mapping[str, int]) -> str | None:
+        """The plate whose rows an axis counts; by its length if the program cannot say and the axis is the first."""
+        fitting = [plate for plate, rows in plates.items() if rows == size]
+        told = {plate: self.counts().alike((name, axis), plate) for plate in fitting}
+        sure = [plate for plate, answer in told.items() if answer]
+        guessed = [plate for plate, answer in told.items() if answer is None and axis == 0]
+        return next(map(safe, [*sure, *guessed[::-1]]), None)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         named = tuple(self.dims.get(name, self._default_dims(name, shape)))

@@ -15,6 +15,7 @@ from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, Call, as_numpy
+from numpyro_bnn.program.axes import Counted
 from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
 from numpyro_bnn.program.reading import Sites
 
@@ -40,7 +41,11 @@ def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CA
 
 
 def for_prediction(
-    arguments: Arguments, new: Mapping[str, Any], observed: set[str], affecting: Callable[[], Collection[str]] = tuple
+    arguments: Arguments,
+    new: Mapping[str, Any],
+    observed: set[str],
+    affecting: Callable[[], Collection[str]] = tuple,
+    counts: Callable[[], Counted] = Counted,
 ) -> Arguments:
     """Arguments of a prediction: new values replace the old, and observations without a new value are dropped.
 
@@ -50,6 +55,7 @@ def for_prediction(
     :param new: values by argument name, e.g. ``{"x": x_test, "y": y_test}``.
     :param observed: names of the arguments that carry observations.
     :param affecting: finds the arguments that change what is predicted.
+    :param counts: finds which axes of the arguments have the same rows; where it cannot tell, those of one length.
     :raises ValueError: for an unknown name, NaN, an array of another shape than in the run, mismatched lengths, or an
         argument with one row per training point and no new value that changes what is predicted.
     """
@@ -59,19 +65,27 @@ def for_prediction(
     for name in new:
         if name not in accepted:
             raise unknown_name(CALL, "predictions", name, accepted)
+    rows = _RowAxes(before, observed, counts() if arrays else Counted())
     for name, value in arrays.items():
         if np.issubdtype(np.asarray(value).dtype, np.floating):
             check_finite(CALL, f"predictions[{name!r}]", value)
-        if name in before and np.shape(value)[1:] != np.shape(before[name])[1:]:
-            old = np.shape(before[name])
-            instead = f"Pass (M, *{old[1:]}), one row per new point, as in the run's {old}."
-            raise argument_error(CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead)
-    known = {name: len(value) for name, value in before.items()}
-    for length in set(known.values()):
-        # Arguments with one length in the run are columns of one table, so their new lengths must agree.
-        check_same_length(CALL, **{name: value for name, value in arrays.items() if known.get(name) == length})
-    lengths = {known.get(name) for name in arrays}
-    lacking = [name for name in known.keys() - new.keys() - observed if known[name] in lengths]
+        if name in before:
+            old, axis = list(map(str, np.shape(before[name]))), rows.axes[name]
+            shape = list(map(str, np.shape(value)))
+            if shape[:axis] + shape[axis + 1 :] != old[:axis] + old[axis + 1 :] or len(shape) != len(old):
+                wanted = ", ".join([*old[:axis], "M", *old[axis + 1 :]]) + "," * (len(old) == 1)
+                instead = f"Pass ({wanted}), one row per new point, as in the run's {np.shape(before[name])}."
+                raise argument_error(CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead)
+    known = [name for name in arrays if name in before]
+    for name in known:
+        # Arguments with the same rows in the run are columns of one table, so their new lengths must agree.
+        alike = [other for other in known if rows.same(name, rows.axes[name], other)]
+        check_same_length(CALL, **{other: np.moveaxis(arrays[other], rows.axes[other], 0) for other in alike})
+    lacking = []
+    for name in before.keys() - new.keys() - observed:
+        axes = range(np.ndim(before[name]))
+        if any(rows.same(name, axis, other) for axis in axes for other in known):
+            lacking.append(name)
     affected = affecting() if lacking else ()
     for name in sorted(lacking):
         if name not in arguments.optional or name in affected:
@@ -84,6 +98,27 @@ def for_prediction(
     left_out = {name for name, default in arguments.optional.items() if name in observed and default is None}
     defaults = {name: arguments.optional[name] for name in (*lacking, *left_out)}
     return arguments.with_values({**defaults, **new})
+
+
+class _RowAxes:
+    """The axis of each array of a run that has its rows: the first, unless the program has them along another."""
+
+    def __init__(self, arrays: Mapping[str, Any], observed: set[str], counts: Counted) -> None:
+        self.arrays, self.counts = arrays, counts
+        of_rows = [(name, 0) for name in observed & arrays.keys()]
+        self.axes: dict[str, int] = {}
+        for name, array in arrays.items():
+            told = [{counts.alike((name, axis), row) for row in of_rows} for axis in range(np.ndim(array))]
+            along = [axis for axis, answers in enumerate(told) if True in answers]
+            self.axes[name] = along[0] if along and told[0] == {False} else 0
+
+    def same(self, name: str, axis: int, other: str) -> bool:
+        """Whether an axis of an array has the rows of another array."""
+        along = self.axes[other]
+        if np.shape(self.arrays[name])[axis] != np.shape(self.arrays[other])[along]:
+            return False
+        told = self.counts.alike((name, axis), (other, along))
+        return axis == self.axes[name] if told is None else told
 
 
 def sites_at(

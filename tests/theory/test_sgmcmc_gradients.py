@@ -297,3 +297,11 @@ def test_any_schedule_drives_the_step():
     sampler = build(sgmcmc.Full(lambda q: 0.5 * q @ q), sgmcmc.Overdamped(), schedule=schedule, temperature=0.0)
     state = jax.jit(sampler.run, static_argnums=1)(sampler.init(jnp.ones(2), jax.random.key(0)), 30)
     np.testing.assert_allclose(state.position, np.prod(1 - 0.05 * 0.5 ** (np.arange(30) / 5)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bound", [1, 7, 10**6, 2**31 - 1])
+def test_random_rows_are_the_leading_bits_of_an_exact_product(bound):
+    """Of 64 random bits and the number of rows; at the largest one half of them need the carry."""
+    high, low = np.random.default_rng(0).integers(2**32, size=(2, 500), dtype=np.uint32)
+    exact = [(int(upper) << 32 | int(lower)) * bound >> 64 for upper, lower in zip(high, low, strict=True)]
+    assert sgmcmc.streams.integers(jnp.asarray(high), jnp.asarray(low), bound).tolist() == exact

@@ -235,6 +235,52 @@ def test_new_arguments_with_which_the_model_fails_are_refused(draws_not_evaluate
         bnn.to_inference_data(done, {"x": X[:5]})
 
 
+def over_time(x, knots, offset, y=None):
+    """Bumps at as many knots as training rows, of inputs (T, N)."""
+    kernel = numpyro.sample("net/kernel", dist.Normal(0.0, 10.0).expand([len(knots)]).to_event(1))
+    bumps = jnp.exp(-((x.mean(0)[:, None] - knots[:, 0]) ** 2))
+    with numpyro.plate("data", x.shape[1]) as i:
+        numpyro.sample("y", dist.Normal((bumps @ kernel)[i] + offset[i], 0.5), obs=y)
+
+
+def export_over_time(new, model=over_time):
+    args = np.stack([X, X + 1, X - 1]), np.stack([X, np.ones(N)], 1), Y, Y
+    params = {"net/kernel_auto_loc": np.linspace(-1, 1, N), "net/kernel_auto_scale": np.full(N, 0.1)}
+    options = {"guide": AutoNormal(model), "args": args, "num_samples": DRAWS}
+    return bnn.to_inference_data(SimpleNamespace(params=params), new, **options)
+
+
+@pytest.mark.parametrize("knots", [{}, {"knots": np.stack([X, np.ones(N)], 1)}], ids=["kept", "given"])
+def test_rows_are_followed_through_the_model_and_not_found_by_length(knots):
+    new = {"x": np.stack([X, X + 1, X - 1])[:, :5], "offset": Y[:5], **knots}
+    idata = export_over_time(new)
+    kernel = group(idata, "posterior")["net.kernel"].to_numpy()
+    expected = np.einsum("mk,csk->csm", np.exp(-((X[:5, None] - X) ** 2)), kernel) + Y[:5]
+    np.testing.assert_allclose(group(idata, "predictions")["y_mean"], expected, rtol=1e-4, atol=1e-4)
+    for part, rows in {"constant_data": N, "predictions_constant_data": 5}.items():
+        data = group(idata, part)
+        assert data["x"].dims == ("x_dim_0", "data")
+        assert data["x"].shape == (3, rows)
+        assert data.get("knots", data["x"]).dims in [("knots_dim_0", "knots_dim_1"), ("x_dim_0", "data")]
+    found = {finding.name: finding.value for finding in bnn.metrics.health(idata).findings}
+    assert found["constant_inputs"] == 0  # of inputs, and not of knots
+
+
+def by_mean(x, knots, offset, y=None):
+    over_time(x, knots, jnp.full(x.shape[1], offset.mean()), y)
+
+
+def by_kernel(x, knots, offset, y=None):
+    at = x.mean(0)
+    over_time(x, knots, jnp.exp(-((at[:, None] - at) ** 2)) @ offset, y)
+
+
+@pytest.mark.parametrize("model", [over_time, by_mean, by_kernel])
+def test_old_rows_beside_as_many_new_ones_are_refused(model):
+    with pytest.raises(ValueError, match="no value for 'offset', which has one row per training point"):
+        export_over_time({"x": np.stack([X, X, X])}, model)
+
+
 # -- predict -----------------------------------------------------------------------------------------------
 
 
