@@ -144,6 +144,12 @@ class Classifier(ClassifierMixin, Network):
         reached = generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]
         return self.classes_[reached.sum(axis=2)]
 
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """The fraction of rows whose label is predicted, as scikit-learn has it."""
+        check_is_fitted(self)
+        check_labels(f"{self._call}.score", "y", y)
+        return super().score(X, y, sample_weight)
+
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """Log probability of the label of each row, (N,): larger is better."""
         return self._density_by_factor(X, y, "log_predictive_density")(self.calibration_)

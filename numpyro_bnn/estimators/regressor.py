@@ -227,6 +227,12 @@ class Regressor(RegressorMixin, Network):
             draws = mean + self.calibration_ * (draws - mean)
         return self._in_units(draws)
 
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """R^2 of the means, as scikit-learn has it."""
+        check_is_fitted(self)
+        check_numbers(f"{self._call}.score", "y", y)
+        return super().score(X, y, sample_weight)
+
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is better."""
         return self._density_by_factor(X, y, "log_predictive_density")(self.calibration_)

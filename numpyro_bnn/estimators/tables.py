@@ -13,10 +13,12 @@ DATES = date | timedelta | np.datetime64 | np.timedelta64
 
 
 def check_numbers(call: str, argument: str, table: Any) -> None:
-    """Refuse text, dates, and values that are missing or infinite; scikit-learn checks all else."""
+    """Refuse text, dates, complex numbers, and values that are missing or infinite; scikit-learn checks all else."""
     for where, column in _columns(table):
         if column.dtype.kind in "mM":
             raise _dates(call, argument, column[0], where)
+        if column.dtype.kind == "c":
+            raise _complex(call, argument, where)
         if column.dtype.kind not in "biufc":
             _check_objects(call, argument, column, where)
             try:
@@ -62,11 +64,19 @@ def _dates(call: str, argument: str, value: Any, where: str) -> Exception:
     return argument_error(call, argument, f"dates or durations{where}, such as {value}", instead, TypeError)
 
 
+def _complex(call: str, argument: str, where: str = "") -> Exception:
+    # The first words are those that scikit-learn's `check_estimator` looks for.
+    instead = "Complex data not supported: pass real numbers, such as real and imaginary parts in columns."
+    return argument_error(call, argument, f"complex numbers{where}", instead)
+
+
 def check_labels(call: str, argument: str, y: Any) -> None:
     """Refuse missing labels, which NumPy would turn into the text "nan", and text beside numbers."""
     labels = np.asarray(y, object)
     if labels.ndim != 1:
         return
+    if any(isinstance(label, complex) for label in labels):
+        raise _complex(call, argument)
     missing = [row for row, label in enumerate(labels) if _is_missing(label)]
     if missing:
         got = f"{len(missing)} missing labels (NaN, None), the first in row {missing[0]}"

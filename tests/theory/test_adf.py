@@ -4,6 +4,7 @@
 """
 
 import json
+from contextlib import nullcontext
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -283,6 +284,23 @@ def test_predictive_moments_are_exact(name):
         found = guide.predictive_moments(params, x, noise=noise)
         np.testing.assert_allclose(found[0], mean, rtol=1e-5)
         np.testing.assert_allclose(found[1], var, rtol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [(), (2,)])
+def test_one_number_may_be_the_predictor_of_all(outputs):
+    def model(x, y=None):
+        rate = jnp.exp(numpyro.sample("b", dist.Normal(0.0, 1.0)))
+        with (
+            numpyro.plate("outputs", 2) if outputs else nullcontext(),
+            numpyro.plate("data", len(x), dim=-len(outputs) - 1),
+        ):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    x = np.ones(3)
+    guide, _ = learn(model, x, np.ones((3, *outputs)))
+    found = guide.predictive_moments({"b_auto_loc": 0.4, "b_auto_scale": 0.3}, x)
+    for part, value in zip(found, log_normal(0.4, 0.09), strict=False):
+        np.testing.assert_allclose(part, np.full((3, *outputs), value), rtol=1e-5)
 
 
 # -- priors of the predictor ---------------------------------------------------------------------------

@@ -165,7 +165,12 @@ class Problem:
         context = self.context(state, row, arrays)
         quantities = self.likelihood.observation.quantities(state.weights, context)
         found = self.likelihood.predictive(quantities, state.hyperparameters, context, noise)
-        return Gaussian(*(part[0] for part in found))
+        observation, parts = self.likelihood.observation, []
+        for part in found:
+            if observation.kind != "categorical":  # one number may be the predictor of all
+                part = jnp.broadcast_to(part, jnp.broadcast_shapes(part.shape, observation.shape, (1,)))
+            parts.append(part[0])
+        return Gaussian(*parts)
 
     def refine(self, state: ADFState) -> ADFState:
         """The prior factors of all weights with a hyperparameter."""
